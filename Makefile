@@ -1,0 +1,38 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check docs bench clean
+
+demo: $(VENV)/.demo  ## the main job on data that ships with the package
+	$(BIN)/python -m lastlayer demo
+
+test: $(VENV)/.dev  ## all tests and doctests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+check: $(VENV)/.dev  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.dev  ## the documentation, in docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+bench: $(VENV)/.dev  ## the benchmark table of this machine
+	$(BIN)/python -m benchmarks.run
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[train,report]"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[dev]"
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build docs/_build *.egg-info

@@ -1,0 +1,14 @@
+# ruff: noqa: I001
+"""Everything after the logits: projections, losses, heads, decoders and metrics for label sets."""
+
+from lastlayer.project.lml import LML as LML
+from lastlayer.project.lml import LMLAtMost as LMLAtMost
+from lastlayer.project.lml import LMLThreshold as LMLThreshold
+from lastlayer.project.lml import LogLML as LogLML
+from lastlayer.project.lml import lml as lml
+from lastlayer.project.lml import lml_at_most as lml_at_most
+from lastlayer.project.lml import lml_threshold as lml_threshold
+from lastlayer.project.lml import log_lml as log_lml
+from lastlayer.shard import ClassShard as ClassShard
+
+__version__ = "0.1.0"

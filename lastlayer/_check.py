@@ -1,0 +1,222 @@
+"""Input checks at the public door, and the three forms of a target.
+
+Checks read shapes, dtypes and Python numbers, never the values of a tensor: that would synchronise a GPU and break
+tracing.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lastlayer.shard import ClassShard
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+def logits(op: str, value: Any, name: str = "logits") -> Tensor:
+    """Check a floating-point tensor with at least one dimension."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: `{name}` must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
+    if not value.is_floating_point():
+        raise TypeError(f"{op}: `{name}` must be of a floating-point dtype, got {value.dtype}. Use `{name}.float()`.")
+    if value.ndim == 0:
+        raise ValueError(
+            f"{op}: `{name}` must have a class dimension, got a tensor of shape (). Add one, e.g. x[None]."
+        )
+    return value
+
+
+def dim(op: str, value: int, ndim: int) -> int:
+    """Check a dimension and return it as a non-negative number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{op}: `dim` must be an integer, got {value!r}. Use -1 for the last dimension.")
+    if not -ndim <= value < ndim:
+        raise ValueError(
+            f"{op}: `dim` must be between {-ndim} and {ndim - 1}, got {value}. The input has {ndim} dimension(s)."
+        )
+    return value % ndim
+
+
+def cardinality(op: str, k: Any, scores: Tensor, shard: ClassShard | None = None, *, at_most_n: bool = True) -> Tensor:
+    """Return `k` as a tensor of the work dtype and of shape ``(*batch, 1)``; classes are the last dimension."""
+    batch, n = scores.shape[:-1], scores.shape[-1]
+    dtype = work_dtype(scores)
+    if isinstance(k, Tensor):
+        if k.is_complex() or k.dtype == torch.bool:
+            raise TypeError(
+                f"{op}: `k` must be a real number or a real tensor, got a tensor of {k.dtype}. Use a float."
+            )
+        if not _broadcasts(k.shape, batch):
+            raise ValueError(
+                f"{op}: `k` must broadcast to the batch shape {tuple(batch)}, got shape {tuple(k.shape)}. "
+                "Give one number, or one a row."
+            )
+        return k.to(device=scores.device, dtype=dtype).expand(batch).unsqueeze(-1)
+    if isinstance(k, bool) or not isinstance(k, numbers.Real):
+        raise TypeError(
+            f"{op}: `k` must be a number or a tensor, got {type(k).__name__}. Pass the size of the label set."
+        )
+    limit = n if at_most_n and shard is None else math.inf
+    if not 0 <= float(k) <= limit:  # also catches nan
+        raise ValueError(
+            f"{op}: `k` must be between 0 and n_classes={n}, got {k}. Lower `k`, or pass a tensor of one `k` a row, "
+            "where a row that asks for too many becomes nan."
+        )
+    return torch.full((*batch, 1), float(k), dtype=dtype, device=scores.device)
+
+
+def _broadcasts(shape: torch.Size, batch: torch.Size) -> bool:
+    return len(shape) <= len(batch) and all(s in (1, b) for s, b in zip(reversed(shape), reversed(batch), strict=False))
+
+
+def mask(op: str, value: Any, scores: Tensor) -> Tensor | None:
+    """Check a boolean mask, True where a class takes part, and expand it to the shape of the scores."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{op}: `mask` must be a boolean tensor, True where a class takes part, got {got}.")
+    if not _broadcasts(value.shape, scores.shape):
+        raise ValueError(
+            f"{op}: `mask` must broadcast to the shape {tuple(scores.shape)}, got shape {tuple(value.shape)}."
+        )
+    return value.expand(scores.shape)
+
+
+def temperature(op: str, value: Any) -> Any:
+    """Check a positive, finite temperature; a tensor is taken as it is."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: `temperature` must be a number or a tensor, got {type(value).__name__}.")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"{op}: `temperature` must be positive and finite, got {value}. Use k for hard choices.")
+    return float(value)
+
+
+def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    """Check one of a few words."""
+    if value not in allowed:
+        words = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"{op}: `{name}` must be one of {words}, got {value!r}.")
+    return value
+
+
+def number(op: str, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """Check a Python number within ``[low, high]``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: `{name}` must be a number, got {type(value).__name__}.")
+    if not low <= float(value) <= high:
+        raise ValueError(f"{op}: `{name}` must be between {low} and {high}, got {value}.")
+    return float(value)
+
+
+def work_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic: float32 for half precision, else the input's own."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def reduced(op: str, loss: Tensor, reduction: Reduction, counts: Tensor | None = None) -> Tensor:
+    """Reduce a loss a row; the mean is over the rows where `counts` is true, and 0 where there is none."""
+    choice(op, "reduction", reduction, ("none", "mean", "sum"))
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    rows = max(loss.numel(), 1) if counts is None else counts.sum().clamp(min=1).to(loss.dtype)
+    return loss.sum() / rows
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A checked target: index lists, or a tensor of the shape of the logits; exactly one of the two is there.
+
+    ``index`` holds distinct classes, -1 where there is none. ``dense`` is as the user gave it: positive numbers are
+    labels (soft labels keep their value), 0 is negative or unobserved, negative numbers are unknown.
+    """
+
+    index: Tensor | None
+    dense: Tensor | None
+    n_classes: int
+
+    def positive(self) -> Tensor:
+        """Where the labels are: a boolean tensor of the shape of the logits."""
+        if self.dense is not None:
+            return self.dense > 0
+        assert self.index is not None
+        place = torch.where(self.index < 0, self.n_classes, self.index)  # padding goes to a column of its own
+        hot = torch.zeros((*place.shape[:-1], self.n_classes + 1), dtype=torch.bool, device=place.device)
+        return hot.scatter(-1, place, True)[..., : self.n_classes]
+
+    def known(self) -> Tensor | None:
+        """Where the target says something; None if it does everywhere."""
+        return None if self.dense is None else self.dense >= 0
+
+    def count(self) -> Tensor:
+        """The number of labels a row, shape ``batch``."""
+        if self.dense is not None:
+            return (self.dense > 0).sum(-1)
+        assert self.index is not None
+        return (self.index >= 0).sum(-1)
+
+    def sum_over_positives(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        """Return the sum over each row's labels of ``function(*values)``, shape ``batch``.
+
+        The values have the shape of the logits or ``(*batch, 1)``. Index lists gather first, so that nothing of the
+        size of the logits is made; elsewhere the function sees 0, so that what is not a label has no gradient.
+        """
+        if self.dense is not None:
+            found = self.dense > 0
+            picked = [v if v.shape[-1] == 1 else torch.where(found, v, 0) for v in values]
+        else:
+            assert self.index is not None
+            found, place = self.index >= 0, self.index.clamp(min=0)
+            whole = [v.shape[-1] != 1 or self.n_classes == 1 for v in values]
+            picked = [
+                torch.where(found, v.gather(-1, place), 0) if w else v for v, w in zip(values, whole, strict=True)
+            ]
+        return torch.where(found, function(*picked), 0).sum(-1)
+
+
+def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None) -> Labels:
+    """Check a target in any of its three forms against scores of shape ``(*batch, n_classes)``.
+
+    With `shard`, index targets hold classes of all ranks; the result holds those of this rank, counted from 0.
+    """
+    batch, n = scores.shape[:-1], scores.shape[-1]
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: `target` must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
+    if value.shape == scores.shape:
+        return Labels(None, value, n)
+    one_a_row = value.shape == batch
+    if not one_a_row and value.shape[:-1] != batch:
+        raise ValueError(
+            f"{op}: `target` must have shape {tuple(scores.shape)} (multi-hot), {tuple(batch)} (one class a row) or "
+            f"{(*batch, 'm')} (index lists padded with -1), got {tuple(value.shape)}."
+        )
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(
+            f"{op}: `target` of shape {tuple(value.shape)} holds class indices and must be of an integer dtype, "
+            f"got {value.dtype}. Use `target.long()`."
+        )
+    index = value.long().unsqueeze(-1) if one_a_row else value.long()
+    if shard is not None:
+        index = index - shard.start
+        index = torch.where((index >= 0) & (index < n), index, -1)
+    return Labels(_distinct(index), None, n)
+
+
+def _distinct(index: Tensor) -> Tensor:
+    """Drop repeats from index lists: a label named twice is one label."""
+    if index.shape[-1] < 2:
+        return index
+    index = index.sort(-1, descending=True).values
+    repeat = torch.cat([torch.zeros_like(index[..., :1], dtype=torch.bool), index[..., 1:] == index[..., :-1]], -1)
+    return torch.where(repeat, -1, index)

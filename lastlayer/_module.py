@@ -1,0 +1,29 @@
+"""The Module form of a function: it stores the arguments and calls the function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+
+class FunctionModule(nn.Module):
+    """A Module whose ``forward`` is ``function(*inputs, **options)``; tensors among the options become buffers."""
+
+    function: ClassVar[Callable[..., Any]]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._options = tuple(options)
+        for name, value in options.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return type(self).function(*inputs, **{name: getattr(self, name) for name in self._options})
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)

@@ -1,0 +1,630 @@
+"""The Limited Multi-Label projection (Amos, Koltun and Kolter, 2019): logits to the point of a k-label polytope."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lastlayer import _check
+from lastlayer._module import FunctionModule
+from lastlayer.shard import ClassShard, kth_largest, reduce
+
+Impl = Literal["auto", "torch", "native", "triton"]
+Kind = Literal["y", "log", "nu"]
+
+_PASSES = 10  # a bound on the search; the worst row of tests/project/accuracy.py takes 7
+
+
+def lml(
+    logits: Tensor,
+    k: float | Tensor,
+    *,
+    dim: int = -1,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    shard: ClassShard | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    r"""Project logits onto the polytope of `k` labels: probabilities whose sum is `k`.
+
+    .. math:: \min_{0 < y < 1} \; -x^\top y - H_b(y) \quad \text{subject to} \quad \sum_i y_i = k
+
+    with :math:`H_b` the binary entropy. The solution is :math:`y_i = \sigma(x_i + \nu)`, with one :math:`\nu` a row.
+    The order of the logits is kept, and a constant added to a row changes nothing. `k = 1` is not the softmax: each
+    class has a probability of its own, and several may be near 1.
+
+    Args:
+        logits: The scores :math:`x`, any shape. ``-inf`` rules a class out, ``+inf`` takes one unit of `k`.
+        k: The expected number of labels, ``0 <= k <= n_classes``, any real number; or a tensor that broadcasts to
+            the shape of the rows, differentiable. A row whose `k` cannot be met is nan, and no other row with it.
+        dim: The dimension of the classes.
+        temperature: Divides the logits; towards 0 the result is the indicator of the `k` largest.
+        mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
+        shard: This rank's slice, when the classes are split over processes.
+        impl: ``"torch"``, ``"native"`` (compiled, CPU), ``"triton"`` (GPU), or ``"auto"``: the fastest that applies.
+
+    Returns:
+        Probabilities, of the shape and dtype of `logits`. Half precision is computed in float32.
+
+    Example:
+        >>> lml(torch.tensor([2.0, 1.0, 0.0, -1.0]), k=2)
+        tensor([0.8176, 0.6225, 0.3775, 0.1824])
+    """
+    return _project("lml", logits, k, "y", dim, temperature, mask, shard, impl)
+
+
+def log_lml(
+    logits: Tensor,
+    k: float | Tensor,
+    *,
+    dim: int = -1,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    shard: ClassShard | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    r"""Compute the logarithm of :func:`lml`, accurate where the probability underflows or rounds to 1.
+
+    .. math:: \log y_i = \log \sigma(x_i + \nu)
+
+    Args:
+        logits: The scores, any shape.
+        k: The expected number of labels.
+        dim: The dimension of the classes.
+        temperature: Divides the logits.
+        mask: Boolean, True where a class takes part.
+        shard: This rank's slice, when the classes are split over processes.
+        impl: As in :func:`lml`.
+
+    Returns:
+        Log-probabilities, of the shape and dtype of `logits`; ``-inf`` for classes ruled out.
+
+    Example:
+        >>> log_lml(torch.tensor([200.0, 200.0, -200.0]), k=2)
+        tensor([   0.0000,    0.0000, -199.6534])
+    """
+    return _project("log_lml", logits, k, "log", dim, temperature, mask, shard, impl)
+
+
+def lml_threshold(
+    logits: Tensor,
+    k: float | Tensor,
+    *,
+    dim: int = -1,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    shard: ClassShard | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    r"""Compute the dual variable :math:`\nu` of :func:`lml`, differentiable in `logits` and `k`.
+
+    .. math:: \sum_i \sigma(x_i / T + \nu) = k
+
+    ``-nu`` is the logit at which a label is as likely as not. It is ``-inf`` at ``k = 0`` and ``+inf`` where `k`
+    asks for every class.
+
+    Args:
+        logits: The scores, any shape.
+        k: The expected number of labels.
+        dim: The dimension of the classes; the result does not have it.
+        temperature: Divides the logits.
+        mask: Boolean, True where a class takes part.
+        shard: This rank's slice, when the classes are split over processes.
+        impl: As in :func:`lml`.
+
+    Returns:
+        One number a row, of the dtype of `logits`.
+
+    Example:
+        >>> lml_threshold(torch.tensor([[1.0, 1.0, 1.0, 1.0]]), k=2)
+        tensor([-1.])
+    """
+    x, k, mask, divisor, _, impl = _enter("lml_threshold", logits, k, dim, temperature, mask, shard, impl)
+    _, center, delta = _apply(x, k, mask, divisor, "nu", shard, impl)
+    return (delta - center).squeeze(-1).to(logits.dtype)
+
+
+def lml_at_most(
+    logits: Tensor,
+    k: float | Tensor,
+    *,
+    dim: int = -1,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    shard: ClassShard | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    r"""Project logits onto the budget polytope: probabilities whose sum is at most `k`.
+
+    .. math:: \min_{0 < y < 1} \; -x^\top y - H_b(y) \quad \text{subject to} \quad \sum_i y_i \le k
+
+    The sigmoid where it already fits, else :func:`lml`.
+
+    Args:
+        logits: The scores, any shape.
+        k: The largest expected number of labels; at ``n_classes`` or above it binds nowhere.
+        dim: The dimension of the classes.
+        temperature: Divides the logits.
+        mask: Boolean, True where a class takes part.
+        shard: This rank's slice, when the classes are split over processes.
+        impl: As in :func:`lml`.
+
+    Returns:
+        Probabilities, of the shape and dtype of `logits`.
+
+    Example:
+        >>> lml_at_most(torch.tensor([[0.0, 0.0], [9.0, 9.0]]), k=1)
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+    """
+    x, k, mask, divisor, last, impl = _enter(
+        "lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False
+    )
+    scores = _scores(x, mask, divisor)
+    free = reduce((scores > -torch.inf).to(scores.dtype), "sum", shard)
+    tight, center, delta = _apply(x, torch.minimum(k, free), mask, divisor, "y", shard, impl)
+    fits = delta - center >= 0
+    y = torch.where(fits, scores.sigmoid().to(tight.dtype), tight)
+    return y.movedim(-1, last)
+
+
+def _project(
+    op: str,
+    logits: Tensor,
+    k: float | Tensor,
+    kind: Kind,
+    dim: int,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    shard: ClassShard | None,
+    impl: Impl,
+) -> Tensor:
+    x, k, mask, divisor, last, impl = _enter(op, logits, k, dim, temperature, mask, shard, impl)
+    out, _, _ = _apply(x, k, mask, divisor, kind, shard, impl)
+    return out.movedim(-1, last)
+
+
+def _enter(
+    op: str,
+    logits: Tensor,
+    k: float | Tensor,
+    dim: int,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    shard: ClassShard | None,
+    impl: Impl,
+    at_most_n: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, float, int, Impl]:
+    """Check the arguments and bring the classes to the last dimension."""
+    logits = _check.logits(op, logits)
+    dim = _check.dim(op, dim, logits.ndim)
+    mask = _check.mask(op, mask, logits)
+    divisor = _check.temperature(op, temperature)
+    x = logits.movedim(dim, -1)
+    mask = None if mask is None else mask.movedim(dim, -1)
+    if isinstance(divisor, Tensor):  # one a row; autograd sees the division
+        x, divisor = x / divisor.expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype), 1.0
+    k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
+    return x, k, mask, divisor, dim, choose(op, impl, x, shard)
+
+
+def choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None) -> Impl:
+    """Turn ``"auto"`` into the fastest implementation that applies; check an explicit one."""
+    _check.choice(op, "impl", impl, ("auto", "torch", "native", "triton"))
+    if impl == "torch":
+        return impl
+    found: dict[Impl, str] = {name: _unfit(name, x, shard) for name in ("triton", "native")}
+    if impl == "auto":
+        if _exporting():  # a graph for other runtimes holds plain operators
+            return "torch"
+        return next((name for name, reason in found.items() if not reason), "torch")
+    if found[impl]:
+        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: {found[impl]}. Use `impl="auto"`.')
+    return impl
+
+
+def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
+    """Why an implementation cannot take this input; empty if it can."""
+    if shard is not None:
+        return "the classes are sharded"
+    if impl == "triton":
+        if x.dtype == torch.float64:
+            return "the kernels are for float32, bfloat16 and float16"
+        from lastlayer._triton import unavailable
+    else:
+        if x.dtype not in (torch.float32, torch.float64):
+            return "the compiled kernel is for float32 and float64"
+        from lastlayer._native import unavailable
+    return unavailable(x.device)
+
+
+def _exporting() -> bool:
+    is_exporting = getattr(torch.compiler, "is_exporting", None)
+    return torch.onnx.is_in_onnx_export() or bool(is_exporting and is_exporting())
+
+
+def _apply(
+    x: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    kind: Kind,
+    shard: ClassShard | None,
+    impl: Impl,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
+    # The compiler takes no Function that defines forward mode.
+    function = _LML if torch.compiler.is_compiling() else _LMLForwardMode
+    return function.apply(x, k, mask, temperature, kind, shard, impl)
+
+
+def _forward(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    kind: Kind,
+    shard: ClassShard | None,
+    impl: Impl,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if impl == "torch":
+        return _plain(logits, k, mask, temperature, kind, shard)
+    if torch.compiler.is_compiling():
+        return torch.ops.lastlayer.lml_forward(logits, k, mask, temperature, kind, impl)
+    return _kernels(impl).forward(logits, k, mask, temperature, kind)
+
+
+def _kernels(impl: str) -> ModuleType:
+    if impl == "triton":
+        return importlib.import_module("lastlayer._triton.lml")
+    return importlib.import_module("lastlayer._native.lml")
+
+
+def _plain(
+    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: Kind, shard: ClassShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out, center, delta)`` in plain torch: the fallback, and what the kernels are checked against."""
+    x = _scores(logits, mask, temperature)
+    center, delta = _solve(x, k, shard)
+    if kind == "nu":
+        return logits.new_empty(0), center, delta
+    if kind == "log":
+        return F.logsigmoid(_points(x, center, delta)).to(logits.dtype), center, delta
+    # As in the search, delta enters as a factor: rounding x - center + delta again would show in the sum.
+    z = _points(x, center, torch.where(delta.isfinite(), 0, delta))
+    tail = (-z.abs()).exp() * torch.where(delta.isfinite(), torch.where(z > 0, -delta, delta), 0).exp()
+    y = torch.where(z > 0, 1, tail) / (1 + tail)
+    return torch.where(delta.isnan(), delta, y).to(logits.dtype), center, delta
+
+
+def _scores(logits: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
+    """Return the scores in the dtype of the arithmetic: divided by the temperature, ``-inf`` where masked out."""
+    x = logits.to(_check.work_dtype(logits))
+    if temperature != 1.0:
+        x = x / temperature
+    return x if mask is None else x.masked_fill(~mask, -torch.inf)
+
+
+def _points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
+    """Return ``x + nu``; an infinite logit keeps its sign against an infinite nu."""
+    z = (x - center) + delta
+    return torch.where(x.isinf() & delta.isinf(), x, z)
+
+
+def _solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+    """Return ``(center, delta)``, ``nu = delta - center``, each of shape ``(..., 1)``.
+
+    Rows without a finite nu have an infinite delta: ``-inf`` where k is used up, ``+inf`` where it takes every class
+    that is left, and nan where it cannot be met.
+    """
+    finite = x.isfinite()
+    n, n_top, n_nan = reduce([flag.to(x.dtype) for flag in (finite, x == torch.inf, x.isnan())], "sum", shard)
+    k = k - n_top
+    solvable = (k > 0) & (k < n) & (n_nan == 0)
+    end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, -torch.inf, torch.where(k == n, torch.inf, torch.nan)))
+
+    x = torch.where(finite, x, -torch.inf)  # weighs nothing
+    k = torch.where(solvable, k, n / 2)
+    center, lo, hi = _bracket(x, k, n, solvable, shard)
+    delta, done = torch.zeros_like(center), ~solvable
+    for _ in range(_PASSES):
+        step, lo, hi, close = _step(x - center, k, lo, hi, solvable, shard)
+        # The last step of a row stays in delta, so that the points at which the sums were taken are those returned.
+        delta = torch.where(done, delta, torch.where(close, step, 0))
+        moved = torch.where(done | close, center, center - step)
+        lo, hi = lo + (moved - center), hi + (moved - center)
+        center, done = moved, done | close
+        if _may_stop(x) and bool(done.all()):
+            break
+    return torch.where(solvable, center, 0), torch.where(solvable, delta, end)
+
+
+def _may_stop(x: Tensor) -> bool:
+    """Whether reading a value costs nothing: an ordinary CPU tensor, outside of any trace."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _bracket(
+    x: Tensor, k: Tensor, n: Tensor, solvable: Tensor, shard: ClassShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a start and exact bounds from two order statistics: ``lo <= nu + center <= hi``.
+
+    With m < k < m' integers and x_(1) >= x_(2) >= ..., at most m classes are above x_(m+1), and their y at most 1:
+    logit((k - m) / (n - m)) - x_(m+1) <= nu <= logit(k / m') - x_(m').
+    """
+    upper_rank, lower_rank = k.ceil(), k.floor() + 1  # m + 1 and m'
+    upper, lower = kth_largest(x, torch.cat([upper_rank, lower_rank], -1), shard).split(1, -1)
+    upper, lower = torch.where(solvable, upper, 0), torch.where(solvable, lower, 0)
+    middle = lower + (upper - lower) / 2
+    lo = torch.where(solvable, (k - upper_rank + 1).log() - (n - k).log(), 0) - (upper - middle)
+    hi = torch.where(solvable, k.log() - (lower_rank - k).log(), 0) + (middle - lower)
+    center = middle - (lo + hi) / 2
+    slack = 8 * torch.finfo(x.dtype).eps * (1 + center.abs() + lo.abs() + hi.abs())
+    moved = center - middle
+    return center, lo + moved - slack, hi + moved + slack
+
+
+def _step(
+    d: Tensor, k: Tensor, lo: Tensor, hi: Tensor, solvable: Tensor, shard: ClassShard | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a step of nu from the points `d`, the tighter bounds, and whether the step ends the search.
+
+    All sums are of small parts (y or 1 - y, whichever is less), scaled by the largest of them where the count of
+    points above 0 is k: the residual does not cancel, nor does it underflow across a wide gap.
+    """
+    eps = torch.finfo(d.dtype).eps
+    depth = -d.abs()
+    peak = torch.where(solvable, reduce(depth, "max", shard), 0)
+    tail = (depth - peak).exp()
+    w = tail * peak.exp()
+    w, scaled = w / (1 + w), tail / (1 + w)  # min(y, 1 - y), and the same over exp(peak)
+    above = d > 0
+    outer, inner = scaled * (1 - w) * (1 - w), scaled * (1 - w) * w
+    bend = scaled * w * (3 - 2 * w)
+    a, b, count, residual, cubic = reduce(
+        [
+            torch.where(above, outer, inner),  # sum y^2 (1 - y)
+            torch.where(above, inner, outer),  # sum y (1 - y)^2
+            above.to(d.dtype),
+            torch.where(above, -scaled, scaled),
+            torch.where(above, -bend, bend),
+        ],
+        "sum",
+        shard,
+    )
+    surplus = count - k
+    exponent = torch.where(surplus == 0, 0, peak)  # what is left to scale back
+    unit = exponent.exp()
+    f, c = surplus + residual * unit, surplus + cubic * unit
+    r = f / ((a + b) * unit)
+
+    # The root of b q^2 + c q - a in q = exp(step) never passes the solution; exact on a plateau and in the tails.
+    root = (c * c + 4 * (a * unit) * (b * unit)).sqrt()
+    fall = math.log(2) + a.log() + exponent - (c + root).log()
+    rise = (root - c).log() - math.log(2) - b.log() - exponent
+    safe = torch.where(c > 0, fall, rise)
+    safe = torch.where((safe < 0) == (f > 0), safe, 0)
+    halley = -r / (1 - r * ((b - a) / (a + b)) / 2)
+    step = torch.where((r.abs() < 1) & (halley.abs() > safe.abs()), halley, safe)
+
+    # Bounds: the sign of f with the safe step, and the tangents in exp(nu) and exp(-nu).
+    lo = torch.maximum(lo, torch.where(f < 0, safe, torch.log1p(-r.clamp(max=1))) - 4 * eps)
+    hi = torch.minimum(hi, torch.where(f > 0, safe, -torch.log1p(r.clamp(min=-1))) + 4 * eps)
+    step = torch.where((step >= lo) & (step <= hi), step, (lo + hi) / 2)
+    close = (r.abs() < 0.5) & (0.42 * r.abs() ** 3 <= eps / 2)  # Halley's error bound
+    return torch.where(close, halley, step), lo, hi, close
+
+
+class _LML(torch.autograd.Function):
+    """``(logits, k) -> (out, center, delta)``: one definition of the derivatives for every implementation."""
+
+    @staticmethod
+    def forward(
+        logits: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        temperature: float,
+        kind: Kind,
+        shard: ClassShard | None,
+        impl: Impl,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(logits, k, mask, temperature, kind, shard, impl)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        logits, _, mask, ctx.temperature, ctx.kind, ctx.shard, ctx.impl = inputs
+        _, center, delta = output
+        ctx.mark_non_differentiable(center)
+        ctx.save_for_backward(logits, mask, center, delta)
+        ctx.save_for_forward(logits, mask, center, delta)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, mask, center, delta = ctx.saved_tensors
+        grad_out, _, grad_delta = grads
+        if ctx.kind == "nu":
+            grad_out = None
+        if grad_out is None and grad_delta is None:
+            return (None,) * 7
+        arguments = (logits, mask, ctx.temperature, center, delta, grad_out, grad_delta, ctx.kind)
+        if ctx.impl == "torch" or torch.is_grad_enabled() or _transformed():
+            grad_logits, grad_k = _plain_backward(*arguments, ctx.shard)
+        elif torch.compiler.is_compiling():
+            grad_logits, grad_k = torch.ops.lastlayer.lml_backward(*arguments, ctx.impl)
+        else:
+            grad_logits, grad_k = _kernels(ctx.impl).backward(*arguments)
+        return grad_logits, grad_k, None, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        # Every leading dimension is a batch dimension: the mapped one joins them.
+        tensors = [
+            value if where is None or not isinstance(value, Tensor) else value.movedim(where, 0)
+            for value, where in zip(inputs[:3], in_dims[:3], strict=True)
+        ]
+        batch = (info.batch_size, *tensors[0].shape[in_dims[0] is not None : -1])
+        tensors = [t if t is None else t.expand(*batch, t.shape[-1]) for t in tensors]
+        x, k, mask = tensors
+        return _apply(x, k, mask, *inputs[3:]), (0 if inputs[4] != "nu" else None, 0, 0)
+
+
+class _LMLForwardMode(_LML):
+    """As `_LML`, with forward-mode derivatives."""
+
+    @staticmethod
+    def jvp(ctx: Any, logits_t: Tensor | None, k_t: Tensor | None, *_: Any) -> Any:
+        logits, mask, center, delta = ctx.saved_tensors
+        x = _scores(logits, mask, ctx.temperature)
+        z = _points(x, center, delta)
+        live, p, log_h, inverse = _weights(x, z, delta, ctx.shard)
+        dx = torch.zeros_like(x) if logits_t is None else torch.where(live, logits_t.to(x.dtype) / ctx.temperature, 0)
+        dk = torch.zeros_like(delta) if k_t is None else k_t
+        mean = reduce(p * dx, "sum", ctx.shard)
+        delta_t = dk * inverse - mean
+        if ctx.kind == "nu":
+            out_t = logits.new_empty(0)
+        elif ctx.kind == "y":
+            out_t = (log_h.exp() * (dx - mean) + p * dk).to(logits.dtype)
+        else:
+            out_t = torch.where(live, (-z).sigmoid() * (dx + delta_t), 0).to(logits.dtype)
+        return out_t, None, delta_t
+
+
+def _transformed() -> bool:
+    """Whether a torch.func transform is active, which kernels cannot see through."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _weights(x: Tensor, z: Tensor, delta: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return where there is a gradient, ``p = h / sum h``, ``log h`` and ``1 / sum h``, for ``h = y (1 - y)``."""
+    live = x.isfinite() & delta.isfinite()
+    log_h = torch.where(live, F.logsigmoid(z) + F.logsigmoid(-z), -torch.inf)
+    peak = reduce(log_h.detach(), "max", shard)
+    peak = torch.where(peak.isfinite(), peak, 0)
+    e = (log_h - peak).exp()
+    mass = reduce(e, "sum", shard)
+    mass = torch.where(mass > 0, mass, torch.inf)
+    return live, e / mass, log_h, (-peak).exp() / mass
+
+
+def _plain_backward(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    center: Tensor,
+    delta: Tensor,
+    grad_out: Tensor | None,
+    grad_delta: Tensor | None,
+    kind: Kind,
+    shard: ClassShard | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of logits and k, in differentiable operations."""
+    x = _scores(logits, mask, temperature)
+    z = _points(x, center, delta)
+    live, p, log_h, inverse = _weights(x, z, delta, shard)
+    given = torch.zeros_like(delta) if grad_delta is None else grad_delta
+    if grad_out is None:
+        given = reduce(given, "sum", shard)
+        grad_x, grad_k = -p * given, given * inverse
+    elif kind == "y":
+        u = torch.where(live, grad_out.to(x.dtype), 0)
+        mean, given = reduce([p * u, given], "sum", shard)
+        grad_x, grad_k = log_h.exp() * (u - mean) - p * given, mean + given * inverse
+    else:
+        v = torch.where(live, grad_out.to(x.dtype) * (-z).sigmoid(), 0)
+        sums = reduce([v, given], "sum", shard)
+        given = sums[0] + sums[1]
+        grad_x, grad_k = v - p * given, given * inverse
+    if temperature != 1.0:
+        grad_x = grad_x / temperature
+    broken = delta.isnan()
+    return torch.where(broken, torch.nan, grad_x).to(logits.dtype), torch.where(broken, torch.nan, grad_k)
+
+
+@torch.library.custom_op("lastlayer::lml_forward", mutates_args=())
+def _op_forward(
+    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _kernels(impl).forward(logits, k, mask, temperature, kind)
+
+
+@_op_forward.register_fake
+def _(
+    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    row = logits.new_empty((*logits.shape[:-1], 1), dtype=_check.work_dtype(logits))
+    out = logits.new_empty(0) if kind == "nu" else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return out, row, torch.empty_like(row)
+
+
+@torch.library.custom_op("lastlayer::lml_backward", mutates_args=())
+def _op_backward(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    center: Tensor,
+    delta: Tensor,
+    grad_out: Tensor | None,
+    grad_delta: Tensor | None,
+    kind: str,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    return _kernels(impl).backward(logits, mask, temperature, center, delta, grad_out, grad_delta, kind)
+
+
+@_op_backward.register_fake
+def _(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    center: Tensor,
+    delta: Tensor,
+    grad_out: Tensor | None,
+    grad_delta: Tensor | None,
+    kind: str,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(delta)
+
+
+class LML(FunctionModule):
+    """Module form of :func:`lml`, which documents the arguments."""
+
+    function = staticmethod(lml)
+
+    def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
+        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
+
+
+class LogLML(FunctionModule):
+    """Module form of :func:`log_lml`, which documents the arguments."""
+
+    function = staticmethod(log_lml)
+
+    def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
+        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
+
+
+class LMLThreshold(FunctionModule):
+    """Module form of :func:`lml_threshold`, which documents the arguments."""
+
+    function = staticmethod(lml_threshold)
+
+    def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
+        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
+
+
+class LMLAtMost(FunctionModule):
+    """Module form of :func:`lml_at_most`, which documents the arguments."""
+
+    function = staticmethod(lml_at_most)
+
+    def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
+        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)

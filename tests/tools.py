@@ -1,0 +1,17 @@
+"""What several test files share."""
+
+import torch
+from torch import Tensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def assert_as_accurate(actual: Tensor, plain: Tensor, exact: Tensor, slack: float = 2.0) -> None:
+    """``actual`` is as close to float64 as plain torch in the same dtype, within ``slack``."""
+    assert actual.shape == exact.shape
+    if actual.numel() == 0:
+        return
+    error = (actual.double() - exact).abs().max().item()
+    allowed = slack * (plain.double() - exact).abs().max().item()
+    allowed += 2 * torch.finfo(actual.dtype).eps * exact.abs().max().item()
+    assert error <= allowed, f"error {error:.2e} to float64, allowed {allowed:.2e}"
