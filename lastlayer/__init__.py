@@ -1,6 +1,9 @@
-# ruff: noqa: I001
 """Everything after the logits: projections, losses, heads, decoders and metrics for label sets."""
 
+from lastlayer.loss.lml import LMLFenchelYoungLoss as LMLFenchelYoungLoss
+from lastlayer.loss.lml import LMLLoss as LMLLoss
+from lastlayer.loss.lml import lml_fenchel_young_loss as lml_fenchel_young_loss
+from lastlayer.loss.lml import lml_loss as lml_loss
 from lastlayer.project.lml import LML as LML
 from lastlayer.project.lml import LMLAtMost as LMLAtMost
 from lastlayer.project.lml import LMLThreshold as LMLThreshold

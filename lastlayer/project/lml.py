@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
@@ -125,8 +126,8 @@ def lml_threshold(
         >>> lml_threshold(torch.tensor([[1.0, 1.0, 1.0, 1.0]]), k=2)
         tensor([-1.])
     """
-    x, k, mask, divisor, _, impl = _enter("lml_threshold", logits, k, dim, temperature, mask, shard, impl)
-    _, center, delta = _apply(x, k, mask, divisor, "nu", shard, impl)
+    x, k, mask, divisor, _, impl = enter("lml_threshold", logits, k, dim, temperature, mask, shard, impl)
+    _, center, delta = apply(x, k, mask, divisor, "nu", shard, impl)
     return (delta - center).squeeze(-1).to(logits.dtype)
 
 
@@ -163,14 +164,14 @@ def lml_at_most(
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
-    x, k, mask, divisor, last, impl = _enter(
+    x, k, mask, divisor, last, impl = enter(
         "lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False
     )
-    scores = _scores(x, mask, divisor)
-    free = reduce((scores > -torch.inf).to(scores.dtype), "sum", shard)
-    tight, center, delta = _apply(x, torch.minimum(k, free), mask, divisor, "y", shard, impl)
+    score = scores(x, mask, divisor)
+    free = reduce((score > -torch.inf).to(score.dtype), "sum", shard)
+    tight, center, delta = apply(x, torch.minimum(k, free), mask, divisor, "y", shard, impl)
     fits = delta - center >= 0
-    y = torch.where(fits, scores.sigmoid().to(tight.dtype), tight)
+    y = torch.where(fits, score.sigmoid().to(tight.dtype), tight)
     return y.movedim(-1, last)
 
 
@@ -185,12 +186,12 @@ def _project(
     shard: ClassShard | None,
     impl: Impl,
 ) -> Tensor:
-    x, k, mask, divisor, last, impl = _enter(op, logits, k, dim, temperature, mask, shard, impl)
-    out, _, _ = _apply(x, k, mask, divisor, kind, shard, impl)
+    x, k, mask, divisor, last, impl = enter(op, logits, k, dim, temperature, mask, shard, impl)
+    out, _, _ = apply(x, k, mask, divisor, kind, shard, impl)
     return out.movedim(-1, last)
 
 
-def _enter(
+def enter(
     op: str,
     logits: Tensor,
     k: float | Tensor,
@@ -249,7 +250,7 @@ def _exporting() -> bool:
     return torch.onnx.is_in_onnx_export() or bool(is_exporting and is_exporting())
 
 
-def _apply(
+def apply(
     x: Tensor,
     k: Tensor,
     mask: Tensor | None,
@@ -277,10 +278,11 @@ def _forward(
         return _plain(logits, k, mask, temperature, kind, shard)
     if torch.compiler.is_compiling():
         return torch.ops.lastlayer.lml_forward(logits, k, mask, temperature, kind, impl)
-    return _kernels(impl).forward(logits, k, mask, temperature, kind)
+    return kernels(impl).forward(logits, k, mask, temperature, kind)
 
 
-def _kernels(impl: str) -> ModuleType:
+def kernels(impl: str) -> ModuleType:
+    """Import the kernels of an implementation."""
     if impl == "triton":
         return importlib.import_module("lastlayer._triton.lml")
     return importlib.import_module("lastlayer._native.lml")
@@ -290,20 +292,20 @@ def _plain(
     logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: Kind, shard: ClassShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` in plain torch: the fallback, and what the kernels are checked against."""
-    x = _scores(logits, mask, temperature)
+    x = scores(logits, mask, temperature)
     center, delta = _solve(x, k, shard)
     if kind == "nu":
         return logits.new_empty(0), center, delta
     if kind == "log":
-        return F.logsigmoid(_points(x, center, delta)).to(logits.dtype), center, delta
+        return F.logsigmoid(points(x, center, delta)).to(logits.dtype), center, delta
     # As in the search, delta enters as a factor: rounding x - center + delta again would show in the sum.
-    z = _points(x, center, torch.where(delta.isfinite(), 0, delta))
+    z = points(x, center, torch.where(delta.isfinite(), 0, delta))
     tail = (-z.abs()).exp() * torch.where(delta.isfinite(), torch.where(z > 0, -delta, delta), 0).exp()
     y = torch.where(z > 0, 1, tail) / (1 + tail)
     return torch.where(delta.isnan(), delta, y).to(logits.dtype), center, delta
 
 
-def _scores(logits: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
+def scores(logits: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
     """Return the scores in the dtype of the arithmetic: divided by the temperature, ``-inf`` where masked out."""
     x = logits.to(_check.work_dtype(logits))
     if temperature != 1.0:
@@ -311,7 +313,7 @@ def _scores(logits: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
     return x if mask is None else x.masked_fill(~mask, -torch.inf)
 
 
-def _points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
+def points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
     """Return ``x + nu``; an infinite logit keeps its sign against an infinite nu."""
     z = (x - center) + delta
     return torch.where(x.isinf() & delta.isinf(), x, z)
@@ -454,12 +456,12 @@ class _LML(torch.autograd.Function):
         if grad_out is None and grad_delta is None:
             return (None,) * 7
         arguments = (logits, mask, ctx.temperature, center, delta, grad_out, grad_delta, ctx.kind)
-        if ctx.impl == "torch" or torch.is_grad_enabled() or _transformed():
+        if ctx.impl == "torch" or torch.is_grad_enabled() or transformed():
             grad_logits, grad_k = _plain_backward(*arguments, ctx.shard)
         elif torch.compiler.is_compiling():
             grad_logits, grad_k = torch.ops.lastlayer.lml_backward(*arguments, ctx.impl)
         else:
-            grad_logits, grad_k = _kernels(ctx.impl).backward(*arguments)
+            grad_logits, grad_k = kernels(ctx.impl).backward(*arguments)
         return grad_logits, grad_k, None, None, None, None, None
 
     @staticmethod
@@ -472,7 +474,7 @@ class _LML(torch.autograd.Function):
         batch = (info.batch_size, *tensors[0].shape[in_dims[0] is not None : -1])
         tensors = [t if t is None else t.expand(*batch, t.shape[-1]) for t in tensors]
         x, k, mask = tensors
-        return _apply(x, k, mask, *inputs[3:]), (0 if inputs[4] != "nu" else None, 0, 0)
+        return apply(x, k, mask, *inputs[3:]), (0 if inputs[4] != "nu" else None, 0, 0)
 
 
 class _LMLForwardMode(_LML):
@@ -481,8 +483,8 @@ class _LMLForwardMode(_LML):
     @staticmethod
     def jvp(ctx: Any, logits_t: Tensor | None, k_t: Tensor | None, *_: Any) -> Any:
         logits, mask, center, delta = ctx.saved_tensors
-        x = _scores(logits, mask, ctx.temperature)
-        z = _points(x, center, delta)
+        x = scores(logits, mask, ctx.temperature)
+        z = points(x, center, delta)
         live, p, log_h, inverse = _weights(x, z, delta, ctx.shard)
         dx = torch.zeros_like(x) if logits_t is None else torch.where(live, logits_t.to(x.dtype) / ctx.temperature, 0)
         dk = torch.zeros_like(delta) if k_t is None else k_t
@@ -497,9 +499,9 @@ class _LMLForwardMode(_LML):
         return out_t, None, delta_t
 
 
-def _transformed() -> bool:
-    """Whether a torch.func transform is active, which kernels cannot see through."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def transformed() -> bool:
+    """Whether a torch.func transform or forward mode is active, which kernels cannot see through."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _weights(x: Tensor, z: Tensor, delta: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -526,8 +528,8 @@ def _plain_backward(
     shard: ClassShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits and k, in differentiable operations."""
-    x = _scores(logits, mask, temperature)
-    z = _points(x, center, delta)
+    x = scores(logits, mask, temperature)
+    z = points(x, center, delta)
     live, p, log_h, inverse = _weights(x, z, delta, shard)
     given = torch.zeros_like(delta) if grad_delta is None else grad_delta
     if grad_out is None:
@@ -552,7 +554,7 @@ def _plain_backward(
 def _op_forward(
     logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _kernels(impl).forward(logits, k, mask, temperature, kind)
+    return kernels(impl).forward(logits, k, mask, temperature, kind)
 
 
 @_op_forward.register_fake
@@ -576,7 +578,7 @@ def _op_backward(
     kind: str,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    return _kernels(impl).backward(logits, mask, temperature, center, delta, grad_out, grad_delta, kind)
+    return kernels(impl).backward(logits, mask, temperature, center, delta, grad_out, grad_delta, kind)
 
 
 @_op_backward.register_fake

@@ -1,0 +1,304 @@
+"""Losses on the Limited Multi-Label projection: maximum likelihood of the observed labels, and the convex one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lastlayer import _check
+from lastlayer._check import Labels, Reduction
+from lastlayer._module import FunctionModule
+from lastlayer.project import lml as projection
+from lastlayer.project.lml import Impl
+from lastlayer.shard import ClassShard, reduce, total
+
+
+def lml_loss(
+    logits: Tensor,
+    target: Tensor,
+    k: float | Tensor,
+    *,
+    observed: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    shard: ClassShard | None = None,
+    reduction: Reduction = "mean",
+    impl: Impl = "auto",
+) -> Tensor:
+    r"""Compute the negative log-likelihood of the observed labels under :func:`~lastlayer.lml`.
+
+    .. math:: -\sum_{j \in Y} \log y_j \; - \sum_{j \notin Y} \log(1 - \rho \, y_j), \qquad y = \mathrm{lml}(x, k)
+
+    With `observed` :math:`= \rho = 0` this is Algorithm 2 of Amos, Koltun and Kolter (2019): labels that were not
+    observed are not negatives, the sum `k` alone holds them down. With :math:`\rho > 0` it is the likelihood of
+    labels thinned at random: a true label is seen with probability :math:`\rho`, so that the absence of a label, and
+    a row without any, teach something too. ``rho = (mean number of observed labels a row) / k`` needs no tuning.
+
+    Args:
+        logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
+        target: Multi-hot of the shape of `logits` (-1 is unknown: in neither sum, still a class of the projection),
+            one class a row (``batch``), or index lists padded with -1 (``(*batch, m)``).
+        k: The number of labels a row has, observed or not; a number or a tensor that broadcasts to ``batch``.
+        observed: The probability :math:`\rho` that a label is observed, between 0 and 1.
+        temperature: Divides the logits.
+        mask: Boolean, True where a class takes part.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows that contribute: those with a label, and
+            with `observed` those with a known class. Without such a row it is 0.
+        impl: As in :func:`~lastlayer.lml`.
+
+    Returns:
+        The loss, of the dtype of `logits`. A row without a label has loss 0 if `observed` is 0; a label that is ruled
+        out has an infinite loss and no gradient.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+        >>> lml_loss(logits, torch.tensor([[0, 1]]), k=2)
+        tensor(0.6755)
+    """
+    op = "lml_loss"
+    rho = _check.number(op, "observed", observed, 0, 1)
+    x, k, mask, divisor, _, chosen = projection.enter(op, logits, k, -1, temperature, mask, shard, impl)
+    labels = _check.target(op, target, x, shard)
+    if impl == "auto" and projection.transformed():
+        chosen = "torch"
+    if chosen == "torch":
+        loss = _plain(x, k, mask, divisor, rho, labels, shard)
+    else:
+        loss = _LMLLoss.apply(x, k, mask, divisor, rho, labels.index, labels.dense, chosen)[0]
+    contributes = reduce(labels.count().unsqueeze(-1).to(loss.dtype), "sum", shard).squeeze(-1) > 0
+    if rho > 0 and labels.dense is not None:
+        known = (labels.dense >= 0).any(-1, keepdim=True)
+        contributes = contributes | (reduce(known.to(loss.dtype), "sum", shard).squeeze(-1) > 0)
+    elif rho > 0:
+        contributes = torch.ones_like(contributes)
+    return _check.reduced(op, loss, reduction, contributes).to(logits.dtype)
+
+
+def lml_fenchel_young_loss(
+    logits: Tensor,
+    target: Tensor,
+    k: float | Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Compute the Fenchel-Young loss of the LML projection: convex, with gradient ``lml(logits, k) - target``.
+
+    .. math:: \sum_j \log(1 + e^{x_j + \nu}) - k \nu - \sum_{j \in Y} x_j
+
+    For `k` the number of labels it is at least 0, and 0 in the limit where the labels lead by a wide gap.
+
+    Args:
+        logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
+        target: Multi-hot, one class a row, or index lists padded with -1. Unknown classes (-1 in a multi-hot target)
+            are left out of the projection: they have no influence and no gradient.
+        k: The size of the label set; ``None`` is each row's number of labels.
+        mask: Boolean, True where a class takes part.
+        reduction: ``"none"`` is a loss a row; ``"mean"`` is over all rows.
+
+    Returns:
+        The loss, of the dtype of `logits`. With ``k=None`` a row without labels has loss 0.
+
+    Example:
+        >>> lml_fenchel_young_loss(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
+        tensor(1.3510)
+    """
+    op = "lml_fenchel_young_loss"
+    logits = _check.logits(op, logits)
+    labels = _check.target(op, target, logits)
+    mask = _check.mask(op, mask, logits)
+    if labels.dense is not None:
+        known = labels.dense >= 0
+        mask = known if mask is None else mask & known
+    count = labels.count().to(_check.work_dtype(logits))
+    x, size, mask, _, _, impl = projection.enter(op, logits, count if k is None else k, -1, 1.0, mask, None, "auto")
+    _, center, delta = projection.apply(x, size, mask, 1.0, "nu", None, impl)
+
+    scores = projection.scores(x, mask, 1.0)
+    z = _live_points(scores, center, delta)
+    nu = (delta - center).squeeze(-1)
+    # softplus(z) - z over the labels is softplus(-z): what is left is small where the fit is good.
+    soft = F.softplus(z)
+    loss = soft.sum(-1) + labels.sum_over_positives(lambda z, s: F.softplus(-z) - s, z, soft)
+    loss = loss + (count - size.squeeze(-1)) * torch.where(nu.isinf(), 0, nu)
+
+    # At both ends the projection is a vertex, and the loss linear: <lml(x, k) - target, x>.
+    flat = torch.where(scores.isfinite(), scores, 0)
+    end = torch.where(nu > 0, flat.sum(-1), 0) - labels.sum_over_positives(lambda s: s, flat)
+    loss = torch.where(nu.isinf(), end, loss)
+    return _check.reduced(op, loss, reduction).to(logits.dtype)
+
+
+def _plain(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    rho: float,
+    labels: Labels,
+    shard: ClassShard | None,
+) -> Tensor:
+    """Return the loss a row in plain torch: the fallback, and what the kernels are checked against."""
+    _, center, delta = projection.apply(logits, k, mask, temperature, "nu", shard, "torch")
+    z = _live_points(projection.scores(logits, mask, temperature), center, delta)
+    loss = labels.sum_over_positives(lambda z: -F.logsigmoid(z), z)
+    if rho > 0:
+        loss = loss + _unseen(z, rho, labels)
+    return total(loss, shard)
+
+
+def _live_points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
+    """Return ``x + nu`` with no gradient where x or nu is infinite."""
+    z = projection.points(x, center, delta)
+    return torch.where(x.isfinite() & delta.isfinite(), z, z.detach())
+
+
+def _unseen(z: Tensor, rho: float, labels: Labels) -> Tensor:
+    """Return ``-sum log(1 - rho y)`` over the known classes that are not labels."""
+    silent = -F.logsigmoid(-z)
+    if rho < 1:  # 1 - rho y = (1 - y) + (1 - rho) y
+        silent = -torch.logaddexp(-silent, math.log1p(-rho) + F.logsigmoid(z))
+    if labels.dense is not None:
+        return torch.where(labels.dense == 0, silent, 0).sum(-1)
+    return silent.sum(-1) - labels.sum_over_positives(lambda s: s, silent)
+
+
+class _LMLLoss(torch.autograd.Function):
+    """The loss a row by a kernel: ``(logits, k) -> loss``, with nothing of the size of the logits but the gradient."""
+
+    @staticmethod
+    def forward(
+        logits: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        temperature: float,
+        rho: float,
+        index: Tensor | None,
+        dense: Tensor | None,
+        impl: Impl,
+    ) -> tuple[Tensor, ...]:
+        arguments = (logits, k, mask, temperature, rho, index, dense)
+        if torch.compiler.is_compiling():
+            return torch.ops.lastlayer.lml_loss_forward(*arguments, impl)
+        return projection.kernels(impl).loss_forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        logits, k, mask, ctx.temperature, ctx.rho, index, dense, ctx.impl = inputs
+        _, *rows = output
+        ctx.mark_non_differentiable(*rows)
+        ctx.save_for_backward(logits, k, mask, index, dense, *rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, k, mask, index, dense, center, delta, log_mass, pull = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives, through plain torch
+            labels = Labels(index, dense, logits.shape[-1])
+            loss = _plain(logits, k, mask, ctx.temperature, ctx.rho, labels, None)
+            inputs = [t for t, needed in zip((logits, k), ctx.needs_input_grad, strict=False) if needed]
+            found = iter(torch.autograd.grad(loss, inputs, grads[0], create_graph=True))
+            grad_logits, grad_k = (next(found) if needed else None for needed in ctx.needs_input_grad[:2])
+        else:
+            arguments = (logits, mask, ctx.temperature, ctx.rho, index, dense, center, delta, log_mass, pull, grads[0])
+            if torch.compiler.is_compiling():
+                grad_logits, grad_k = torch.ops.lastlayer.lml_loss_backward(*arguments, ctx.impl)
+            else:
+                grad_logits, grad_k = projection.kernels(ctx.impl).loss_backward(*arguments)
+        return grad_logits, grad_k, None, None, None, None, None, None
+
+
+@torch.library.custom_op("lastlayer::lml_loss_forward", mutates_args=())
+def _op_forward(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    rho: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return projection.kernels(impl).loss_forward(logits, k, mask, temperature, rho, index, dense)
+
+
+@_op_forward.register_fake
+def _(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    rho: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    row = logits.new_empty((*logits.shape[:-1], 1), dtype=_check.work_dtype(logits))
+    return row.new_empty(row.shape[:-1]), row, torch.empty_like(row), torch.empty_like(row), torch.empty_like(row)
+
+
+@torch.library.custom_op("lastlayer::lml_loss_backward", mutates_args=())
+def _op_backward(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    rho: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    center: Tensor,
+    delta: Tensor,
+    log_mass: Tensor,
+    pull: Tensor,
+    grad: Tensor,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    kernels = projection.kernels(impl)
+    return kernels.loss_backward(logits, mask, temperature, rho, index, dense, center, delta, log_mass, pull, grad)
+
+
+@_op_backward.register_fake
+def _(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    rho: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    center: Tensor,
+    delta: Tensor,
+    log_mass: Tensor,
+    pull: Tensor,
+    grad: Tensor,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(delta)
+
+
+class LMLLoss(FunctionModule):
+    """Module form of :func:`lml_loss`, which documents the arguments."""
+
+    function = staticmethod(lml_loss)
+
+    def __init__(
+        self,
+        k: float | Tensor,
+        *,
+        observed: float = 0.0,
+        temperature: float = 1.0,
+        reduction: Reduction = "mean",
+        impl: Impl = "auto",
+    ) -> None:
+        super().__init__(k=k, observed=observed, temperature=temperature, reduction=reduction, impl=impl)
+
+
+class LMLFenchelYoungLoss(FunctionModule):
+    """Module form of :func:`lml_fenchel_young_loss`, which documents the arguments."""
+
+    function = staticmethod(lml_fenchel_young_loss)
+
+    def __init__(self, k: float | Tensor | None = None, *, reduction: Reduction = "mean") -> None:
+        super().__init__(k=k, reduction=reduction)
