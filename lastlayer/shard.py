@@ -1,9 +1,25 @@
-"""Classes sharded over processes: which slice a rank holds, and how rows are reduced over all of them."""
+"""Classes sharded over processes: which slice a rank holds, and how rows are reduced over all of them.
+
+The only file of the core that calls torch.distributed. Four functions say what a value means to the ranks, and with it
+where its gradient goes:
+
+=================== ====================================== ========== =========
+function            use                                    forward    backward
+=================== ====================================== ========== =========
+:func:`reduce`      a sum that each rank's classes use     all-reduce all-reduce
+:func:`total`       a sum that is the result on all ranks  all-reduce nothing
+:func:`spread`      an input that all ranks hold           nothing    all-reduce
+:func:`replicate`   a result computed alike on all ranks   nothing    divided by the number of ranks
+=================== ====================================== ========== =========
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import numbers
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -11,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Op = Literal["sum", "max", "min"]
+
+_MESSAGE = 1 << 20  # bytes of a collective below which the start-up time dominates
 
 
 @dataclass(frozen=True)
@@ -30,6 +48,7 @@ class ClassShard:
     start: int
     stop: int
     group: Any = None
+    limit: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
@@ -37,10 +56,34 @@ class ClassShard:
                 f"ClassShard: `start` and `stop` must satisfy 0 <= start <= stop, got {self.start} and {self.stop}."
             )
 
+    @classmethod
+    def split(cls, n_classes: int, group: Any = None) -> ClassShard:
+        """Return this rank's slice of an equal split, by the rule of ``torch.chunk`` and of DTensor.
+
+        Every rank holds ``ceil(n_classes / ranks)`` classes but the last ones, which may hold fewer or none.
+        """
+        size = -(-n_classes // dist.get_world_size(group))
+        start = min(dist.get_rank(group) * size, n_classes)
+        return cls(start, min(start + size, n_classes), group)
+
     @property
     def size(self) -> int:
         """The number of classes on this rank."""
         return self.stop - self.start
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share the classes."""
+        return dist.get_world_size(self.group)
+
+
+def limited(shard: ClassShard | None, k: Any) -> ClassShard | None:
+    """Note the largest rank that a search for `k` needs, where `k` is a Python number: it shortens the start."""
+    if shard is None or isinstance(k, Tensor) or not isinstance(k, numbers.Real) or not math.isfinite(float(k)):
+        return shard
+    noted = replace(shard)
+    object.__setattr__(noted, "limit", math.floor(float(k)) + 1)
+    return noted
 
 
 def reduce(values: Tensor | Sequence[Tensor], op: Op, shard: ClassShard | None) -> Any:
@@ -50,7 +93,7 @@ def reduce(values: Tensor | Sequence[Tensor], op: Op, shard: ClassShard | None) 
     result feeds each rank's own classes, so the ranks' gradients add up.
     """
     several = not isinstance(values, Tensor)
-    parts = [_local(v, op) for v in (values if several else [values])]
+    parts = [_local(v, op) for v in ([values] if isinstance(values, Tensor) else values)]
     if shard is None:
         return tuple(parts) if several else parts[0]
     packed = torch.cat(parts, -1) if several else parts[0]
@@ -63,6 +106,26 @@ def total(value: Tensor, shard: ClassShard | None) -> Tensor:
     return value if shard is None else _Total.apply(value, shard.group)
 
 
+def spread(value: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return an input that all ranks hold alike and use for their own classes; the ranks' gradients add up."""
+    return value if shard is None else _Spread.apply(value, shard.group)
+
+
+def replicate(value: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return a result that all ranks hold alike and use alike: their gradients, once added up, count as one."""
+    return value if shard is None else _Replicate.apply(value, 1 / shard.ranks)
+
+
+def gather(value: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return the ranks' tensors, all of one shape, side by side along the last dimension; no gradient."""
+    if shard is None:
+        return value
+    value = value.detach().contiguous()
+    parts = [torch.empty_like(value) for _ in range(shard.ranks)]
+    _answered(dist.all_gather, parts, value, group=shard.group)
+    return torch.cat(parts, -1)
+
+
 def _local(values: Tensor, op: Op) -> Tensor:
     if op == "sum":
         return values.sum(-1, keepdim=True)
@@ -72,9 +135,24 @@ def _local(values: Tensor, op: Op) -> Tensor:
 
 
 def _all_reduce(value: Tensor, op: Op, group: Any) -> Tensor:
-    value = value.contiguous().clone()
-    dist.all_reduce(value, getattr(dist.ReduceOp, op.upper()), group=group)
+    value = value.detach().contiguous().clone()
+    _answered(dist.all_reduce, value, getattr(dist.ReduceOp, op.upper()), group=group)
     return value
+
+
+def _answered(collective: Callable[..., Any], *args: Any, group: Any) -> None:
+    """Run a collective; say what a failure means, since the backends' texts are about sockets."""
+    if torch.compiler.is_compiling():
+        collective(*args, group=group)
+        return
+    try:
+        collective(*args, group=group)
+    except RuntimeError as error:  # also dist.DistBackendError
+        raise RuntimeError(
+            f"shard: rank {dist.get_rank(group)} of {dist.get_world_size(group)} had no answer from the other ranks "
+            "of the class group: one has stopped, or does not take part. End this run and start it again from its "
+            f"last checkpoint (torchrun does so with --max-restarts). The backend says: {error}"
+        ) from error
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -98,11 +176,126 @@ class _Total(torch.autograd.Function):
         return grad, None
 
 
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverRanks.apply(grad, ctx.group), None
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.share, None
+
+
 def kth_largest(x: Tensor, rank: Tensor, shard: ClassShard | None) -> Tensor:
-    """Return the `rank`-th largest entries (1 is the largest) over the classes of all ranks; `rank` is ``(..., m)``."""
+    """Return the `rank`-th largest entries (1 is the largest) over the classes of all ranks; `rank` is ``(..., m)``.
+
+    Sharded, a rank above the number of classes gives ``-inf``. With P ranks and a known limit K on `rank`, either one
+    all-gather of the K largest of each rank (4 P K bytes a row in float32), where that is less than the other way:
+    the digits of the value, highest first, each by an all-reduce of counts. A digit has 8 bits (4 collectives of
+    1020 m bytes a row in float32, 8 in float64) or, where that makes messages above 1 MiB, 4 bits (8 collectives of
+    60 m bytes a row, 16 in float64).
+    """
     if shard is None:
         place = (rank - 1).clamp(0, max(x.shape[-1] - 1, 0)).long()
         if x.shape[-1] == 0:
             return torch.full_like(rank, -torch.inf)
         return x.sort(dim=-1, descending=True).values.gather(-1, place)
-    raise NotImplementedError
+    x = x.detach()
+    local = x if shard.limit is None else x.topk(min(shard.limit, x.shape[-1]), -1).values
+    if shard.limit is not None and gathers(shard.limit, shard.ranks, x.element_size()):
+        pad = local.new_full((*local.shape[:-1], shard.limit - local.shape[-1]), -torch.inf)
+        candidates = gather(torch.cat([local, pad], -1), shard).sort(dim=-1, descending=True).values
+        return candidates.gather(-1, (rank - 1).clamp(0, candidates.shape[-1] - 1).long())
+    return _by_digits(local, rank, shard)
+
+
+def gathers(limit: int, ranks: int, bytes_each: int) -> bool:
+    """Whether the `limit` largest of each rank are fewer bytes than the counts of all digits of two ranks."""
+    return limit * ranks * bytes_each <= 2 * 1020 * bytes_each
+
+
+def digit_bits(rows: int, m: int) -> int:
+    """The bits of a digit in the search of :func:`kth_largest`."""
+    return 8 if rows * m * 1020 <= _MESSAGE else 4
+
+
+def _by_digits(x: Tensor, rank: Tensor, shard: ClassShard) -> Tensor:
+    """Find the largest key that at least `rank` entries reach, digit by digit."""
+    keys = _keys(x).sort(dim=-1).values
+    total_bits, low = 8 * keys.element_size(), torch.iinfo(keys.dtype).min
+    bits = digit_bits(math.prod(rank.shape[:-1]), rank.shape[-1])
+    digits = torch.arange(1, 1 << bits, device=x.device, dtype=keys.dtype)
+    found = torch.full_like(rank, low, dtype=keys.dtype)
+    for shift in range(total_bits - bits, -1, -bits):
+        pivots = found.unsqueeze(-1) + (digits << shift)
+        below = torch.searchsorted(keys, pivots.flatten(-2).contiguous()).to(torch.int32)
+        reach = _all_reduce(x.shape[-1] - below, "sum", shard.group).view(pivots.shape)
+        found = found + ((reach >= rank.unsqueeze(-1)).sum(-1).to(keys.dtype) << shift)
+    smallest = _keys(x.new_full((), -torch.inf))
+    return _values(torch.maximum(found, smallest), x.dtype)
+
+
+def _keys(x: Tensor) -> Tensor:
+    """Return integers in the order of the floats."""
+    bits = x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64)
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+
+
+def _values(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor, without importing them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_part(value: Any) -> Any:
+    """Return this rank's part of a DTensor, and anything else as it is."""
+    return value.to_local() if is_dtensor(value) else value
+
+
+def unwrap(
+    op: str, value: Any, shard: ClassShard | None, dim: int = -1, k: Any = None
+) -> tuple[Any, ClassShard | None, Callable[[Tensor], Tensor]]:
+    """Return this rank's part of a DTensor, its slice of the classes, and the way back.
+
+    Classes sharded on one dimension of the mesh become a :class:`ClassShard` of that dimension's group; rows may be
+    sharded on others. The way back takes a local result of the shape of the input (uneven shards included).
+    """
+    if not is_dtensor(value):
+        return value, limited(shard, k), lambda result: result
+    if shard is not None:
+        raise ValueError(f"{op}: `shard` must be None for a DTensor, which knows its own, got {shard}.")
+    if value.ndim == 0 or not isinstance(dim, int) or not -value.ndim <= dim < value.ndim:
+        return value, shard, lambda result: result  # the checks that follow say what is wrong
+    places = value.placements
+    if any(p.is_partial() for p in places):
+        raise ValueError(f"{op}: a DTensor must not hold partial sums, got {places}. Use `redistribute`.")
+    over = [i for i, p in enumerate(places) if p.is_shard(dim % value.ndim)]
+    if len(over) > 1:
+        raise ValueError(f"{op}: classes must be sharded over one mesh dimension, got {places}. Use `redistribute`.")
+    mesh, shape, stride = value.device_mesh, value.shape, value.stride()
+    local = value.to_local()
+    if over:
+        size = -(-shape[dim] // mesh.size(over[0]))
+        start = min(mesh.get_local_rank(over[0]) * size, shape[dim])
+        shard = ClassShard(start, start + local.shape[dim], mesh.get_group(over[0]))
+
+    def wrap(result: Tensor) -> Tensor:
+        return type(value).from_local(result, mesh, places, run_check=False, shape=shape, stride=stride)
+
+    return local, limited(shard, k), wrap

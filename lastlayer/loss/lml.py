@@ -14,7 +14,7 @@ from lastlayer._check import Labels, Reduction
 from lastlayer._module import FunctionModule
 from lastlayer.project import lml as projection
 from lastlayer.project.lml import Impl
-from lastlayer.shard import ClassShard, reduce, total
+from lastlayer.shard import ClassShard, local_part, reduce, total, unwrap
 
 
 def lml_loss(
@@ -62,8 +62,9 @@ def lml_loss(
     """
     op = "lml_loss"
     rho = _check.number(op, "observed", observed, 0, 1)
+    logits, shard, _ = unwrap(op, logits, shard, -1, k)
     x, k, mask, divisor, _, chosen = projection.enter(op, logits, k, -1, temperature, mask, shard, impl)
-    labels = _check.target(op, target, x, shard)
+    labels = _check.target(op, local_part(target), x, shard)
     if impl == "auto" and projection.transformed():
         chosen = "torch"
     if chosen == "torch":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -14,11 +15,12 @@ from torch.autograd import forward_ad
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer.shard import ClassShard, kth_largest, reduce
+from lastlayer.shard import ClassShard, kth_largest, local_part, reduce, replicate, spread, unwrap
 
 Impl = Literal["auto", "torch", "native", "triton"]
 Kind = Literal["y", "log", "nu"]
 
+_SHARDED_PASSES = 7  # each costs a collective; a row that needs more would have its last step taken all the same
 _PASSES = 10  # a bound on the search; the worst row of tests/project/accuracy.py takes 7
 
 
@@ -126,9 +128,10 @@ def lml_threshold(
         >>> lml_threshold(torch.tensor([[1.0, 1.0, 1.0, 1.0]]), k=2)
         tensor([-1.])
     """
+    logits, shard, _ = unwrap("lml_threshold", logits, shard, dim, k)
     x, k, mask, divisor, _, impl = enter("lml_threshold", logits, k, dim, temperature, mask, shard, impl)
     _, center, delta = apply(x, k, mask, divisor, "nu", shard, impl)
-    return (delta - center).squeeze(-1).to(logits.dtype)
+    return (replicate(delta, shard) - center).squeeze(-1).to(logits.dtype)
 
 
 def lml_at_most(
@@ -164,6 +167,7 @@ def lml_at_most(
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
+    logits, shard, wrap = unwrap("lml_at_most", logits, shard, dim, k)
     x, k, mask, divisor, last, impl = enter(
         "lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False
     )
@@ -172,7 +176,7 @@ def lml_at_most(
     tight, center, delta = apply(x, torch.minimum(k, free), mask, divisor, "y", shard, impl)
     fits = delta - center >= 0
     y = torch.where(fits, score.sigmoid().to(tight.dtype), tight)
-    return y.movedim(-1, last)
+    return wrap(y.movedim(-1, last))
 
 
 def _project(
@@ -186,9 +190,10 @@ def _project(
     shard: ClassShard | None,
     impl: Impl,
 ) -> Tensor:
+    logits, shard, wrap = unwrap(op, logits, shard, dim, k)
     x, k, mask, divisor, last, impl = enter(op, logits, k, dim, temperature, mask, shard, impl)
     out, _, _ = apply(x, k, mask, divisor, kind, shard, impl)
-    return out.movedim(-1, last)
+    return wrap(out.movedim(-1, last))
 
 
 def enter(
@@ -205,12 +210,12 @@ def enter(
     """Check the arguments and bring the classes to the last dimension."""
     logits = _check.logits(op, logits)
     dim = _check.dim(op, dim, logits.ndim)
-    mask = _check.mask(op, mask, logits)
+    mask = _check.mask(op, local_part(mask), logits)
     divisor = _check.temperature(op, temperature)
     x = logits.movedim(dim, -1)
     mask = None if mask is None else mask.movedim(dim, -1)
     if isinstance(divisor, Tensor):  # one a row; autograd sees the division
-        x, divisor = x / divisor.expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype), 1.0
+        x, divisor = x / spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype), 1.0
     k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
     return x, k, mask, divisor, dim, choose(op, impl, x, shard)
 
@@ -298,9 +303,9 @@ def _plain(
         return logits.new_empty(0), center, delta
     if kind == "log":
         return F.logsigmoid(points(x, center, delta)).to(logits.dtype), center, delta
-    # As in the search, delta enters as a factor: rounding x - center + delta again would show in the sum.
-    z = points(x, center, torch.where(delta.isfinite(), 0, delta))
-    tail = (-z.abs()).exp() * torch.where(delta.isfinite(), torch.where(z > 0, -delta, delta), 0).exp()
+    infinite = ~delta.isfinite()
+    z = points(x, center, torch.where(infinite, delta, 0))
+    tail = _tails(z, torch.zeros_like(delta), torch.where(infinite, 0, delta))
     y = torch.where(z > 0, 1, tail) / (1 + tail)
     return torch.where(delta.isnan(), delta, y).to(logits.dtype), center, delta
 
@@ -333,29 +338,37 @@ def _solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tens
 
     x = torch.where(finite, x, -torch.inf)  # weighs nothing
     k = torch.where(solvable, k, n / 2)
-    center, lo, hi = _bracket(x, k, n, solvable, shard)
+    center, lo, hi, near = _bracket(x, k, n, solvable, shard)
     delta, done = torch.zeros_like(center), ~solvable
-    for _ in range(_PASSES):
-        step, lo, hi, close = _step(x - center, k, lo, hi, solvable, shard)
-        # The last step of a row stays in delta, so that the points at which the sums were taken are those returned.
-        delta = torch.where(done, delta, torch.where(close, step, 0))
-        moved = torch.where(done | close, center, center - step)
-        lo, hi = lo + (moved - center), hi + (moved - center)
-        center, done = moved, done | close
+    for _ in range(_PASSES if shard is None else _SHARDED_PASSES):
+        d = x - center
+        # The neighbours of the solution are close to the nearest point of all, and every rank knows them.
+        depth = -d.abs() if shard is None else -(near - center).abs()
+        peak = torch.where(solvable, reduce(depth, "max", None), 0)
+        step, lo, hi, close = advance(reduce(small_parts(d, peak, delta), "sum", shard), peak, k, lo, hi)
+        step = torch.where(done, 0, step)
+        # A row's last step stays in delta, so that the points at which the sums were taken are those returned; before
+        # that delta holds what rounding the center lost.
+        moved = torch.where(done | close, center, center - (delta + step))
+        delta = (delta + step) + (moved - center)
+        center, lo, hi, done = moved, lo - step, hi - step, done | close
         if _may_stop(x) and bool(done.all()):
             break
     return torch.where(solvable, center, 0), torch.where(solvable, delta, end)
 
 
 def _may_stop(x: Tensor) -> bool:
-    """Whether reading a value costs nothing: an ordinary CPU tensor, outside of any trace."""
+    """Whether reading a value costs nothing: an ordinary CPU tensor, outside of any trace.
+
+    Sharded, all ranks read the same: what they read comes from sums over all of them.
+    """
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _bracket(
     x: Tensor, k: Tensor, n: Tensor, solvable: Tensor, shard: ClassShard | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a start and exact bounds from two order statistics: ``lo <= nu + center <= hi``.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a start and exact bounds from two order statistics: ``lo <= nu + center <= hi``; and those statistics.
 
     With m < k < m' integers and x_(1) >= x_(2) >= ..., at most m classes are above x_(m+1), and their y at most 1:
     logit((k - m) / (n - m)) - x_(m+1) <= nu <= logit(k / m') - x_(m').
@@ -369,37 +382,42 @@ def _bracket(
     center = middle - (lo + hi) / 2
     slack = 8 * torch.finfo(x.dtype).eps * (1 + center.abs() + lo.abs() + hi.abs())
     moved = center - middle
-    return center, lo + moved - slack, hi + moved + slack
+    return center, lo + moved - slack, hi + moved + slack, torch.cat([upper, lower], -1)
 
 
-def _step(
-    d: Tensor, k: Tensor, lo: Tensor, hi: Tensor, solvable: Tensor, shard: ClassShard | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a step of nu from the points `d`, the tighter bounds, and whether the step ends the search.
+def _tails(d: Tensor, peak: Tensor, delta: Tensor) -> Tensor:
+    """Return ``exp(-|d|)`` over ``exp(peak)``, moved by delta: a factor, for rounding ``d + delta`` shows in the sum."""
+    factor = delta.clamp(-60, 60).exp()
+    return (-d.abs() - peak).exp() * torch.where(d > 0, 1 / factor, factor)
 
-    All sums are of small parts (y or 1 - y, whichever is less), scaled by the largest of them where the count of
-    points above 0 is k: the residual does not cancel, nor does it underflow across a wide gap.
-    """
-    eps = torch.finfo(d.dtype).eps
-    depth = -d.abs()
-    peak = torch.where(solvable, reduce(depth, "max", shard), 0)
-    tail = (depth - peak).exp()
+
+def small_parts(d: Tensor, peak: Tensor, delta: Tensor) -> list[Tensor]:
+    """Return what a step sums over the points ``d + delta``: y or 1 - y, whichever is small, over ``exp(peak)``."""
+    tail = _tails(d, peak, delta)
     w = tail * peak.exp()
     w, scaled = w / (1 + w), tail / (1 + w)  # min(y, 1 - y), and the same over exp(peak)
     above = d > 0
     outer, inner = scaled * (1 - w) * (1 - w), scaled * (1 - w) * w
     bend = scaled * w * (3 - 2 * w)
-    a, b, count, residual, cubic = reduce(
-        [
-            torch.where(above, outer, inner),  # sum y^2 (1 - y)
-            torch.where(above, inner, outer),  # sum y (1 - y)^2
-            above.to(d.dtype),
-            torch.where(above, -scaled, scaled),
-            torch.where(above, -bend, bend),
-        ],
-        "sum",
-        shard,
-    )
+    return [
+        torch.where(above, outer, inner),  # sum y^2 (1 - y)
+        torch.where(above, inner, outer),  # sum y (1 - y)^2
+        above.to(d.dtype),
+        torch.where(above, -scaled, scaled),
+        torch.where(above, -bend, bend),
+    ]
+
+
+def advance(
+    sums: Sequence[Tensor], peak: Tensor, k: Tensor, lo: Tensor, hi: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a step of nu from the sums of :func:`small_parts`, the tighter bounds, and whether it ends the search.
+
+    Where the count of points above 0 is k, the scale stays in the sums: the residual does not cancel, nor does it
+    underflow across a wide gap.
+    """
+    a, b, count, residual, cubic = sums
+    eps = torch.finfo(a.dtype).eps
     surplus = count - k
     exponent = torch.where(surplus == 0, 0, peak)  # what is left to scale back
     unit = exponent.exp()
@@ -485,10 +503,11 @@ class _LMLForwardMode(_LML):
         logits, mask, center, delta = ctx.saved_tensors
         x = scores(logits, mask, ctx.temperature)
         z = points(x, center, delta)
-        live, p, log_h, inverse = _weights(x, z, delta, ctx.shard)
+        live = x.isfinite() & delta.isfinite()
         dx = torch.zeros_like(x) if logits_t is None else torch.where(live, logits_t.to(x.dtype) / ctx.temperature, 0)
         dk = torch.zeros_like(delta) if k_t is None else k_t
-        mean = reduce(p * dx, "sum", ctx.shard)
+        p, log_h, inverse, means, _unused = _weights(live, z, ctx.shard, [dx], [])
+        mean = means[0]
         delta_t = dk * inverse - mean
         if ctx.kind == "nu":
             out_t = logits.new_empty(0)
@@ -504,16 +523,21 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _weights(x: Tensor, z: Tensor, delta: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return where there is a gradient, ``p = h / sum h``, ``log h`` and ``1 / sum h``, for ``h = y (1 - y)``."""
-    live = x.isfinite() & delta.isfinite()
+def _weights(
+    live: Tensor, z: Tensor, shard: ClassShard | None, averaged: list[Tensor], added: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Return ``p = h / sum h``, ``log h`` and ``1 / sum h``, for ``h = y (1 - y)`` where there is a gradient.
+
+    The means under p of `averaged` and the sums of `added` come with them, in the same collective.
+    """
     log_h = torch.where(live, F.logsigmoid(z) + F.logsigmoid(-z), -torch.inf)
     peak = reduce(log_h.detach(), "max", shard)
     peak = torch.where(peak.isfinite(), peak, 0)
     e = (log_h - peak).exp()
-    mass = reduce(e, "sum", shard)
+    mass, *sums = reduce([e, *(e * v for v in averaged), *added], "sum", shard)
     mass = torch.where(mass > 0, mass, torch.inf)
-    return live, e / mass, log_h, (-peak).exp() / mass
+    means = [s / mass for s in sums[: len(averaged)]]
+    return e / mass, log_h, (-peak).exp() / mass, means, sums[len(averaged) :]
 
 
 def _plain_backward(
@@ -530,18 +554,18 @@ def _plain_backward(
     """Return the gradients of logits and k, in differentiable operations."""
     x = scores(logits, mask, temperature)
     z = points(x, center, delta)
-    live, p, log_h, inverse = _weights(x, z, delta, shard)
+    live = x.isfinite() & delta.isfinite()
     given = torch.zeros_like(delta) if grad_delta is None else grad_delta
     if grad_out is None:
-        given = reduce(given, "sum", shard)
+        p, log_h, inverse, _, (given,) = _weights(live, z, shard, [], [given])
         grad_x, grad_k = -p * given, given * inverse
     elif kind == "y":
         u = torch.where(live, grad_out.to(x.dtype), 0)
-        mean, given = reduce([p * u, given], "sum", shard)
+        p, log_h, inverse, (mean,), (given,) = _weights(live, z, shard, [u], [given])
         grad_x, grad_k = log_h.exp() * (u - mean) - p * given, mean + given * inverse
     else:
         v = torch.where(live, grad_out.to(x.dtype) * (-z).sigmoid(), 0)
-        sums = reduce([v, given], "sum", shard)
+        p, log_h, inverse, _, sums = _weights(live, z, shard, [], [v, given])
         given = sums[0] + sums[1]
         grad_x, grad_k = v - p * given, given * inverse
     if temperature != 1.0:

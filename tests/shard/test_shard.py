@@ -1,0 +1,30 @@
+"""Sharded = whole, on two and four processes; what they check is in checks.py."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).parent))  # the processes import it by this name
+
+checks = importlib.import_module("checks")
+NAMES = [name for name in dir(checks) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    """What each process found, from one start of four processes for all checks."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    store = tmp_path_factory.mktemp("store") / "file"
+    processes = mp.spawn(checks.run, args=(NAMES, str(store), queue), nprocs=4, join=False)
+    found = [queue.get() for _ in range(4)]
+    processes.join()
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_is_whole(failures, name):
+    messages = [f"rank {rank}: {found[name]}" for rank, found in sorted(failures.items()) if name in found]
+    assert not messages, "\n".join(messages)
