@@ -1,0 +1,122 @@
+"""Rows as they are read, and the table they grow into."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lastlayer.data.labeldata import LabelData, NumberNames, sort_names
+from lastlayer.data.lines import DataError, Problems
+
+
+class Row(NamedTuple):
+    """One row of a file; what it does not say is None."""
+
+    line: int
+    text: str | None = None
+    index: Sequence[int] | None = None  # sparse features: positions and values
+    value: Sequence[float] | None = None
+    dense: Sequence[float] | None = None
+    labels: Sequence[Any] | None = None  # names, or numbers where the label names are known beforehand
+    id: str | None = None
+    part: str | None = None  # "train", "valid", "test"
+    group: str | None = None
+
+
+class Table:
+    """Grows row by row: compact arrays for numbers, nothing allocated for what a header declares."""
+
+    def __init__(self, label_names: Sequence[str] | None = None, n_features: int | None = None) -> None:
+        self.given_names, self.n_features = label_names, n_features
+        self.texts: list[str] = []
+        self.ids: list[str] = []
+        self.groups: list[str] = []
+        self.parts: list[str] = []
+        self.index, self.value, self.ends = array("q"), array("d"), array("q", [0])
+        self.dense: list[np.ndarray] = []
+        self.places: dict[str, int] = {}
+        self.labels, self.label_ends = array("q"), array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self.label_ends) - 1
+
+    def add(self, row: Row) -> None:
+        """Take a row."""
+        for name, value in (("texts", row.text), ("ids", row.id), ("groups", row.group), ("parts", row.part)):
+            if value is not None:
+                getattr(self, name).append(value)
+        if row.index is not None and row.value is not None:
+            self.index.extend(row.index)
+            self.value.extend(row.value)
+            self.ends.append(len(self.index))
+        if row.dense is not None:
+            self.dense.append(np.asarray(row.dense, dtype=np.float32))
+        if self.given_names is not None:
+            found = sorted(set(row.labels or ()))
+        else:
+            found = sorted({self.places.setdefault(str(name), len(self.places)) for name in row.labels or ()})
+        self.labels.extend(found)
+        self.label_ends.append(len(self.labels))
+
+    def build(self, path: Any, problems: Problems, source: dict[str, Any], shift: int = 0) -> LabelData:
+        """Return the rows; `shift` is taken from feature positions (1-based files)."""
+        n = len(self)
+        indptr = np.array(self.label_ends, dtype=np.int64)
+        indices = np.array(self.labels, dtype=np.int64)
+        names: Sequence[str]
+        if self.given_names is not None:
+            names = self.given_names
+        else:
+            names = sort_names(self.places)
+            if len(names):
+                to = np.empty(len(names), dtype=np.int64)
+                to[[self.places[name] for name in names]] = np.arange(len(names))
+                rows = np.repeat(np.arange(n), np.diff(indptr))
+                indices = to[indices]
+                indices = indices[np.lexsort((indices, rows))]
+        columns = {"texts": self.texts, "ids": self.ids, "groups": self.groups}
+        for name, column in columns.items():
+            if column and len(column) != n:
+                raise DataError(f"{path}: {name[:-1]} is given for {len(column)} of {n} rows. Give it for all or none.")
+        return LabelData(
+            features=self._features(path, n, shift),
+            indptr=indptr,
+            indices=indices,
+            label_names=names,
+            source=source,
+            problems=problems,
+            **{name: column or None for name, column in columns.items()},  # type: ignore[arg-type]
+        )
+
+    def _features(self, path: Any, n: int, shift: int) -> Any:
+        if self.dense:
+            widths = {len(row) for row in self.dense}
+            if len(self.dense) != n or len(widths) != 1:
+                raise DataError(f"{path}: all rows must have vectors of one length, got lengths {sorted(widths)[:5]}.")
+            return np.stack(self.dense)
+        if len(self.ends) == 1:
+            return None
+        if len(self.ends) != n + 1:
+            raise DataError(f"{path}: features are given for {len(self.ends) - 1} of {n} rows.")
+        import scipy.sparse as sp
+
+        index = np.array(self.index, dtype=np.int64) - shift
+        width = self.n_features if self.n_features is not None else int(index.max(initial=-1)) + 1
+        value = np.array(self.value, dtype=np.float32)
+        table = sp.csr_matrix((value, index, np.array(self.ends, dtype=np.int64)), shape=(n, max(width, 1)))
+        table.sort_indices()
+        return table
+
+
+def declared(path: Any, line: int, text: str, sizes: Sequence[int], most: int) -> None:
+    """Refuse sizes in a header that no file can fill."""
+    if any(size < 0 or size > most for size in sizes):
+        raise DataError(f"{path}, line {line}: sizes must be between 0 and {most}, got {text[:80]!r}.")
+
+
+def number_names(count: int) -> NumberNames:
+    """Return names for labels that have none."""
+    return NumberNames(count)

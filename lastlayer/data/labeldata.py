@@ -1,0 +1,173 @@
+"""The value that every reader returns: rows, their label lists, and the names of the labels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from lastlayer.data.lines import DataError, Problems
+
+
+class NumberNames(Sequence[str]):
+    """The names "0", "1", ... of labels without names; takes no memory, whatever a header declares."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        found = range(self.count)[index]
+        return [str(i) for i in found] if isinstance(found, range) else str(found)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(other) == len(self) and all(a == b for a, b in zip(self, other))  # noqa: B905
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class LabelData:
+    """Rows with label lists.
+
+    Args:
+        texts: One text a row, or None.
+        features: A dense array or a SciPy CSR matrix with one row a row, or None.
+        indptr: Where each row's labels start in `indices`, one more than there are rows.
+        indices: The labels of all rows, as positions in `label_names`; sorted and distinct within a row.
+        label_names: The names of the labels.
+        ids: A name a row, or None.
+        groups: What must not be torn apart by a split (an author, a source), one a row, or None.
+        source: Where it came from, how it was read.
+        problems: What was skipped.
+
+    Example:
+        >>> from lastlayer.data import LabelData
+        >>> data = LabelData.from_lists([["a", "b"], [], ["b"]], texts=["x", "y", "z"])
+        >>> len(data), data.n_labels, data.label_counts().tolist()
+        (3, 2, [1, 2])
+    """
+
+    texts: list[str] | None
+    features: Any
+    indptr: np.ndarray
+    indices: np.ndarray
+    label_names: Sequence[str]
+    ids: list[str] | None = None
+    groups: list[str] | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+    problems: Problems = field(default_factory=Problems)
+
+    @classmethod
+    def from_lists(
+        cls, lists: Sequence[Sequence[Any]], *, label_names: Sequence[str] | None = None, **fields: Any
+    ) -> LabelData:
+        """Make it from one list of label names a row; names not given are those found, sorted."""
+        if label_names is None:
+            label_names = sort_names({str(name) for row in lists for name in row})
+        place = {name: i for i, name in enumerate(label_names)}
+        rows = [sorted({place[str(name)] for name in row}) for row in lists]
+        indptr = np.concatenate([[0], np.cumsum([len(r) for r in rows], dtype=np.int64)]).astype(np.int64)
+        indices = np.array([i for r in rows for i in r], dtype=np.int64)
+        return cls(fields.pop("texts", None), fields.pop("features", None), indptr, indices, label_names, **fields)
+
+    def __post_init__(self) -> None:
+        n = len(self.indptr) - 1
+        for name in ("texts", "ids", "groups"):
+            value = getattr(self, name)
+            if value is not None and len(value) != n:
+                raise DataError(f"LabelData: `{name}` must have one entry a row, {n}, got {len(value)}.")
+        if self.features is not None and self.features.shape[0] != n:
+            raise DataError(f"LabelData: `features` must have one row a row, {n}, got {self.features.shape[0]}.")
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def n_labels(self) -> int:
+        """The number of labels."""
+        return len(self.label_names)
+
+    def row_counts(self) -> np.ndarray:
+        """The number of labels of each row."""
+        return np.diff(self.indptr)
+
+    def label_counts(self) -> np.ndarray:
+        """The number of rows of each label."""
+        return np.bincount(self.indices, minlength=self.n_labels)
+
+    def row_labels(self, row: int) -> np.ndarray:
+        """The labels of one row."""
+        return self.indices[self.indptr[row] : self.indptr[row + 1]]
+
+    def names(self, row: int) -> list[str]:
+        """The names of the labels of one row."""
+        return [self.label_names[i] for i in self.row_labels(row)]
+
+    def take(self, rows: np.ndarray) -> LabelData:
+        """Return the given rows, in that order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        counts = self.row_counts()[rows]
+        indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        place = np.repeat(self.indptr[rows] - indptr[:-1], counts) + np.arange(indptr[-1])
+        picked = {n: None if (v := getattr(self, n)) is None else [v[i] for i in rows] for n in ("texts", "ids", "groups")}
+        features = None if self.features is None else self.features[rows]
+        return replace(self, features=features, indptr=indptr, indices=self.indices[place], **picked)
+
+    def with_labels(self, label_names: Sequence[str]) -> tuple[LabelData, int]:
+        """Return the rows with labels named as given, and how many label occurrences had another name."""
+        if self.label_names == label_names or list(self.label_names) == list(label_names):
+            return replace(self, label_names=label_names), 0
+        place = {name: i for i, name in enumerate(label_names)}
+        to = np.array([place.get(name, -1) for name in self.label_names], dtype=np.int64)
+        moved = to[self.indices] if len(self.indices) else self.indices
+        rows = np.repeat(np.arange(len(self)), self.row_counts())[moved >= 0]
+        kept = moved[moved >= 0]
+        order = np.lexsort((kept, rows))
+        indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(self)))]).astype(np.int64)
+        return replace(self, indptr=indptr, indices=kept[order], label_names=label_names), int((moved < 0).sum())
+
+    def padded(self, rows: np.ndarray, extra: int = 0) -> np.ndarray:
+        """Return index lists padded with -1 for the given rows: never as wide as there are labels, plus one."""
+        counts = self.row_counts()[rows]
+        width = max(int(counts.max(initial=0)), 1)
+        width += width == self.n_labels + extra  # of that shape it would be a multi-hot target
+        out = np.full((len(rows), width), -1, dtype=np.int64)
+        where = np.arange(width) < counts[:, None]
+        start = np.repeat(self.indptr[rows], counts)
+        step = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        out[where] = self.indices[start + step]
+        return out
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of rows, labels and label names."""
+        digest = hashlib.sha256()
+        for text in self.texts or []:
+            digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+        for array in _arrays(self.features):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(self.indptr.tobytes() + self.indices.tobytes())
+        digest.update("\0".join(self.label_names).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+
+def _arrays(features: Any) -> Iterator[np.ndarray]:
+    if features is None:
+        return
+    if isinstance(features, np.ndarray):
+        yield features
+    else:
+        yield from (features.indptr, features.indices, features.data)
+
+
+def sort_names(names: Any) -> list[str]:
+    """Sort label names: as numbers if all are whole numbers, else as text."""
+    names = list(names)
+    if all(name.isascii() and name.isdigit() and len(name) < 19 for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)

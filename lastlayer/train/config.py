@@ -1,0 +1,283 @@
+"""Every choice of a training run in one flat record: a YAML file, or flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import numbers
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+_LISTS = {"hidden": int, "at": int, "loggers": str}
+_CHOICES = {
+    "labels": ("complete", "incomplete"),
+    "vectorizer": ("tfidf", "hashing"),
+    "scale": ("auto", "none", "l2", "standard"),
+    "optimizer": ("adamw", "sgd"),
+    "schedule": ("cosine", "constant"),
+    "precision": ("32", "bf16", "16"),
+    "accelerator": ("auto", "cpu", "gpu", "mps"),
+    "probability": ("auto", "sigmoid", "lml"),
+}
+_BOUNDS = {
+    "n_features": (1, 100_000_000), "ngrams": (1, 5), "min_rows": (1, math.inf), "dropout": (0, 0.99),
+    "lr": (0, math.inf), "weight_decay": (0, math.inf), "momentum": (0, 1), "epochs": (1, 1_000_000),
+    "batch_size": (1, 1 << 24), "warmup": (0, 1), "clip_norm": (0, math.inf), "devices": (1, 4096),
+    "seed": (0, 2**31 - 1), "patience": (0, math.inf), "valid_fraction": (0, 0.9), "test_fraction": (0, 0.9),
+    "keep": (0, 1), "count_weight": (0, math.inf), "bootstrap": (0, 100_000), "max_parameters": (1, math.inf),
+}  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """A field that cannot be so: one line that names it."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The choices of a run. Each field is a flag of ``lastlayer train`` and a key of its YAML file.
+
+    Example:
+        >>> from lastlayer.train import Config
+        >>> Config(loss="binary", hidden=(256,)).lr
+        0.02
+    """
+
+    loss: str = field(default="lml", metadata={"help": "a loss by name, e.g. lml, binary, two_way, asymmetric"})
+    loss_options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "options of the loss, name=value,name=value"}
+    )
+    labels: str = field(default="complete", metadata={"help": "whether a label that is not given does not apply"})
+    k: str = field(default="auto", metadata={"help": "expected labels a row: a number, auto, or predicted (a row)"})
+    observed: str = field(
+        default="auto", metadata={"help": "share of true labels that are observed; auto: mean labels / k if incomplete"}
+    )
+    count_weight: float = field(default=0.1, metadata={"help": "weight of the count term with k=predicted"})
+    probability: str = field(default="auto", metadata={"help": "how scores become probabilities"})
+    hidden: tuple[int, ...] = field(default=(), metadata={"help": "widths of hidden layers; none is a linear model"})
+    dropout: float = field(default=0.0, metadata={"help": "dropout after hidden layers"})
+    vectorizer: str = field(default="tfidf", metadata={"help": "from text to features"})
+    n_features: int = field(default=20000, metadata={"help": "most words (tfidf) or buckets (hashing)"})
+    ngrams: int = field(default=1, metadata={"help": "longest word sequence"})
+    min_rows: int = field(default=2, metadata={"help": "a word must occur in so many rows (tfidf)"})
+    scale: str = field(default="auto", metadata={"help": "of given features; auto: l2 if sparse, standard if dense"})
+    optimizer: str = field(default="adamw", metadata={"help": "the optimiser"})
+    lr: float = field(default=0.02, metadata={"help": "learning rate at its peak"})
+    weight_decay: float = field(default=0.01, metadata={"help": "decoupled weight decay; biases have none"})
+    momentum: float = field(default=0.9, metadata={"help": "of sgd"})
+    epochs: int = field(default=20, metadata={"help": "passes over the training rows"})
+    batch_size: int = field(default=128, metadata={"help": "rows a step on each device"})
+    schedule: str = field(default="cosine", metadata={"help": "of the learning rate after warm-up"})
+    warmup: float = field(default=0.05, metadata={"help": "share of the steps in which the learning rate rises"})
+    clip_norm: float = field(default=0.0, metadata={"help": "largest norm of the gradient; 0 is no bound"})
+    precision: str = field(default="32", metadata={"help": "of the arithmetic"})
+    accelerator: str = field(default="auto", metadata={"help": "where to run"})
+    devices: int = field(default=1, metadata={"help": "how many, by distributed data parallel"})
+    seed: int = field(default=0, metadata={"help": "of splits, order of rows, dropout and first weights"})
+    monitor: str = field(default="auto", metadata={"help": "metric that chooses the best epoch, e.g. recall@5"})
+    patience: int = field(default=0, metadata={"help": "stop after so many epochs without a better one; 0: never"})
+    at: tuple[int, ...] = field(default=(1, 3, 5), metadata={"help": "k of precision, recall and nDCG"})
+    valid_fraction: float = field(default=0.1, metadata={"help": "of the training rows, if no validation part is given"})
+    test_fraction: float = field(default=0.2, metadata={"help": "of the rows, if no test part is given"})
+    keep: float = field(default=1.0, metadata={"help": "keep each training label with this probability (experiments)"})
+    single_positive: bool = field(default=False, metadata={"help": "keep one training label a row (experiments)"})
+    loggers: tuple[str, ...] = field(default=(), metadata={"help": "csv, tensorboard (history.csv is always there)"})
+    bootstrap: int = field(default=200, metadata={"help": "resamples of the confidence intervals; 0: none"})
+    max_parameters: int = field(default=500_000_000, metadata={"help": "refuse a larger network"})
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(Config)
+        for item in dataclasses.fields(self):
+            object.__setattr__(self, item.name, _checked(item.name, getattr(self, item.name), kinds[item.name]))
+        if self.valid_fraction + self.test_fraction >= 1:
+            raise ConfigError("`valid_fraction` and `test_fraction` must sum to less than 1.")
+        _loss_is_known(self.loss, self.loss_options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as YAML writes them."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    def to_yaml(self) -> bytes:
+        """Return the fields as a YAML file."""
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True).encode()
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file of fields; tags that build objects, and aliases that expand, are refused."""
+    import yaml
+
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+        if len(raw) > 1 << 20:
+            raise ConfigError(f"{path}: must be smaller than 1 MiB.")
+        text = raw.decode("utf-8")
+        if any(isinstance(t, yaml.AliasToken) for t in yaml.scan(text, Loader=yaml.SafeLoader)):
+            raise ConfigError(f"{path}: must not use aliases.")
+        value = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: must be YAML: {' '.join(str(error).split())[:160]}.") from None
+    if value is None:
+        value = {}
+    if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+        raise ConfigError(f"{path}: must hold fields and values, e.g. `loss: lml`.")
+    return value
+
+
+def make(values: dict[str, Any], where: str = "config") -> Config:
+    """Make a Config of plain values; an unknown field is an error that names the nearest one."""
+    import difflib
+
+    known = [item.name for item in dataclasses.fields(Config)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(f"{where}: unknown field {name!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+    try:
+        return Config(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    if name in ("k", "observed"):
+        return _number_or_word(name, value)
+    if name in _LISTS:
+        return _list(name, value)
+    if name == "loss_options":
+        return _options(value)
+    if kind is bool:
+        return _switch(name, value)
+    if kind in (int, float):
+        return _number(name, value, kind)
+    if not isinstance(value, str) and not (name == "precision" and isinstance(value, int)):
+        raise ConfigError(f"`{name}` must be a word, got {value!r}.")
+    value = str(value)
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise ConfigError(f"`{name}` must be one of {', '.join(_CHOICES[name])}, got {value!r}.")
+    return value
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ConfigError(f"`{name}` must be a number, got {value!r}.") from None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ConfigError(f"`{name}` must be a number, got {value!r}.")
+    low, high = _BOUNDS[name]
+    if not low <= value <= high or (kind is int and value != int(value)):
+        raise ConfigError(f"`{name}` must be a {'whole ' if kind is int else ''}number from {low} to {high}, got {value}.")
+    return kind(value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    found = value if isinstance(value, bool) else words.get(str(value).lower())
+    if found is None:
+        raise ConfigError(f"`{name}` must be true or false, got {value!r}.")
+    return found
+
+
+def _list(name: str, value: Any) -> tuple[Any, ...]:
+    kind = _LISTS[name]
+    items = [v for v in value.replace(",", " ").split()] if isinstance(value, str) else value
+    if isinstance(items, int) and not isinstance(items, bool):
+        items = [items]
+    if not isinstance(items, list | tuple):
+        raise ConfigError(f"`{name}` must be a list, got {value!r}.")
+    if kind is str:
+        if not set(items) <= {"csv", "tensorboard"}:
+            raise ConfigError(f"`{name}` must hold csv or tensorboard, got {value!r}.")
+        return tuple(items)
+    try:
+        out = tuple(int(str(v)) for v in items)
+    except ValueError:
+        raise ConfigError(f"`{name}` must be a list of whole numbers, got {value!r}.") from None
+    if any(v < 1 for v in out) or (name == "at" and not out):
+        raise ConfigError(f"`{name}` must be a list of positive numbers, got {value!r}.")
+    return tuple(sorted(set(out))) if name == "at" else out
+
+
+def _number_or_word(name: str, value: Any) -> str:
+    words = ("auto", "predicted") if name == "k" else ("auto",)
+    if isinstance(value, bool) or value is None:
+        raise ConfigError(f"`{name}` must be a number or {' or '.join(words)}, got {value!r}.")
+    if str(value) in words:
+        return str(value)
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not (0 < found < math.inf if name == "k" else 0 <= found < 1):
+        rule = "a positive number" if name == "k" else "a number from 0 to below 1"
+        raise ConfigError(f"`{name}` must be {rule} or {' or '.join(words)}, got {value!r}.")
+    return repr(found)
+
+
+def _options(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        if not all(equals and name.strip() for name, equals, _ in pairs):
+            raise ConfigError(f"`loss_options` must be name=value,name=value, got {value!r}.")
+        value = {name.strip(): _literal(text.strip()) for name, _, text in pairs}
+    if not isinstance(value, dict):
+        raise ConfigError(f"`loss_options` must hold names and values, got {value!r}.")
+    for name, item in value.items():
+        if not isinstance(name, str) or not isinstance(item, str | int | float | bool):
+            raise ConfigError(f"`loss_options` must hold names and plain values, got {name!r}: {item!r}.")
+    return dict(value)
+
+
+def _literal(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def loss_names() -> list[str]:
+    """The names of losses that take logits and a target, as far as this installation has them."""
+    import lastlayer
+
+    out = []
+    for name in dir(lastlayer):
+        if name.endswith("_loss") and callable(function := getattr(lastlayer, name)):
+            parameters = list(inspect.signature(function).parameters.values())
+            needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+            if needed in (["logits", "target"], ["logits", "target", "k"]):
+                out.append(name.removesuffix("_loss"))
+    return sorted(out)
+
+
+def loss_function(name: str) -> Any:
+    """Return the loss of that name."""
+    import lastlayer
+
+    return getattr(lastlayer, f"{name}_loss")
+
+
+def _loss_is_known(name: str, options: dict[str, Any]) -> None:
+    names = loss_names()
+    if name not in names:
+        raise ConfigError(f"`loss` must be one of {', '.join(names)}, got {name!r}.")
+    allowed = [
+        p
+        for p in inspect.signature(loss_function(name)).parameters
+        if p not in ("logits", "target", "k", "mask", "shard", "reduction", "generator", "observed")
+    ]
+    for option in options:
+        if option not in allowed:
+            raise ConfigError(f"`loss_options` of {name} must be among {', '.join(allowed) or 'none'}, got {option!r}.")
