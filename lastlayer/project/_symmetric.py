@@ -1,0 +1,191 @@
+"""Elementary symmetric polynomials of exponentials, by products of polynomials in plain arithmetic.
+
+``e_k(exp x)``, the sum over all subsets of k classes of the exponentials of their scores, is the coefficient of ``t^k``
+in ``prod_i (1 + exp(x_i) t)``. With the LML dual nu, and ``p = sigmoid(x + nu)``, it is a constant times the
+coefficient in ``prod_i (1 - p_i + p_i t)``: the probability that independent draws with probabilities p choose k
+classes. Their mean is k, so k is also the most likely count (Darroch, 1964), and nothing can underflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lastlayer.project.lml import lml_threshold
+
+_DIRECT = 16  # coefficients up to which products are sums of positive terms; longer ones go through the FFT
+
+
+class Tilted(NamedTuple):
+    """The factors ``absent + present t`` of each class, scaled by the dual, and the points ``x + nu`` (constants)."""
+
+    absent: Tensor
+    present: Tensor  # carries the gradient
+    points: Tensor
+    nu: Tensor
+
+
+def tilt(x: Tensor, k: float) -> Tilted:
+    """Return the factors for scores of shape ``(..., n)``, balanced so that `k` is the mean count."""
+    fixed = x.detach()
+    nu = lml_threshold(fixed, k).unsqueeze(-1)
+    z = torch.where(fixed.isinf() & nu.isinf(), fixed, fixed + nu)
+    # The identity holds for every nu, so nu is a constant; the exponent is 0, but its derivatives are those of exp(x).
+    finite = x.isfinite()
+    shift = torch.where(finite, x, 0)
+    present = z.sigmoid() * (shift - shift.detach()).exp()
+    absent = (-z).sigmoid()
+    if k == 0:  # nothing of `present` is used, and the result still has a gradient: zero
+        absent = absent + 0 * shift
+    return Tilted(absent, present, z, nu)
+
+
+def log_elementary(x: Tensor, k: int) -> Tensor:
+    r"""Return :math:`\log e_k(\exp x)` over the last dimension, differentiable to any order."""
+    tilted = tilt(x, k)
+    z, nu = tilted.points, tilted.nu
+    finite = x.isfinite()
+    soft = torch.where(finite, -F.logsigmoid(-z), 0).sum(-1) - k * nu.squeeze(-1)
+    whole = torch.where(finite, x.detach(), 0).sum(-1)  # where every class is taken
+    constant = torch.where((nu == torch.inf).squeeze(-1), whole, soft)
+    empty = (nu == -torch.inf).squeeze(-1)
+    constant = torch.where(empty, 0, constant)
+    constant = torch.where((x == torch.inf).any(-1), torch.inf, constant)
+    return counts(tilted, [k])[..., 0].log().to(x.dtype) + constant
+
+
+def counts(tilted: Tilted, wanted: Sequence[int]) -> Tensor:
+    """Return the probabilities of the counts in `wanted`, shape ``(..., len(wanted))``."""
+    tree = Tree(tilted, max(wanted), min(wanted))
+    return tree.coefficients(wanted)
+
+
+class Tree:
+    """Products of the factors in pairs, level by level, cut off at the degree that matters.
+
+    Where that is shorter, the polynomials count the classes left out instead of those taken. Level 0 holds the
+    factors; node i of a level is the product of the nodes i and i + half of the level below. A level is a list of
+    planes ``(..., nodes)``, one a coefficient, while these are few, and a tensor ``(..., nodes, coefficients)`` above.
+    """
+
+    def __init__(self, tilted: Tilted, highest: int, lowest: int) -> None:
+        self.n = tilted.points.shape[-1]
+        self.flipped = self.n - lowest < highest
+        self.degree = self.n - lowest if self.flipped else highest
+        first, second = tilted.absent, tilted.present
+        if self.flipped:
+            first, second = second, first
+        planes = [first, second][: self.degree + 1]
+        self.planes = [planes]
+        while planes[0].shape[-1] > 1 and len(planes) <= 3:
+            planes = _multiply_planes(*_halves(planes), self.degree + 1)
+            self.planes.append(planes)
+        level = torch.stack(planes, -1)
+        self.levels = [level]
+        while level.shape[-2] > 1:
+            level = _multiply(*split(level), self.degree + 1)
+            self.levels.append(level)
+
+    def places(self, wanted: Sequence[int]) -> list[int]:
+        """Return where the coefficients of the counts stand."""
+        return [self.n - c if self.flipped else c for c in wanted]
+
+    def coefficients(self, wanted: Sequence[int]) -> Tensor:
+        """Return the coefficients of the whole product for the counts in `wanted`."""
+        root = self.levels[-1].squeeze(-2)
+        root = F.pad(root, (0, self.degree + 1 - root.shape[-1]))
+        return torch.stack([root[..., place] for place in self.places(wanted)], -1)
+
+    def gradient(self, wanted: Sequence[int], weights: Tensor) -> Tensor:
+        """Return the derivative of ``sum(weights * coefficients)`` with respect to `present`, shape ``(..., n)``.
+
+        The way down the tree: what multiplies a factor is the product of all others.
+        """
+        root = self.levels[-1]
+        places = self.places(wanted)
+        none = torch.zeros_like(weights[..., 0])
+        onset = [
+            sum((weights[..., i] for i, p in enumerate(places) if p == c), start=none) for c in range(root.shape[-1])
+        ]
+        outer = torch.stack(onset, -1).unsqueeze(-2).to(root.dtype)
+        for level in reversed(self.levels[:-1]):
+            left, right = split(level)
+            outer = torch.cat([_correlate(outer, right), _correlate(outer, left)], -2)[..., : level.shape[-2], :]
+        below = list(outer.unbind(-1))
+        for planes in reversed(self.planes[:-1]):
+            first, second = _halves(planes)
+            pairs = zip(_correlate_planes(below, second), _correlate_planes(below, first), strict=True)
+            below = [torch.cat(pair, -1)[..., : planes[0].shape[-1]] for pair in pairs]
+        place = 0 if self.flipped else 1
+        return below[place] if place < len(below) else torch.zeros_like(below[0])
+
+
+def _halves(planes: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Split the nodes into two halves, the second one padded with the polynomial 1."""
+    n = planes[0].shape[-1]
+    half = (n + 1) // 2
+    first = [p[..., :half] for p in planes]
+    second = [F.pad(p[..., half:], (0, 2 * half - n), value=float(i == 0)) for i, p in enumerate(planes)]
+    return first, second
+
+
+def split(level: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_halves`, for nodes in the dimension before the last."""
+    n = level.shape[-2]
+    half = (n + 1) // 2
+    second = level[..., half:, :]
+    if n % 2:
+        one = F.pad(torch.ones_like(level[..., :1, :1]), (0, level.shape[-1] - 1))
+        second = torch.cat([second, one], -2)
+    return level[..., :half, :], second
+
+
+def _multiply_planes(a: list[Tensor], b: list[Tensor], longest: int) -> list[Tensor]:
+    product: list[Tensor] = []
+    for place in range(min(len(a) + len(b) - 1, longest)):
+        terms = [a[i] * b[place - i] for i in range(len(a)) if 0 <= place - i < len(b)]
+        product.append(sum(terms[1:], start=terms[0]))
+    return product
+
+
+def _correlate_planes(outer: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+    return [
+        sum((outer[i + j] * other[j] for j in range(1, len(other)) if i + j < len(outer)), start=outer[i] * other[0])
+        for i in range(len(other))
+    ]
+
+
+def _multiply(a: Tensor, b: Tensor, longest: int) -> Tensor:
+    """Multiply polynomials of equal length, the coefficients last, and cut the product off."""
+    size = a.shape[-1]
+    full = 2 * size - 1
+    length = min(full, longest)
+    if size <= _DIRECT:
+        windows = F.pad(b, (size - 1, length - size)).unfold(-1, size, 1)
+        return (windows @ a.flip(-1).unsqueeze(-1)).squeeze(-1)
+    points = _fast_size(full)
+    # In double precision the rounding of the transform, relative to the largest coefficient, stays out of sight.
+    return torch.fft.irfft(torch.fft.rfft(a.double(), points) * torch.fft.rfft(b.double(), points), points)[
+        ..., :length
+    ]
+
+
+def _correlate(outer: Tensor, other: Tensor) -> Tensor:
+    """Return ``sum_j outer[i + j] other[j]`` for each i below the length of `other`."""
+    size = other.shape[-1]
+    if size <= _DIRECT:
+        windows = F.pad(outer, (0, 2 * size - 1 - outer.shape[-1])).unfold(-1, size, 1)
+        return (windows @ other.to(outer.dtype).unsqueeze(-1)).squeeze(-1)
+    points = _fast_size(2 * size - 1)
+    spectrum = torch.fft.rfft(outer.double(), points) * torch.fft.rfft(other.double(), points).conj()
+    return torch.fft.irfft(spectrum, points)[..., :size]
+
+
+def _fast_size(size: int) -> int:
+    """Return the least number of the form 2^a or 3 * 2^a that is large enough."""
+    power = 1 << (size - 1).bit_length()
+    return power * 3 // 4 if power * 3 // 4 >= size else power

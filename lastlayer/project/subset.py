@@ -1,0 +1,183 @@
+"""The distribution over subsets of exactly k classes: sampling, exact marginals, log-probabilities."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lastlayer import _check
+from lastlayer._module import FunctionModule
+from lastlayer.project._symmetric import Tree, counts, split, tilt
+
+
+def sample_subset(logits: Tensor, k: int, *, generator: torch.Generator | None = None) -> Tensor:
+    r"""Draw subsets of exactly `k` classes with probability proportional to the exponential of their summed logits.
+
+    .. math:: P(S) = \frac{\exp \sum_{i \in S} x_i}{\sum_{|A| = k} \exp \sum_{i \in A} x_i}, \qquad |S| = k
+
+    One draw a row, exact: the count is split from the whole row down to the single classes. (The k largest of logits
+    with Gumbel noise follow another law.) For several draws expand the logits: ``logits.expand(100, -1)``.
+
+    Args:
+        logits: The scores :math:`x`, shape ``(..., n_classes)``; ``-inf`` is never drawn, ``+inf`` always.
+        k: The size of the subset, a Python integer, ``0 <= k <= n_classes``.
+        generator: The source of randomness; it lives on the device of `logits`.
+
+    Returns:
+        The classes drawn, ascending, int64, shape ``(..., k)``. A row that has no subset of size `k` (too few classes
+        above ``-inf``, more than `k` at ``+inf``, or a nan) is filled with -1.
+
+    Example:
+        >>> sample_subset(torch.tensor([9.0, -torch.inf, 9.0, -99.0]), k=2)
+        tensor([0, 2])
+    """
+    x, k = _enter("sample_subset", logits, k)
+    with torch.no_grad():
+        tilted = tilt(x.detach(), k)
+        chosen = _draw(Tree(tilted, k, k), k, generator)
+        n = x.shape[-1]
+        rank = torch.where(chosen, n - torch.arange(n, device=x.device), 0)
+        index = n - rank.topk(k, dim=-1).values
+        return torch.where(tilted.nu.isnan(), -1, index)
+
+
+def subset_marginals(logits: Tensor, k: int) -> Tensor:
+    r"""Compute the probability of each class to be in a random subset of exactly `k` classes.
+
+    .. math:: \pi_i = P(i \in S) = \frac{\partial}{\partial x_i} \log \sum_{|A| = k} \exp \sum_{j \in A} x_j
+
+    with :math:`P` as in :func:`sample_subset`. They sum to `k`, as the probabilities of :func:`~lastlayer.lml` do;
+    those are the best approximation by independent draws, at a fraction of the cost. Differentiable to any order.
+
+    Args:
+        logits: The scores :math:`x`, shape ``(..., n_classes)``; ``-inf`` rules a class out, ``+inf`` in.
+        k: The size of the subset, a Python integer, ``0 <= k <= n_classes``.
+
+    Returns:
+        Probabilities, of the shape and dtype of `logits`. A row without a subset of size `k` is nan.
+
+    Example:
+        >>> subset_marginals(torch.tensor([2.0, 1.0, 0.0, -1.0]), k=2)
+        tensor([0.8808, 0.6944, 0.3056, 0.1192])
+    """
+    x, k = _enter("subset_marginals", logits, k)
+    tilted = tilt(x, k)
+    tree = Tree(tilted, k, k)
+    weight = 1 / tree.coefficients([k])
+    # Rounding, of the transform above all, may leave -1e-17 for 0 or the next number after 1.
+    pi = (tilted.present * tree.gradient([k], weight)).clamp(0, 1)
+    pi = torch.where(x == torch.inf, 1, pi)
+    return torch.where(tilted.nu.isnan(), torch.nan, pi).to(logits.dtype)
+
+
+def subset_log_prob(logits: Tensor, k: int, subset: Tensor) -> Tensor:
+    r"""Compute the log-probability of a subset of exactly `k` classes, differentiable in `logits`.
+
+    .. math:: \log P(S) = \sum_{i \in S} x_i - \log \sum_{|A| = k} \exp \sum_{i \in A} x_i
+
+    Args:
+        logits: The scores :math:`x`, shape ``(..., n_classes)``.
+        k: The size of the subset, a Python integer, ``0 <= k <= n_classes``.
+        subset: The classes, as index lists of shape ``(..., k)`` or multi-hot, of shape ``(..., n_classes)``; the
+            leading dimensions broadcast against those of `logits`. At ``k = n_classes`` integers are read either way.
+
+    Returns:
+        Log-probabilities, of the broadcast batch shape and the dtype of `logits`. What is not a set of `k` different
+        classes, or holds a class at ``-inf``, has ``-inf``. A row without any subset of size `k` is nan.
+
+    Example:
+        >>> subset_log_prob(torch.zeros(4), 2, torch.tensor([0, 3])).exp()
+        tensor(0.1667)
+    """
+    x, k = _enter("subset_log_prob", logits, k)
+    chosen = _chosen(subset, k, x)
+    tilted = tilt(x, k)
+    z = torch.where(chosen, tilted.points, -tilted.points)
+    value = F.logsigmoid(z).sum(-1) - counts(tilted, [k])[..., 0].log().to(x.dtype)
+    shift = torch.where(chosen & x.isfinite(), x, 0)
+    value = value + (shift - shift.detach()).sum(-1)
+    value = torch.where(chosen.sum(-1) == k, value, -torch.inf)
+    return torch.where(tilted.nu.squeeze(-1).isnan(), torch.nan, value).to(logits.dtype)
+
+
+def _enter(op: str, logits: Any, k: Any) -> tuple[Tensor, int]:
+    logits = _check.logits(op, logits)
+    n = logits.shape[-1]
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
+        raise TypeError(
+            f"{op}: `k` must be a Python integer, the size of the subset, got {type(k).__name__}. "
+            "For a real or per-row `k` use lml."
+        )
+    if not 0 <= int(k) <= n:
+        raise ValueError(f"{op}: `k` must be between 0 and n_classes={n}, got {k}. Lower `k`.")
+    return logits.to(_check.work_dtype(logits)), int(k)
+
+
+def _chosen(subset: Any, k: int, x: Tensor) -> Tensor:
+    """Return the subset as a boolean tensor that broadcasts against `x`; its sum is k only if it is a set of k."""
+    n = x.shape[-1]
+    if not isinstance(subset, Tensor):
+        raise TypeError(
+            f"subset_log_prob: `subset` must be a tensor, got {type(subset).__name__}. Use torch.as_tensor."
+        )
+    if subset.ndim == 0 or subset.shape[-1] not in (n, k) or not _broadcast(subset.shape[:-1], x.shape[:-1]):
+        raise ValueError(
+            f"subset_log_prob: `subset` must have shape (..., {k}) (index lists) or (..., {n}) (multi-hot), the rest "
+            f"broadcasting to the batch shape {tuple(x.shape[:-1])}, got {tuple(subset.shape)}."
+        )
+    integer = not (subset.is_floating_point() or subset.is_complex() or subset.dtype == torch.bool)
+    if subset.shape[-1] == n and (k < n or not integer):
+        return subset > 0
+    if not integer and k > 0:
+        raise TypeError(
+            f"subset_log_prob: `subset` of shape {tuple(subset.shape)} holds class indices and must be of an integer "
+            f"dtype, got {subset.dtype}. Use `subset.long()`."
+        )
+    index = torch.where((subset >= 0) & (subset < n), subset, n).long()
+    hot = torch.zeros((*index.shape[:-1], n + 1), dtype=torch.bool, device=index.device).scatter(-1, index, True)
+    if k == n:  # a list of all classes, or ones: the same set
+        hot = hot | (subset == 1).all(-1, keepdim=True)
+    return hot[..., :n]
+
+
+def _broadcast(first: torch.Size, second: torch.Size) -> bool:
+    return all(a == b or 1 in (a, b) for a, b in zip(reversed(first), reversed(second), strict=False))
+
+
+def _draw(tree: Tree, k: int, generator: torch.Generator | None) -> Tensor:
+    """Return the classes drawn, boolean, shape ``(..., n)``: a count of a node is split among its two children."""
+    levels = [torch.stack(planes, -1) for planes in tree.planes[:-1]] + tree.levels
+    root = levels[-1]
+    count = torch.full(root.shape[:-1], tree.places([k])[0], dtype=torch.int64, device=root.device)
+    for level in reversed(levels[:-1]):
+        left, right = (part.double().clamp(min=0) for part in split(level))
+        size = left.shape[-1]
+        rest = count.unsqueeze(-1) - torch.arange(size, device=root.device)
+        other = right.gather(-1, rest.clamp(0, size - 1))
+        total = torch.where((rest >= 0) & (rest < size), left * other, 0).cumsum(-1)
+        uniform = torch.rand(count.shape, generator=generator, dtype=torch.float64, device=root.device)
+        first = (total <= uniform.unsqueeze(-1) * total[..., -1:]).sum(-1).clamp(max=size - 1)
+        count = torch.cat([first, count - first], -1)[..., : level.shape[-2]]
+    return (count > 0) != tree.flipped
+
+
+class SampleSubset(FunctionModule):
+    """Module form of :func:`sample_subset`, which documents the arguments."""
+
+    function = staticmethod(sample_subset)
+
+    def __init__(self, k: int, *, generator: torch.Generator | None = None) -> None:
+        super().__init__(k=k, generator=generator)
+
+
+class SubsetMarginals(FunctionModule):
+    """Module form of :func:`subset_marginals`, which documents the arguments."""
+
+    function = staticmethod(subset_marginals)
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k=k)
