@@ -1,0 +1,202 @@
+"""Ranked lists: the best classes of each row, which of them are labels, and where a list is cut.
+
+Everything works on rows of classes, a bounded number of entries at a time; index targets are never made dense.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lastlayer import _check, shard
+from lastlayer.shard import ClassShard
+
+BUDGET = 1 << 22  # entries of a temporary; a chunk is as many rows as fit, at least one
+_LAST = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where lists are cut: ``at`` is ``(1, q)``, one `k` for all rows and each of q results, or ``(rows, 1)``."""
+
+    at: Tensor
+    most: int
+    several: bool
+
+    def take(self, cumulative: Tensor) -> Tensor:
+        """Pick from running sums over the ranks, ``(rows, most)``, the sum at each cut: ``(rows, q)``."""
+        at = self.at.expand(len(cumulative), -1)
+        return torch.where(at > 0, cumulative.gather(-1, (at - 1).clamp(min=0)), 0)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best classes of each row, best first: ``index`` (-1 where no class is left), ``hit``, both ``(rows, most)``.
+
+    ``labels`` is the checked target of the same rows and ``count`` the number of labels of each.
+    """
+
+    index: Tensor
+    hit: Tensor
+    count: Tensor
+    labels: _check.Labels
+
+
+def cuts(op: str, k: Any, batch: torch.Size, device: torch.device) -> Cuts:
+    """Check `k`: a whole number, a sequence of them (several results), or a tensor of one a row."""
+    if isinstance(k, Tensor):
+        if k.is_floating_point() or k.is_complex() or k.dtype == torch.bool:
+            raise TypeError(f"{op}: `k` must be of an integer dtype, got a tensor of {k.dtype}. Use `k.long()`.")
+        if k.ndim and k.shape != batch:
+            raise ValueError(
+                f"{op}: `k` as a tensor must hold one number a row, shape {tuple(batch)}, got shape {tuple(k.shape)}. "
+                "For several k at once give a list."
+            )
+        at = k.to(device=device, dtype=torch.int64).reshape(-1, 1)
+        return Cuts(at, max(int(at.max()), 1) if at.numel() else 1, False)
+    several = (isinstance(k, Sequence) and not isinstance(k, str)) or getattr(k, "ndim", 0) == 1  # or a numpy array
+    values = list(k) if several else [k]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{op}: `k` must be a number or a list of numbers, got {type(value).__name__}.")
+        if not float(value).is_integer() or value < 1:
+            raise ValueError(f"{op}: `k` must be a whole number of at least 1, got {value}.")
+    if not values:
+        raise ValueError(f"{op}: `k` must hold at least one number, got an empty list.")
+    at = torch.tensor([int(value) for value in values], device=device)
+    return Cuts(at[None], int(max(values)), several)
+
+
+def chunks(rows: int, width: int) -> Iterator[slice]:
+    """Slices of the rows, each of at most `BUDGET` entries of `width` a row."""
+    size = max(BUDGET // max(width, 1), 1)
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def flat(labels: _check.Labels) -> _check.Labels:
+    """The same labels with one batch dimension."""
+    index = None if labels.index is None else labels.index.reshape(-1, labels.index.shape[-1])
+    dense = None if labels.dense is None else labels.dense.reshape(-1, labels.n_classes)
+    return _check.Labels(index, dense, labels.n_classes)
+
+
+def rows_of(labels: _check.Labels, part: slice) -> _check.Labels:
+    """The labels of some rows."""
+    index = None if labels.index is None else labels.index[part]
+    dense = None if labels.dense is None else labels.dense[part]
+    return _check.Labels(index, dense, labels.n_classes)
+
+
+def candidates(scores: Tensor, labels: _check.Labels) -> Tensor:
+    """The scores, -inf where a class takes no part: its label is unknown, or the score is nan."""
+    out = scores.isnan() if labels.dense is None else scores.isnan() | (labels.dense < 0)
+    return torch.where(out, -torch.inf, scores)
+
+
+def rank(
+    op: str, scores: Tensor, target: Tensor, k: Cuts, indices: Tensor | None = None, part: ClassShard | None = None
+) -> Ranking:
+    """Rank the classes of each row up to the largest cut, over the classes of all ranks."""
+    if indices is not None:
+        labels, values, index = _given(op, scores, target, indices)
+    else:
+        labels = flat(_check.target(op, target, scores))
+        values, index = _best(scores.reshape(-1, scores.shape[-1]), labels, k.most)
+    hit = torch.zeros_like(index, dtype=torch.bool)
+    if labels.dense is not None and labels.n_classes:
+        hit = (labels.dense.gather(-1, index.clamp(min=0)) > 0) & (index >= 0)
+    count = labels.count()
+    if part is not None and indices is None:
+        index = torch.where(index < 0, -1, index + part.start)
+        values, index = shard.gather(values, part), shard.gather(index, part)
+        hit = shard.gather(hit.to(torch.uint8), part) > 0
+        if labels.dense is not None:
+            count = shard.reduce(count.unsqueeze(-1), "sum", part).squeeze(-1)
+    if part is not None or indices is not None:
+        index, hit = _ordered(values, index, hit, k.most)
+    if labels.index is not None:
+        hit = _member(index, labels.index)
+    return Ranking(index, hit, count, labels)
+
+
+def _best(scores: Tensor, labels: _check.Labels, k: int) -> tuple[Tensor, Tensor]:
+    if len(scores) == 0:
+        return scores.new_empty(0, k), torch.empty(0, k, dtype=torch.int64, device=scores.device)
+    parts = [top(candidates(scores[c], rows_of(labels, c)), k) for c in chunks(len(scores), scores.shape[-1])]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the `k` best scores of each row and their classes, best first, ties to the lowest index.
+
+    A score of -inf is never chosen: the index is -1 there, and beyond the number of classes. No score may be nan.
+    """
+    n, size = scores.shape[-1], min(k, scores.shape[-1])
+    values, index = scores.topk(size, -1)
+    if 0 < size < n:  # which of several equal scores topk takes is not defined where the last place cuts a tie
+        last = values[:, -1:]
+        torn = (scores == last).sum(-1) > (values == last).sum(-1)
+        rows = (torn & (last.squeeze(-1) > -torch.inf)).nonzero().squeeze(-1)
+        if len(rows):
+            tied, last = scores[rows], last[rows]
+            lowest_first = torch.arange(n - 1, -1, -1, dtype=torch.int32, device=scores.device)
+            key = torch.where(tied > last, n, torch.where(tied == last, lowest_first, -1))
+            index[rows] = key.topk(size, -1).indices
+    index = index.sort(-1).values
+    values, order = scores.gather(-1, index).sort(dim=-1, descending=True, stable=True)
+    index = index.gather(-1, order).masked_fill(values == -torch.inf, -1)
+    missing = k - size
+    return (
+        torch.nn.functional.pad(values, (0, missing), value=-torch.inf),
+        torch.nn.functional.pad(index, (0, missing), value=-1),
+    )
+
+
+def _given(op: str, scores: Tensor, target: Any, indices: Any) -> tuple[_check.Labels, Tensor, Tensor]:
+    """Check decoded lists with their scores, and the target, which then holds class indices."""
+    if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype == torch.bool:
+        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"{op}: `indices` must be a tensor of an integer dtype, got {got}.")
+    if indices.shape != scores.shape:
+        raise ValueError(
+            f"{op}: `indices` must have the shape of `scores`, {tuple(scores.shape)}, got {tuple(indices.shape)}. "
+            "Pass the lists of a decoder with their scores."
+        )
+    batch = scores.shape[:-1]
+    if isinstance(target, Tensor) and (target.is_floating_point() or target.dtype == torch.bool):
+        raise TypeError(
+            f"{op}: `target` must hold class indices when `indices` is given, got {target.dtype}. "
+            "Use index lists padded with -1."
+        )
+    # A shape that no index target has, so that lists as long as the predictions are not taken for multi-hot.
+    width = target.shape[-1] + 1 if isinstance(target, Tensor) and target.ndim else 1
+    labels = flat(_check.target(op, target, scores.new_empty(()).expand(*batch, width)))
+    m = scores.shape[-1]
+    values, index = scores.reshape(-1, m), indices.reshape(-1, m).long()
+    return labels, torch.where(values.isnan() | (index < 0), -torch.inf, values), index
+
+
+def _ordered(values: Tensor, index: Tensor, hit: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Order candidates by score, ties by class, and keep `k`."""
+    index = torch.where(values == -torch.inf, _LAST, index)
+    index, order = index.sort(-1)
+    values, hit = values.gather(-1, order), hit.gather(-1, order)
+    order = values.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    index, hit = index.gather(-1, order), hit.gather(-1, order)
+    missing = k - index.shape[-1]
+    index = torch.nn.functional.pad(index.masked_fill(index == _LAST, -1), (0, max(missing, 0)), value=-1)
+    return index, torch.nn.functional.pad(hit, (0, max(missing, 0)), value=False)
+
+
+def _member(index: Tensor, lists: Tensor) -> Tensor:
+    """Whether each class of ``(rows, k)`` is in the row's list of ``(rows, m)``."""
+    hit = torch.zeros_like(index, dtype=torch.bool)
+    for c in chunks(len(index), index.shape[-1] * lists.shape[-1]):
+        hit[c] = (index[c, :, None] == lists[c, None, :]).any(-1) & (index[c] >= 0)
+    return hit
