@@ -1,9 +1,44 @@
 """Everything after the logits: projections, losses, heads, decoders and metrics for label sets."""
 
+from importlib import import_module
+from typing import Any
+
+from lastlayer.loss.incomplete import AssumeNegativeLoss as AssumeNegativeLoss
+from lastlayer.loss.incomplete import EntropyMaxLoss as EntropyMaxLoss
+from lastlayer.loss.incomplete import ExpectedPositiveLoss as ExpectedPositiveLoss
+from lastlayer.loss.incomplete import HillLoss as HillLoss
+from lastlayer.loss.incomplete import LabelEstimates as LabelEstimates
+from lastlayer.loss.incomplete import ROLELoss as ROLELoss
+from lastlayer.loss.incomplete import assume_negative_loss as assume_negative_loss
+from lastlayer.loss.incomplete import entropy_max_loss as entropy_max_loss
+from lastlayer.loss.incomplete import expected_positive_loss as expected_positive_loss
+from lastlayer.loss.incomplete import hill_loss as hill_loss
+from lastlayer.loss.incomplete import role_loss as role_loss
 from lastlayer.loss.lml import LMLFenchelYoungLoss as LMLFenchelYoungLoss
 from lastlayer.loss.lml import LMLLoss as LMLLoss
 from lastlayer.loss.lml import lml_fenchel_young_loss as lml_fenchel_young_loss
 from lastlayer.loss.lml import lml_loss as lml_loss
+from lastlayer.loss.multilabel import AsymmetricLoss as AsymmetricLoss
+from lastlayer.loss.multilabel import BinaryLoss as BinaryLoss
+from lastlayer.loss.multilabel import MultihotSoftmaxLoss as MultihotSoftmaxLoss
+from lastlayer.loss.multilabel import TwoWayLoss as TwoWayLoss
+from lastlayer.loss.multilabel import asymmetric_loss as asymmetric_loss
+from lastlayer.loss.multilabel import binary_loss as binary_loss
+from lastlayer.loss.multilabel import multihot_softmax_loss as multihot_softmax_loss
+from lastlayer.loss.multilabel import two_way_loss as two_way_loss
+from lastlayer.loss.openset import OutlierMaxConfidenceLoss as OutlierMaxConfidenceLoss
+from lastlayer.loss.openset import OutlierUniformLoss as OutlierUniformLoss
+from lastlayer.loss.openset import outlier_max_confidence_loss as outlier_max_confidence_loss
+from lastlayer.loss.openset import outlier_uniform_loss as outlier_uniform_loss
+from lastlayer.loss.ranking import RMLLoss as RMLLoss
+from lastlayer.loss.ranking import WARPLoss as WARPLoss
+from lastlayer.loss.ranking import rml_loss as rml_loss
+from lastlayer.loss.ranking import warp_loss as warp_loss
+from lastlayer.loss.relabel import LargeLoss as LargeLoss
+from lastlayer.loss.relabel import SPLCLoss as SPLCLoss
+from lastlayer.loss.relabel import large_loss as large_loss
+from lastlayer.loss.relabel import large_loss_corrections as large_loss_corrections
+from lastlayer.loss.relabel import splc_loss as splc_loss
 from lastlayer.metrics.angle import angular_error as angular_error
 from lastlayer.metrics.angle import rotation_error as rotation_error
 from lastlayer.metrics.at_k import f1_at_k as f1_at_k
@@ -37,3 +72,28 @@ from lastlayer.project.subset import subset_marginals as subset_marginals
 from lastlayer.shard import ClassShard as ClassShard
 
 __version__ = "0.1.0"
+
+# Names that need an optional package, and where they are: imported when first asked for.
+_LAZY = {
+    "AUROC": "lastlayer.metrics.stream",
+    "F1AtK": "lastlayer.metrics.stream",
+    "LabelCalibrationError": "lastlayer.metrics.stream",
+    "MeanAveragePrecision": "lastlayer.metrics.stream",
+    "MeanMaxConfidence": "lastlayer.metrics.stream",
+    "NDCGAtK": "lastlayer.metrics.stream",
+    "PSPAtK": "lastlayer.metrics.stream",
+    "PrecisionAtK": "lastlayer.metrics.stream",
+    "RPrecisionAtK": "lastlayer.metrics.stream",
+    "RecallAtK": "lastlayer.metrics.stream",
+    "TopKAccuracy": "lastlayer.metrics.stream",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'lastlayer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

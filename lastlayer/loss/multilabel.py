@@ -1,0 +1,345 @@
+"""Multi-label losses: two-way, asymmetric, and two baselines, one softmax a row and one sigmoid a class."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lastlayer import _check
+from lastlayer._check import Reduction
+from lastlayer._module import FunctionModule
+from lastlayer.loss import _rows
+from lastlayer.shard import ClassShard, total
+
+
+def two_way_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    positive_temperature: float = 4.0,
+    negative_temperature: float = 1.0,
+    margin: float = 0.0,
+    per: Literal["sample", "class", "both"] = "both",
+    shard: ClassShard | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Compute the two-way loss (Kobayashi, 2023): every positive above every negative, in rows and in columns.
+
+    .. math:: \ell(P, N) = \mathrm{softplus}\Big(T_N \log \sum_{n \in N} e^{x_n / T_N}
+        + T_P \log \sum_{p \in P} e^{-x_p / T_P} + \epsilon\Big)
+
+    For a sample, P and N are the positive and negative classes of its row; for a class, the positive and negative
+    samples of its column in the batch. The loss is the mean over the samples with a positive, plus the mean over the
+    classes with a positive. One positive a row and both temperatures 1 make the sample term the softmax cross-entropy.
+    A constant added to a row changes nothing in its sample term, so there is no absolute threshold between labels and
+    the rest: decode by rank, or choose a threshold on held-out data. The class term depends on the batch; with one row
+    it is 0.
+
+    Args:
+        logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
+        target: Multi-hot of the shape of `logits` (above 0 is positive, 0 negative, -1 unknown: left out), one class a
+            row (``batch``), or index lists padded with -1 (``(*batch, m)``).
+        positive_temperature: :math:`T_P`; above 1, every positive gets a share of the gradient.
+        negative_temperature: :math:`T_N`.
+        margin: :math:`\epsilon`, by how much positives should lead; the paper's margin form has both temperatures 1.
+        per: ``"sample"`` for rows, ``"class"`` for columns, ``"both"`` for their sum.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        reduction: ``"none"`` is a loss a row; with ``per="both"`` the class term of the batch is added to each row that
+            has a positive, and with ``per="class"`` it is a loss a class (of this rank). ``"mean"`` is over the rows,
+            or classes, with a positive; 0 without one. ``"sum"`` is the sum of ``"none"``.
+
+    Returns:
+        The loss, of the dtype of `logits`. A row or column without a positive has loss 0 and does not count in the
+        mean; one without a negative has loss 0 and counts.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0]])
+        >>> two_way_loss(logits, torch.tensor([[0, 1], [1, -1]]), per="sample", reduction="none")
+        tensor([1.5440, 0.1698])
+    """
+    op = "two_way_loss"
+    _check.choice(op, "per", per, ("sample", "class", "both"))
+    _check.choice(op, "reduction", reduction, ("none", "mean", "sum"))
+    warm = _temperature(op, "positive_temperature", positive_temperature)
+    cool = _temperature(op, "negative_temperature", negative_temperature)
+    gap = _check.number(op, "margin", margin)
+    x, labels, live = _rows.enter(op, logits, target, shard)
+    positive = labels.positive() & live
+    negative = live & ~positive
+    if per != "class":
+        loss, counts = _positives_above(x, positive, negative, warm, cool, gap, shard)
+        if per == "sample":
+            return _rows.leave(op, loss, reduction, counts, logits.dtype)
+    # The classes of a column are on one rank: only the means go over the ranks.
+    column, up, down = (t.unsqueeze(0).flatten(0, -2).transpose(0, 1) for t in (x, positive, negative))
+    by_class, occurs = _positives_above(column, up, down, warm, cool, gap, None)
+    if per == "class" and (reduction == "none" or shard is None):
+        return _rows.leave(op, by_class, reduction, occurs, logits.dtype)
+    summed, classes = total(by_class.sum(), shard), total(occurs.sum().to(x.dtype), shard)
+    mean = summed / classes.clamp(min=1)
+    if per == "class":
+        return _rows.leave(op, summed if reduction == "sum" else mean, "sum", None, logits.dtype)
+    return _rows.leave(op, loss + torch.where(counts, mean, 0), reduction, counts, logits.dtype)
+
+
+def _temperature(op: str, name: str, value: float) -> float:
+    value = _check.number(op, name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{op}: `{name}` must be positive and finite, got {value}.")
+    return value
+
+
+def _positives_above(
+    x: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    warm: float,
+    cool: float,
+    margin: float,
+    shard: ClassShard | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row, and whether it has a positive."""
+    high, has_negative = _rows.logsumexp(x / cool, negative, shard)
+    low, has_positive = _rows.logsumexp(-x / warm, positive, shard)
+    active = has_positive & has_negative
+    z = torch.where(active, cool * high + warm * low + margin, 0)
+    return torch.where(active, -F.logsigmoid(-z), 0), has_positive
+
+
+def asymmetric_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    gamma_positive: float = 1.0,
+    gamma_negative: float = 4.0,
+    clip: float = 0.05,
+    detach_weight: bool = False,
+    shard: ClassShard | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Compute the asymmetric loss (Ridnik et al., 2021): focal weights of its own for positives and for negatives.
+
+    .. math:: -\sum_{j \in Y} (1 - p_j)^{\gamma_+} \log p_j - \sum_{j \notin Y} m_j^{\gamma_-} \log(1 - m_j),
+        \qquad p = \sigma(x),\; m_j = \max(p_j - c, 0)
+
+    Negatives that are already easy (:math:`p` below `clip`) have no loss and no gradient. With both gammas and `clip` 0
+    it is :func:`binary_loss`. The logarithms are not held at a small number, unlike in the public code: the two differ
+    where a probability is below 1e-8, and there this gradient does not vanish.
+
+    Args:
+        logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
+        target: Multi-hot of the shape of `logits` (-1 is unknown: left out; a value between 0 and 1 takes that share of
+            the positive term and the rest of the negative one), one class a row, or index lists padded with -1.
+        gamma_positive: :math:`\gamma_+`, at least 0.
+        gamma_negative: :math:`\gamma_-`, at least 0.
+        clip: :math:`c`, from 0 to below 1.
+        detach_weight: Whether the focal weights are constants for the gradient.
+        shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"none"`` is a loss a row, the sum over its classes; ``"sum"`` is the sum over all entries, as in
+            the public code; ``"mean"`` is over the rows with a known class, 0 without one.
+
+    Returns:
+        The loss, of the dtype of `logits`. A row without positives has the loss of its negatives.
+
+    Example:
+        >>> asymmetric_loss(torch.tensor([[2.0, 1.0, 0.0, -4.0]]), torch.tensor([[1, 0, 0, 0]]))
+        tensor(0.2855)
+    """
+    op = "asymmetric_loss"
+    plus = _check.number(op, "gamma_positive", gamma_positive, 0)
+    minus = _check.number(op, "gamma_negative", gamma_negative, 0)
+    cut = _check.number(op, "clip", clip, 0)
+    if not cut < 1:
+        raise ValueError(f"{op}: `clip` must be below 1, got {clip}. No negative would be left.")
+    x, labels, live = _rows.enter(op, logits, target, shard)
+    gain = -_focal((plus * F.logsigmoid(-x)).exp(), detach_weight) * F.logsigmoid(x)
+    loss = _rows.mixed(labels, live, gain, _shifted_negatives(x, minus, cut, detach_weight))
+    loss = _rows.over_classes(loss, live, shard)
+    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype)
+
+
+def _focal(weight: Tensor, detach: bool) -> Tensor:
+    return weight.detach() if detach else weight
+
+
+def _shifted_negatives(x: Tensor, gamma: float, clip: float, detach: bool) -> Tensor:
+    """Return ``-m^gamma log(1 - m)`` for ``m = max(sigmoid(x) - clip, 0)``."""
+    if clip == 0:
+        return -_focal((gamma * F.logsigmoid(x)).exp(), detach) * F.logsigmoid(-x)
+    hard = x.sigmoid() > clip
+    m = torch.where(hard, x.sigmoid() - clip, clip)  # any number inside (0, 1) where the loss is 0
+    # 1 - m from the side that does not cancel.
+    log = torch.where(
+        x > 0,
+        torch.logaddexp(F.logsigmoid(-x), torch.full_like(x, math.log(clip))),
+        torch.log1p(-torch.where(x > 0, clip, m)),
+    )
+    return torch.where(hard, -_focal(m**gamma, detach) * log, 0)
+
+
+def multihot_softmax_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    shard: ClassShard | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Compute the cross-entropy of the softmax to the row's labels, each with an equal share.
+
+    .. math:: -\sum_j q_j \log \mathrm{softmax}(x)_j, \qquad q_j = (1 - \varepsilon) \frac{t_j}{\sum_i t_i}
+        + \frac{\varepsilon}{n}
+
+    For one label a row it is ``torch.nn.functional.cross_entropy``.
+
+    Args:
+        logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
+        target: Multi-hot of the shape of `logits` (-1 is unknown: left out of the softmax too; soft labels share in
+            proportion), one class a row, or index lists padded with -1.
+        label_smoothing: :math:`\varepsilon`, the part spread evenly over the classes that take part.
+        shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a label, 0 without one.
+
+    Returns:
+        The loss, of the dtype of `logits`. A row without a label has loss 0.
+
+    Example:
+        >>> multihot_softmax_loss(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([[0, 1]]))
+        tensor(0.9402)
+    """
+    op = "multihot_softmax_loss"
+    smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
+    x, labels, live = _rows.enter(op, logits, target, shard)
+    top, _ = _rows.logsumexp(x, live, shard)
+    if labels.dense is None:  # gather: nothing of the size of the logits
+        mass = labels.sum_over_positives(lambda here: here, live).to(x.dtype)
+        hit = labels.sum_over_positives(lambda score: score, x)
+    else:
+        weight = torch.where(live & (labels.dense > 0), labels.dense.to(x.dtype), 0)
+        mass, hit = weight.sum(-1), (weight * x).sum(-1)
+    mass, hit = total(mass, shard), total(hit, shard)
+    counts = mass > 0
+    loss = top - hit / torch.where(counts, mass, 1)
+    if smoothing > 0:
+        even = _rows.over_classes(x, live, shard) / total(live.sum(-1).to(x.dtype), shard).clamp(min=1)
+        loss = (1 - smoothing) * loss + smoothing * (top - even)
+    return _rows.leave(op, torch.where(counts, loss, 0), reduction, counts, logits.dtype)
+
+
+def binary_loss(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    shard: ClassShard | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Compute the binary cross-entropy: one sigmoid a class, each class on its own.
+
+    .. math:: -\sum_j \big[ q_j \log \sigma(x_j) + (1 - q_j) \log \sigma(-x_j) \big],
+        \qquad q_j = (1 - \varepsilon) t_j + \varepsilon / 2
+
+    The sum over the classes of ``torch.nn.functional.binary_cross_entropy_with_logits``; divide the mean by
+    ``n_classes`` for torch's mean over entries.
+
+    Args:
+        logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
+        target: Multi-hot of the shape of `logits` (-1 is unknown: left out; values between 0 and 1 are soft labels),
+            one class a row, or index lists padded with -1.
+        label_smoothing: :math:`\varepsilon`, the part moved to an even chance.
+        shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"none"`` is a loss a row, the sum over its classes; ``"mean"`` is over the rows with a known class,
+            0 without one.
+
+    Returns:
+        The loss, of the dtype of `logits`. A row without positives has the loss of its negatives.
+
+    Example:
+        >>> binary_loss(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([[1, 0, -1, 0]]))
+        tensor(1.7535)
+    """
+    op = "binary_loss"
+    smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
+    x, labels, live = _rows.enter(op, logits, target, shard)
+    yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
+    loss = _rows.mixed(labels, live, yes, no)
+    if smoothing > 0:
+        loss = (1 - smoothing) * loss + smoothing / 2 * (yes + no)
+    loss = _rows.over_classes(loss, live, shard)
+    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype)
+
+
+class TwoWayLoss(FunctionModule):
+    """Module form of :func:`two_way_loss`, which documents the arguments."""
+
+    function = staticmethod(two_way_loss)
+
+    def __init__(
+        self,
+        *,
+        positive_temperature: float = 4.0,
+        negative_temperature: float = 1.0,
+        margin: float = 0.0,
+        per: Literal["sample", "class", "both"] = "both",
+        shard: ClassShard | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            positive_temperature=positive_temperature,
+            negative_temperature=negative_temperature,
+            margin=margin,
+            per=per,
+            shard=shard,
+            reduction=reduction,
+        )
+
+
+class AsymmetricLoss(FunctionModule):
+    """Module form of :func:`asymmetric_loss`, which documents the arguments."""
+
+    function = staticmethod(asymmetric_loss)
+
+    def __init__(
+        self,
+        *,
+        gamma_positive: float = 1.0,
+        gamma_negative: float = 4.0,
+        clip: float = 0.05,
+        detach_weight: bool = False,
+        shard: ClassShard | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            gamma_positive=gamma_positive,
+            gamma_negative=gamma_negative,
+            clip=clip,
+            detach_weight=detach_weight,
+            shard=shard,
+            reduction=reduction,
+        )
+
+
+class MultihotSoftmaxLoss(FunctionModule):
+    """Module form of :func:`multihot_softmax_loss`, which documents the arguments."""
+
+    function = staticmethod(multihot_softmax_loss)
+
+    def __init__(
+        self, *, label_smoothing: float = 0.0, shard: ClassShard | None = None, reduction: Reduction = "mean"
+    ) -> None:
+        super().__init__(label_smoothing=label_smoothing, shard=shard, reduction=reduction)
+
+
+class BinaryLoss(FunctionModule):
+    """Module form of :func:`binary_loss`, which documents the arguments."""
+
+    function = staticmethod(binary_loss)
+
+    def __init__(
+        self, *, label_smoothing: float = 0.0, shard: ClassShard | None = None, reduction: Reduction = "mean"
+    ) -> None:
+        super().__init__(label_smoothing=label_smoothing, shard=shard, reduction=reduction)
