@@ -102,3 +102,12 @@ def _area(problems: Problems) -> tuple[Tensor, Tensor]:
     beaten = 2 * negatives[:, None] - 2 * upto + own
     area = torch.where(hit, beaten, 0).sum(-1).to(dtype) / (2 * positives * negatives).clamp(min=1)
     return area, both
+
+
+def binned_area(positive: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """The area and its weight from counts of positives and of all items, ``(..., bins)``, lowest scores first."""
+    negative = total - positive
+    below = negative.cumsum(-1) - negative / 2
+    positives, negatives = positive.sum(-1), negative.sum(-1)
+    area = (positive * below).sum(-1) / (positives * negatives).clamp(min=1)
+    return area, torch.where(negatives > 0, positives, 0)

@@ -1,0 +1,457 @@
+"""Streaming forms of the metrics: torchmetrics classes whose states add up over batches and processes.
+
+Each class takes the options of its function, and the options of ``torchmetrics.Metric`` besides. Sums are kept in
+float64. Under DDP each process updates with its own rows. Memory does not grow with the number of rows, but for
+`MeanAveragePrecision` and `AUROC` with ``thresholds=None``, which keep all scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lastlayer import _check
+from lastlayer.metrics import _ranking, _sums, at_k, openset
+from lastlayer.metrics import average_precision as ap
+from lastlayer.metrics import calibration as cal
+from lastlayer.metrics._problems import Per
+from lastlayer.metrics._sums import Average, Empty, Kind
+
+try:
+    from torchmetrics import Metric
+    from torchmetrics.utilities import dim_zero_cat
+except ImportError as error:
+    raise ImportError(
+        "lastlayer: streaming metrics need torchmetrics, which is not installed. "
+        "Install the extra `lastlayer[train]`, or use the functions, such as lastlayer.recall_at_k."
+    ) from error
+
+RankedAverage = Literal["macro", "micro", "weighted", "none"]
+
+
+class _Stream(Metric):
+    """What all have in common."""
+
+    is_differentiable = False
+    higher_is_better: bool | None = True
+    full_state_update = False
+
+    def _sum(self, name: str, *shape: int) -> None:
+        self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+class _AtK(_Stream):
+    """A metric at k: sums over rows, or counts of classes."""
+
+    kind: ClassVar[Kind]
+    gain: Tensor
+    best: Tensor
+    full: Tensor
+    without: Tensor
+    hits: Tensor
+    predicted: Tensor
+    labels: Tensor
+
+    def __init__(self, k: Any, empty: Empty, average: Average, n_classes: int | None, options: dict[str, Any]) -> None:
+        super().__init__(**options)
+        op = type(self).__name__
+        at_k.check_options(op, average, empty)
+        if isinstance(k, Tensor):
+            raise TypeError(f"{op}: `k` must be a number or a list of numbers, got a tensor. Use the function instead.")
+        if average != "samples" and n_classes is None:
+            raise ValueError(f"{op}: `n_classes` must be given with average={average!r}, got None.")
+        self.k, self.empty, self.average, self.n_classes = k, empty, average, n_classes
+        self.several = _ranking.cuts(op, k, torch.Size(), torch.device("cpu")).several
+        q = len(k) if self.several else 1
+        if average == "samples":
+            self._sum("gain", q)
+            self._sum("best", q)
+            self._sum("full")
+            self._sum("without")
+        else:
+            assert n_classes is not None
+            self._sum("hits", q, n_classes)
+            self._sum("predicted", q, n_classes)
+            self._sum("labels", n_classes)
+
+    def update(self, scores: Tensor, target: Tensor, indices: Tensor | None = None) -> None:
+        """Add rows: scores and target (and decoded lists) as the function takes them."""
+        sums, _ = at_k.gather_sums(
+            type(self).__name__,
+            self.kind,
+            scores,
+            target,
+            self.k,
+            self.average,
+            indices,
+            propensities=getattr(self, "propensities", None),
+            n_classes=self.n_classes,
+        )
+        if isinstance(sums, _sums.RowSums):
+            self._add(gain=sums.gain, best=sums.best, full=sums.full, without=sums.empty)
+        else:
+            self._add(**sums._asdict())
+
+    def compute(self) -> Tensor:
+        """The metric of all rows so far, as the function returns it."""
+        if self.average == "samples":
+            sums: Any = _sums.RowSums(self.gain, self.best, self.full, self.without)
+        else:
+            sums = _sums.LabelCounts(self.hits, self.predicted, self.labels)
+        result = at_k.settle(self.kind, sums, self.average, self.empty)
+        return (result if self.several else result.squeeze(0)).to(torch.get_default_dtype())
+
+
+class PrecisionAtK(_AtK):
+    """Streaming form of :func:`~lastlayer.precision_at_k`, which documents the options.
+
+    Averages over classes need `n_classes`.
+
+    Example:
+        >>> metric = PrecisionAtK(2)
+        >>> metric.update(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1, 0, 0]]))
+        >>> metric.update(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[0, 1]]))
+        >>> metric.compute()
+        tensor(0.7500)
+    """
+
+    kind: ClassVar[Kind] = "precision"
+
+    def __init__(
+        self,
+        k: int | Sequence[int],
+        *,
+        average: Average = "samples",
+        empty: Empty = "skip",
+        n_classes: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(k, empty, average, n_classes, options)
+
+
+class RecallAtK(PrecisionAtK):
+    """Streaming form of :func:`~lastlayer.recall_at_k`; averages over classes need `n_classes`."""
+
+    kind: ClassVar[Kind] = "recall"
+
+
+class F1AtK(PrecisionAtK):
+    """Streaming form of :func:`~lastlayer.f1_at_k`; averages over classes need `n_classes`."""
+
+    kind: ClassVar[Kind] = "f1"
+
+
+class RPrecisionAtK(_AtK):
+    """Streaming form of :func:`~lastlayer.r_precision_at_k`."""
+
+    kind: ClassVar[Kind] = "r_precision"
+
+    def __init__(self, k: int | Sequence[int], *, empty: Empty = "skip", **options: Any) -> None:
+        super().__init__(k, empty, "samples", None, options)
+
+
+class NDCGAtK(RPrecisionAtK):
+    """Streaming form of :func:`~lastlayer.ndcg_at_k`."""
+
+    kind: ClassVar[Kind] = "ndcg"
+
+
+class TopKAccuracy(_AtK):
+    """Streaming form of :func:`~lastlayer.top_k_accuracy`."""
+
+    kind: ClassVar[Kind] = "accuracy"
+
+    def __init__(self, k: int | Sequence[int] = 1, *, empty: Empty = "skip", **options: Any) -> None:
+        super().__init__(k, empty, "samples", None, options)
+
+
+class PSPAtK(_AtK):
+    """Streaming form of :func:`~lastlayer.psp_at_k`."""
+
+    kind: ClassVar[Kind] = "psp"
+    propensities: Tensor | None
+
+    def __init__(
+        self,
+        k: int | Sequence[int],
+        propensities: Tensor | None = None,
+        *,
+        empty: Empty = "skip",
+        **options: Any,
+    ) -> None:
+        super().__init__(k, empty, "samples", None, options)
+        self.register_buffer("propensities", propensities, persistent=False)
+
+
+class _Ranked(_Stream):
+    """A metric of rankings over rows: all scores in lists, or counts in bins of [0, 1]."""
+
+    scores: list[Tensor]
+    target: list[Tensor]
+    positive: Tensor
+    total: Tensor
+
+    def __init__(
+        self,
+        average: RankedAverage,
+        empty: Empty,
+        thresholds: int | None,
+        n_classes: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(**options)
+        op = type(self).__name__
+        _check.choice(op, "average", average, ("macro", "micro", "weighted", "none"))
+        _check.choice(op, "empty", empty, ("skip", "zero", "one"))
+        self.average, self.empty, self.thresholds, self.n_classes = average, empty, thresholds, n_classes
+        if thresholds is None:
+            self.add_state("scores", [], dist_reduce_fx="cat")
+            self.add_state("target", [], dist_reduce_fx="cat")
+            return
+        if isinstance(thresholds, bool) or not isinstance(thresholds, int) or thresholds < 2:
+            raise ValueError(f"{op}: `thresholds` must be None or a whole number of at least 2, got {thresholds!r}.")
+        self._sum("positive", n_classes or 1, thresholds)
+        self._sum("total", n_classes or 1, thresholds)
+
+    def _keep(self, scores: Tensor, target: Tensor) -> None:
+        """Store scores and a dense target of the same shape: lists of indices may differ in length."""
+        op = type(self).__name__
+        scores = _check.logits(op, scores, "scores").detach()
+        labels = _check.target(op, target, scores)
+        known = labels.known()
+        dense = labels.positive().to(torch.int8)
+        self.scores.append(scores)
+        self.target.append(dense if known is None else torch.where(known, dense, -1))
+
+    def _count(self, scores: Tensor, target: Tensor) -> None:
+        assert self.thresholds is not None
+        sums = cal.bin_sums(type(self).__name__, scores, target, None, self.thresholds, "class")
+        if len(sums.pairs) != len(self.total):
+            raise ValueError(
+                f"{type(self).__name__}: `scores` must have n_classes={len(self.total)} classes, got {len(sums.pairs)}."
+            )
+        self._add(positive=sums.right, total=sums.pairs)
+
+    def _binned(self) -> tuple[Tensor, Tensor]:
+        if self.average == "micro":
+            return self.positive.sum(0, keepdim=True), self.total.sum(0, keepdim=True)
+        return self.positive, self.total
+
+    def _settled(self, value: Tensor, count: Tensor) -> Tensor:
+        average = "macro" if self.average == "micro" else self.average
+        return _sums.settle_groups(value, count, average, self.empty).to(torch.get_default_dtype())
+
+
+class MeanAveragePrecision(_Ranked):
+    """Streaming form of :func:`~lastlayer.mean_average_precision`.
+
+    ``per="sample"`` keeps two numbers and is exact. ``per="class"`` must compare rows of different batches: with
+    ``thresholds=None`` it keeps all scores and is exact; with a number it counts in that many bins of equal width on
+    [0, 1], needs `n_classes` and probabilities as scores, and takes ``16 * n_classes * thresholds`` bytes, whatever
+    the number of rows. Scores of one bin then count as equal.
+
+    Args:
+        per: ``"class"`` or ``"sample"``.
+        average: As in the function; for ``per="sample"`` only ``"macro"``.
+        empty: What a class (a row) without positives counts as.
+        thresholds: None, or the number of bins.
+        n_classes: The number of classes, needed with `thresholds`.
+        **options: Of ``torchmetrics.Metric``.
+
+    Example:
+        >>> metric = MeanAveragePrecision(thresholds=100, n_classes=2)
+        >>> metric.update(torch.tensor([[0.9, 0.2], [0.8, 0.7]]), torch.tensor([[1, 0], [0, 1]]))
+        >>> metric.update(torch.tensor([[0.1, 0.3]]), torch.tensor([[1, 1]]))
+        >>> metric.compute()
+        tensor(0.9167)
+    """
+
+    gain: Tensor
+    full: Tensor
+    rows: Tensor
+
+    def __init__(
+        self,
+        *,
+        per: Per = "class",
+        average: RankedAverage = "macro",
+        empty: Empty = "skip",
+        thresholds: int | None = None,
+        n_classes: int | None = None,
+        **options: Any,
+    ) -> None:
+        op = type(self).__name__
+        _check.choice(op, "per", per, ("class", "sample"))
+        if per == "class" and thresholds is not None and n_classes is None:
+            raise ValueError(f"{op}: `n_classes` must be given with `thresholds`, got None.")
+        if per == "sample" and average != "macro":
+            raise ValueError(f"{op}: `average` must be 'macro' with per='sample', got {average!r}.")
+        super().__init__(average, empty, thresholds if per == "class" else None, n_classes, options)
+        self.per = per
+        if per == "sample":
+            self._sum("gain")
+            self._sum("full")
+            self._sum("rows")
+
+    def update(self, scores: Tensor, target: Tensor) -> None:
+        """Add rows."""
+        if self.per == "sample":
+            value, count = ap.average_precisions(type(self).__name__, scores, target, "sample")
+            self._add(gain=value.sum(), full=(count > 0).sum(), rows=torch.tensor(len(value), device=value.device))
+        elif self.thresholds is None:
+            self._keep(scores, target)
+        else:
+            self._count(scores, target)
+
+    def compute(self) -> Tensor:
+        """The metric of all rows so far, as the function returns it."""
+        if self.per == "sample":
+            sums = _sums.RowSums(self.gain, self.full, self.full, self.rows - self.full)
+            return _sums.settle_rows(sums, self.empty).to(torch.get_default_dtype())
+        if self.thresholds is None:
+            if not len(self.scores):
+                return torch.zeros((), device=self.device)
+            return ap.mean_average_precision(
+                dim_zero_cat(self.scores), dim_zero_cat(self.target), average=self.average, empty=self.empty
+            )
+        positive, total = self._binned()
+        return self._settled(ap.binned_average_precision(positive, total), positive.sum(-1))
+
+
+class AUROC(_Ranked):
+    """Streaming form of :func:`~lastlayer.auroc`, over the rows.
+
+    With ``thresholds=None`` it keeps all scores and is exact; with a number it counts in that many bins of equal width
+    on [0, 1], needs probabilities as scores, and takes ``16 * n_classes * thresholds`` bytes. Scores of one bin then
+    count as equal.
+
+    Args:
+        average: As in the function.
+        empty: What a class without positives or without negatives counts as.
+        thresholds: None, or the number of bins.
+        n_classes: The number of classes, or None for one-dimensional scores.
+        **options: Of ``torchmetrics.Metric``.
+
+    Example:
+        >>> metric = AUROC()
+        >>> metric.update(torch.tensor([0.9, 0.6]), torch.tensor([1, 1]))
+        >>> metric.update(torch.tensor([0.4, 0.7]), torch.tensor([0, 0]))
+        >>> metric.compute()
+        tensor(0.7500)
+    """
+
+    def __init__(
+        self,
+        *,
+        average: RankedAverage = "macro",
+        empty: Empty = "skip",
+        thresholds: int | None = None,
+        n_classes: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(average, empty, thresholds, n_classes, options)
+
+    def update(self, scores: Tensor, target: Tensor) -> None:
+        """Add rows."""
+        if self.thresholds is None:
+            self._keep(scores, target)
+        elif self.n_classes is None:
+            self._count(scores.reshape(-1, 1), target.reshape(-1, 1))
+        else:
+            self._count(scores, target)
+
+    def compute(self) -> Tensor:
+        """The metric of all rows so far, as the function returns it."""
+        if self.thresholds is None:
+            if not len(self.scores):
+                return torch.zeros((), device=self.device)
+            return openset.auroc(
+                dim_zero_cat(self.scores), dim_zero_cat(self.target), average=self.average, empty=self.empty
+            )
+        return self._settled(*openset.binned_area(*self._binned()))
+
+
+class LabelCalibrationError(_Stream):
+    """Streaming form of :func:`~lastlayer.label_calibration_error`; :meth:`bins` is the reliability diagram so far.
+
+    ``per="class"`` needs `n_classes`.
+
+    Example:
+        >>> metric = LabelCalibrationError(k=1, n_bins=10)
+        >>> metric.update(torch.tensor([[0.9, 0.7], [0.8, 0.6]]), torch.tensor([[1, 0], [1, 0]]))
+        >>> metric.compute()
+        tensor(0.1500)
+    """
+
+    higher_is_better = False
+    pairs: Tensor
+    confidence: Tensor
+    right: Tensor
+
+    def __init__(
+        self,
+        k: int | None = None,
+        *,
+        n_bins: int = 10,
+        per: cal.PerPair = "pair",
+        norm: cal.Norm = "l1",
+        n_classes: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        op = type(self).__name__
+        _check.choice(op, "norm", norm, ("l1", "l2", "max"))
+        _check.choice(op, "per", per, ("pair", "class"))
+        if per == "class" and n_classes is None:
+            raise ValueError(f"{op}: `n_classes` must be given with per='class', got None.")
+        self.k, self.n_bins, self.per, self.norm = k, n_bins, per, norm
+        for name in cal.BinSums._fields:
+            self._sum(name, (n_classes or 1) if per == "class" else 1, n_bins)
+
+    def update(self, scores: Tensor, target: Tensor) -> None:
+        """Add rows."""
+        sums = cal.bin_sums(type(self).__name__, scores, target, self.k, self.n_bins, self.per)
+        self._add(**sums._asdict())
+
+    def compute(self) -> Tensor:
+        """The error of all rows so far."""
+        return cal.calibration_error(self._sums(), self.norm).to(torch.get_default_dtype())
+
+    def bins(self) -> cal.ReliabilityBins:
+        """The reliability diagram of the rows this process has seen."""
+        sums = self._sums()
+        return cal.diagram(
+            sums if self.per == "class" else cal.BinSums(*(s[0] for s in sums)), torch.get_default_dtype()
+        )
+
+    def _sums(self) -> cal.BinSums:
+        return cal.BinSums(self.pairs, self.confidence, self.right)
+
+
+class MeanMaxConfidence(_Stream):
+    """Streaming form of :func:`~lastlayer.mean_max_confidence`."""
+
+    higher_is_better = None
+    peak: Tensor
+    rows: Tensor
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._sum("peak")
+        self._sum("rows")
+
+    def update(self, scores: Tensor) -> None:
+        """Add rows."""
+        rows = torch.tensor(scores[..., :1].numel(), device=scores.device)
+        self._add(peak=openset.mean_max_confidence(scores).double() * rows, rows=rows)
+
+    def compute(self) -> Tensor:
+        """The mean over all rows so far."""
+        return (self.peak / self.rows.clamp(min=1)).to(torch.get_default_dtype())
