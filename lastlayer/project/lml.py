@@ -298,7 +298,7 @@ def _plain(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` in plain torch: the fallback, and what the kernels are checked against."""
     x = scores(logits, mask, temperature)
-    center, delta = _solve(x, k, shard)
+    center, delta = solve(x, k, shard)
     if kind == "nu":
         return logits.new_empty(0), center, delta
     if kind == "log":
@@ -324,7 +324,7 @@ def points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
     return torch.where(x.isinf() & delta.isinf(), x, z)
 
 
-def _solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+def solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
     """Return ``(center, delta)``, ``nu = delta - center``, each of shape ``(..., 1)``.
 
     Rows without a finite nu have an infinite delta: ``-inf`` where k is used up, ``+inf`` where it takes every class
@@ -338,7 +338,7 @@ def _solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tens
 
     x = torch.where(finite, x, -torch.inf)  # weighs nothing
     k = torch.where(solvable, k, n / 2)
-    center, lo, hi, near = _bracket(x, k, n, solvable, shard)
+    center, lo, hi, near = bracket(x, k, n, solvable, shard)
     delta, done = torch.zeros_like(center), ~solvable
     for _ in range(_PASSES if shard is None else _SHARDED_PASSES):
         d = x - center
@@ -365,7 +365,7 @@ def _may_stop(x: Tensor) -> bool:
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _bracket(
+def bracket(
     x: Tensor, k: Tensor, n: Tensor, solvable: Tensor, shard: ClassShard | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a start and exact bounds from two order statistics: ``lo <= nu + center <= hi``; and those statistics.
@@ -386,7 +386,7 @@ def _bracket(
 
 
 def _tails(d: Tensor, peak: Tensor, delta: Tensor) -> Tensor:
-    """Return ``exp(-|d|)`` over ``exp(peak)``, moved by delta: a factor, for rounding ``d + delta`` shows in the sum."""
+    """Return ``exp(-|d|) / exp(peak)`` moved by delta: as a factor, for rounding ``d + delta`` shows in the sum."""
     factor = delta.clamp(-60, 60).exp()
     return (-d.abs() - peak).exp() * torch.where(d > 0, 1 / factor, factor)
 
