@@ -1,0 +1,261 @@
+"""The LML losses: golden numbers, second formulas, derivatives, targets, edges."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import lastlayer as ll
+
+INF, NAN = math.inf, math.nan
+LISTS = torch.tensor([[0, 2, -1], [1, 1, 3], [-1, -1, -1], [5, 4, 0]])
+HOT = torch.tensor([[1, 0, 1, 0, 0, 0], [0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 1, 1]])
+K = torch.tensor([1.5, 2.0, 3.0, 4.5], dtype=torch.float64)
+
+
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype)
+
+
+def by_formula(x, hot, k, rho):
+    y = ll.lml(x, k)
+    return -torch.where(hot > 0, y.log(), 0).sum(-1) - torch.where(hot == 0, (1 - rho * y).log(), 0).sum(-1)
+
+
+def test_two_classes_by_hand():
+    # As in the projection: y = sigmoid(+-1) for logits 3 and 1 with k = 1.
+    x = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
+    y = 1 / (1 + math.exp(-1))
+    assert ll.lml_loss(x, torch.tensor([0]), 1).item() == pytest.approx(-math.log(y), abs=1e-15)
+    assert ll.lml_loss(x, torch.tensor([0]), 1, observed=0.5).item() == pytest.approx(
+        -math.log(y) - math.log(1 - 0.5 * (1 - y)), abs=1e-15
+    )
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
+def test_equals_the_formula(rho, impl):
+    x = normal(4, 6)
+    expected = by_formula(x, HOT, K, rho) if rho else by_formula(x, HOT, K, 0.0)
+    for target in (LISTS, HOT, HOT.bool(), HOT.double()):
+        torch.testing.assert_close(
+            ll.lml_loss(x, target, K, observed=rho, reduction="none", impl=impl), expected, atol=1e-13, rtol=0
+        )
+    single = torch.tensor([0, 3, -1, 5])
+    torch.testing.assert_close(
+        ll.lml_loss(x, single, K, observed=rho, reduction="none", impl=impl),
+        ll.lml_loss(x, single[:, None], K, observed=rho, reduction="none", impl=impl),
+    )
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("target", [LISTS, HOT])
+def test_derivatives(rho, target, impl):
+    x, k = normal(4, 6).requires_grad_(), K.clone().requires_grad_()
+
+    def loss(x, k):
+        return ll.lml_loss(x, target, k, observed=rho, temperature=0.7, reduction="none", impl=impl)
+
+    assert gradcheck(loss, (x, k), check_forward_ad=True)
+    assert gradgradcheck(loss, (x, k))
+
+
+def test_the_gradient_of_algorithm_2_in_closed_form():
+    x = normal(4, 6).requires_grad_()
+    y = ll.lml(x, 2).detach()
+    h = y * (1 - y)
+    missing = torch.where(HOT > 0, 1 - y, 0)
+    expected = h / h.sum(-1, keepdim=True) * missing.sum(-1, keepdim=True) - missing
+    (found,) = torch.autograd.grad(ll.lml_loss(x, LISTS, 2, reduction="sum"), x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_small_rho_is_algorithm_2_to_first_order():
+    x = normal(4, 6)
+    y = ll.lml(x, 2)
+    rho = 1e-6
+    unseen = torch.where(HOT == 0, y, 0).sum(-1)
+    plain, thinned = (ll.lml_loss(x, LISTS, 2, observed=r, reduction="none") for r in (0.0, rho))
+    torch.testing.assert_close((thinned - plain) / rho, unseen, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_reductions_and_rows_that_contribute(impl):
+    x = normal(4, 6).float()
+    rows = ll.lml_loss(x, LISTS, 2, reduction="none", impl=impl)
+    assert rows[2] == 0
+    torch.testing.assert_close(ll.lml_loss(x, LISTS, 2, impl=impl), rows.sum() / 3)
+    torch.testing.assert_close(ll.lml_loss(x, LISTS, 2, reduction="sum", impl=impl), rows.sum())
+    thinned = ll.lml_loss(x, LISTS, 2, observed=0.5, reduction="none", impl=impl)
+    torch.testing.assert_close(ll.lml_loss(x, LISTS, 2, observed=0.5, impl=impl), thinned.mean())
+    unknown = HOT.clone()
+    unknown[1] = -1
+    torch.testing.assert_close(ll.lml_loss(x, unknown, 2, observed=0.5, impl=impl), thinned[[0, 2, 3]].sum() / 3)
+    nothing = x.clone().requires_grad_()
+    loss = ll.lml_loss(nothing, torch.full((4, 2), -1), 2, impl=impl)
+    loss.backward()
+    assert loss == 0
+    assert (nothing.grad == 0).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_unknown_labels_are_in_neither_sum(impl):
+    x = normal(4, 6)
+    target = torch.where(torch.tensor([False, False, False, False, False, True]), -1, HOT)
+    y = ll.lml(x, 2)
+    expected = -torch.where(target > 0, y.log(), 0).sum(-1) - torch.where(target == 0, (1 - 0.4 * y).log(), 0).sum(-1)
+    found = ll.lml_loss(x, target, 2, observed=0.4, reduction="none", impl=impl)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("gap", [40.0, 100.0, 1e4])
+def test_a_label_far_below_has_the_gap_as_loss_and_a_full_gradient(gap, impl):
+    x = torch.tensor([[gap, gap, 0.0, -1.0]], requires_grad=True)
+    loss = ll.lml_loss(x, torch.tensor([[2]]), 2, impl=impl)
+    loss.backward()
+    exact = ll.lml_loss(x.detach().double(), torch.tensor([[2]]), 2)
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+    p = torch.cat([torch.tensor([0.25, 0.25]), 0.5 * torch.tensor([0.0, -1.0]).softmax(0)])
+    torch.testing.assert_close(x.grad[0], p - torch.tensor([0.0, 0, 1, 0]), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_edges(impl):
+    x = torch.tensor([[1.0, -INF, 0, 2], [1, 2, 3, NAN], [1, 2, 3, 4], [1, 2, 3, 4]], requires_grad=True)
+    target = torch.tensor([[0, -1], [0, 1], [1, 2], [0, 1]])
+    loss = ll.lml_loss(x, target, torch.tensor([2.0, 2, 4, 0]), reduction="none", impl=impl)
+    assert loss.isnan().tolist() == [False, True, False, False]
+    assert loss[2] == 0
+    assert loss[3] == INF
+    loss[[0, 2]].sum().backward()
+    assert x.grad[[0, 2, 3]].isfinite().all()
+    assert x.grad[0, 1] == 0
+    assert (x.grad[2:] == 0).all()
+    ruled_out = ll.lml_loss(x, torch.tensor([[1], [0], [0], [0]]), torch.tensor([2.0, 2, 2, 2]), reduction="none")
+    assert ruled_out[0] == INF
+    assert ll.lml_loss(torch.empty(0, 5), torch.empty(0, 2, dtype=torch.long), 2, impl=impl) == 0
+    one = ll.lml_loss(torch.tensor([[3.0]], requires_grad=True), torch.tensor([0]), 1, impl=impl)
+    assert one == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    x = torch.tensor([[1e4, -1e4, 3.0, 2.0], [1, 2, 3, 4]], dtype=dtype, requires_grad=True)
+    loss = ll.lml_loss(x, torch.tensor([[1, 2], [0, 1]]), 2, observed=0.3)
+    loss.backward()
+    assert loss.dtype == dtype
+    assert loss.isfinite()
+    assert x.grad.isfinite().all()
+
+
+def test_a_million_classes_with_index_lists():
+    x = torch.randn(2, 1_000_000, requires_grad=True)
+    loss = ll.lml_loss(x, torch.tensor([[5, 999_999], [7, -1]]), 20)
+    loss.backward()
+    assert loss.isfinite()
+    assert (x.grad[0, 5] < 0) & (x.grad[0, 6] > 0)
+
+
+def test_masks_leave_classes_out():
+    x = normal(3, 6)
+    mask = torch.tensor([True, True, False, True, True, False])
+    target = torch.tensor([[0], [1], [3]])
+    expected = ll.lml_loss(x[:, mask], torch.tensor([[0], [1], [2]]), 2, observed=0.3)
+    torch.testing.assert_close(ll.lml_loss(x, target, 2, observed=0.3, mask=mask), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: ll.lml_loss(x, torch.zeros(3), 1), ValueError, r"lml_loss: `target` must have shape \(2, 4\)"),
+        (
+            lambda x: ll.lml_loss(x, torch.zeros(2), 1),
+            TypeError,
+            r"holds class indices and must be of an integer dtype",
+        ),
+        (lambda x: ll.lml_loss(x, [0, 1], 1), TypeError, r"lml_loss: `target` must be a tensor, got list"),
+        (
+            lambda x: ll.lml_loss(x, torch.tensor([0, 1]), 5),
+            ValueError,
+            r"lml_loss: `k` must be between 0 and n_classes=4",
+        ),
+        (
+            lambda x: ll.lml_loss(x, torch.tensor([0, 1]), 1, observed=2),
+            ValueError,
+            r"lml_loss: `observed` must be between 0 and 1, got 2",
+        ),
+        (
+            lambda x: ll.lml_loss(x, torch.tensor([0, 1]), 1, reduction="avg"),
+            ValueError,
+            r"lml_loss: `reduction` must be one of 'none', 'mean', 'sum', got 'avg'",
+        ),
+    ],
+)
+def test_messages(call, error, text):
+    with pytest.raises(error, match=text):
+        call(torch.randn(2, 4))
+
+
+# the convex loss
+
+
+def test_fenchel_young_gradient_is_the_difference():
+    x = normal(4, 6).requires_grad_()
+    for k in (None, 2.5):
+        (found,) = torch.autograd.grad(ll.lml_fenchel_young_loss(x, LISTS, k, reduction="sum"), x)
+        torch.testing.assert_close(found, ll.lml(x.detach(), HOT.sum(-1) if k is None else k) - HOT)
+
+
+def test_fenchel_young_value_and_derivatives():
+    x, k = normal(4, 6).requires_grad_(), K.clone().requires_grad_()
+    nu = ll.lml_threshold(x, k)
+    expected = torch.nn.functional.softplus(x + nu[:, None]).sum(-1) - k * nu - (x * HOT).sum(-1)
+    torch.testing.assert_close(ll.lml_fenchel_young_loss(x, HOT, k, reduction="none"), expected)
+    assert gradcheck(lambda x, k: ll.lml_fenchel_young_loss(x, LISTS, k), (x, k))
+    assert gradgradcheck(lambda x, k: ll.lml_fenchel_young_loss(x, LISTS, k), (x, k))
+
+
+def test_fenchel_young_is_convex_and_not_negative():
+    a, b = normal(200, 6), normal(200, 6)
+    target = torch.randint(6, (200, 2))
+    at = [ll.lml_fenchel_young_loss(x, target, reduction="none") for x in (a, b, (a + b) / 2)]
+    assert (at[2] <= (at[0] + at[1]) / 2 + 1e-12).all()
+    assert (at[0] >= 0).all()
+    sure = torch.tensor([[50.0, 50.0, -50.0]])
+    assert ll.lml_fenchel_young_loss(sure, torch.tensor([[0, 1]])) < 1e-20
+
+
+def test_fenchel_young_edges():
+    x = torch.tensor([[1.0, 2, 3, 4], [1, -INF, 3, 4]], requires_grad=True)
+    none = ll.lml_fenchel_young_loss(x, torch.full((2, 1), -1), reduction="none")
+    assert none.tolist() == [0, 0]
+    at_ends = ll.lml_fenchel_young_loss(x[:1], torch.tensor([[0]]), torch.tensor([4.0]), reduction="none")
+    assert at_ends.tolist() == [9.0]
+    assert ll.lml_fenchel_young_loss(x[:1], torch.tensor([[0]]), 0).item() == -1
+    assert ll.lml_fenchel_young_loss(x[1:], torch.tensor([[1]]), 1) == INF
+    unknown = torch.tensor([[1, 0, -1, 0]])
+    (grad,) = torch.autograd.grad(ll.lml_fenchel_young_loss(x[:1], unknown), x)
+    assert grad[0, 2] == 0
+    torch.testing.assert_close(
+        ll.lml_fenchel_young_loss(x[:1], unknown),
+        ll.lml_fenchel_young_loss(x[:1, [0, 1, 3]], torch.tensor([[0]])),
+    )
+
+
+def test_modules():
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(ll.LMLLoss(2, observed=0.3)(x, LISTS), ll.lml_loss(x, LISTS, 2, observed=0.3))
+    torch.testing.assert_close(ll.LMLFenchelYoungLoss()(x, LISTS), ll.lml_fenchel_young_loss(x, LISTS))
+
+
+def test_compile():
+    torch.compiler.reset()
+    x = torch.randn(4, 6, requires_grad=True)
+    compiled = torch.compile(lambda x: ll.lml_loss(x, LISTS, 2.0, observed=0.3), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), ll.lml_loss(x, LISTS, 2.0, observed=0.3))
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(x), x), torch.autograd.grad(ll.lml_loss(x, LISTS, 2.0, observed=0.3), x)
+    )
