@@ -3,6 +3,22 @@
 from importlib import import_module
 from typing import Any
 
+from lastlayer.decode.graph import decode_graph as decode_graph
+from lastlayer.decode.reject import DecodeReject as DecodeReject
+from lastlayer.decode.reject import decode_reject as decode_reject
+from lastlayer.decode.reject import tune_reject as tune_reject
+from lastlayer.decode.threshold import DecodeThreshold as DecodeThreshold
+from lastlayer.decode.threshold import decode_threshold as decode_threshold
+from lastlayer.decode.threshold import tune_thresholds as tune_thresholds
+from lastlayer.decode.top_k import Decoded as Decoded
+from lastlayer.decode.top_k import DecodeTopK as DecodeTopK
+from lastlayer.decode.top_k import decode_top_k as decode_top_k
+from lastlayer.decode.tree import decode_tree as decode_tree
+from lastlayer.decode.tree import tune_darts as tune_darts
+from lastlayer.head.linear import ShardedLinear as ShardedLinear
+from lastlayer.head.linear import linear_lml_loss as linear_lml_loss
+from lastlayer.hierarchy import LabelTree as LabelTree
+from lastlayer.hierarchy import TreeStatistics as TreeStatistics
 from lastlayer.loss.incomplete import AssumeNegativeLoss as AssumeNegativeLoss
 from lastlayer.loss.incomplete import EntropyMaxLoss as EntropyMaxLoss
 from lastlayer.loss.incomplete import ExpectedPositiveLoss as ExpectedPositiveLoss
@@ -39,6 +55,12 @@ from lastlayer.loss.relabel import SPLCLoss as SPLCLoss
 from lastlayer.loss.relabel import large_loss as large_loss
 from lastlayer.loss.relabel import large_loss_corrections as large_loss_corrections
 from lastlayer.loss.relabel import splc_loss as splc_loss
+from lastlayer.loss.topk import SmoothTopKSVMLoss as SmoothTopKSVMLoss
+from lastlayer.loss.topk import TopKDistillationLoss as TopKDistillationLoss
+from lastlayer.loss.topk import TruncatedEntropyLoss as TruncatedEntropyLoss
+from lastlayer.loss.topk import smooth_topk_svm_loss as smooth_topk_svm_loss
+from lastlayer.loss.topk import topk_distillation_loss as topk_distillation_loss
+from lastlayer.loss.topk import truncated_entropy_loss as truncated_entropy_loss
 from lastlayer.metrics.angle import angular_error as angular_error
 from lastlayer.metrics.angle import rotation_error as rotation_error
 from lastlayer.metrics.at_k import f1_at_k as f1_at_k
