@@ -1,0 +1,94 @@
+"""The house rules that a machine can check: direction of imports, light imports, public names."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lastlayer as ll
+
+ROOT = Path(ll.__file__).parent
+STAGES = ("project", "loss", "head", "decode", "metrics", "train", "report")
+CORE = ("_check", "_module", "shard", "hierarchy", "config", *STAGES[:5], "_triton", "_native")
+MAY_IMPORT = {  # by first component below lastlayer
+    "project": {"_check", "_module", "shard"},
+    "loss": {"_check", "_module", "shard", "project"},
+    "head": {"_check", "_module", "shard", "project", "loss"},
+    "decode": {"_check", "_module", "shard", "project", "hierarchy"},
+    "metrics": {"_check", "_module", "shard", "hierarchy"},
+}
+LIGHT = {
+    "torch",
+    "numpy",
+    "lastlayer",
+    "triton",
+    "torchmetrics",
+}  # torchmetrics: in metrics/stream.py, loaded on demand
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def sources(part: str) -> list[Path]:
+    folder = ROOT / part
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+@pytest.mark.parametrize("stage", sorted(MAY_IMPORT))
+def test_stages_import_only_what_comes_before(stage):
+    for path in sources(stage):
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "lastlayer" and len(parts) > 1:
+                allowed = {stage, "_triton", "_native"} | MAY_IMPORT[stage]
+                private = parts[1].startswith("_") and (ROOT / f"{parts[1]}.py").exists()
+                assert parts[1] in allowed or private, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_report_imports_no_stage_and_nothing_imports_the_command_line():
+    for path in ROOT.rglob("*.py"):
+        for name in imports(path):
+            if path.is_relative_to(ROOT / "report"):
+                assert not re.match(r"lastlayer\.(project|loss|head|decode|train)\b", name), f"{path} imports {name}"
+            if path.name not in ("cli.py", "__main__.py"):
+                assert not name.startswith("lastlayer.cli"), f"{path} imports {name}"
+
+
+def test_the_core_needs_torch_and_numpy_alone():
+    for part in CORE:
+        for path in sources(part):
+            if not path.exists():
+                continue
+            for name in imports(path):
+                top = name.split(".")[0]
+                assert top in LIGHT or top in sys.stdlib_module_names, f"{path.relative_to(ROOT)} imports {name}"
+                if top == "triton":
+                    assert part == "_triton", f"{path.relative_to(ROOT)} imports triton"
+
+
+def test_importing_lastlayer_loads_nothing_heavy():
+    code = (
+        "import sys, torch; before = set(sys.modules); import lastlayer; "
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name in ("sklearn", "scipy", "pytorch_lightning", "torchmetrics", "triton", "matplotlib", "yaml", "rich"):
+        assert f"'{name}'" not in loaded
+
+
+def test_public_names_are_documented_functions_and_classes():
+    for name in dir(ll):
+        value = getattr(ll, name)
+        if name.startswith("_") or getattr(value, "__module__", "").split(".")[0] != "lastlayer":
+            continue
+        assert value.__doc__, f"ll.{name} has no docstring"
