@@ -9,7 +9,7 @@ classes. Their mean is k, so k is also the most likely count (Darroch, 1964), an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,42 +26,76 @@ class Tilted(NamedTuple):
     absent: Tensor
     present: Tensor  # carries the gradient
     points: Tensor
-    nu: Tensor
 
 
-def tilt(x: Tensor, k: float) -> Tilted:
-    """Return the factors for scores of shape ``(..., n)``, balanced so that `k` is the mean count."""
+def balance(x: Tensor, k: float | Tensor) -> Tensor:
+    """Return the dual nu, shape ``(..., 1)``, for which `k` is the mean count; a constant."""
+    return lml_threshold(x.detach(), k).unsqueeze(-1)
+
+
+def tilt(x: Tensor, nu: Tensor) -> Tilted:
+    """Return the factors for scores of shape ``(..., n)`` and a dual of shape ``(..., 1)``."""
     fixed = x.detach()
-    nu = lml_threshold(fixed, k).unsqueeze(-1)
     z = torch.where(fixed.isinf() & nu.isinf(), fixed, fixed + nu)
-    # The identity holds for every nu, so nu is a constant; the exponent is 0, but its derivatives are those of exp(x).
-    finite = x.isfinite()
-    shift = torch.where(finite, x, 0)
+    # What is wanted does not depend on nu, a constant here. The exponent is 0; its derivatives are those of exp(x).
+    shift = torch.where(x.isfinite(), x, 0)
     present = z.sigmoid() * (shift - shift.detach()).exp()
-    absent = (-z).sigmoid()
-    if k == 0:  # nothing of `present` is used, and the result still has a gradient: zero
-        absent = absent + 0 * shift
-    return Tilted(absent, present, z, nu)
+    return Tilted((-z).sigmoid(), present, z)
 
 
 def log_elementary(x: Tensor, k: int) -> Tensor:
     r"""Return :math:`\log e_k(\exp x)` over the last dimension, differentiable to any order."""
-    tilted = tilt(x, k)
-    z, nu = tilted.points, tilted.nu
+    nu = balance(x, k)
+    z = tilt(x.detach(), nu).points
     finite = x.isfinite()
     soft = torch.where(finite, -F.logsigmoid(-z), 0).sum(-1) - k * nu.squeeze(-1)
     whole = torch.where(finite, x.detach(), 0).sum(-1)  # where every class is taken
     constant = torch.where((nu == torch.inf).squeeze(-1), whole, soft)
-    empty = (nu == -torch.inf).squeeze(-1)
-    constant = torch.where(empty, 0, constant)
+    constant = torch.where((nu == -torch.inf).squeeze(-1), 0, constant)
     constant = torch.where((x == torch.inf).any(-1), torch.inf, constant)
-    return counts(tilted, [k])[..., 0].log().to(x.dtype) + constant
+    return log_counts(x, nu, (k,), (1.0,)) + constant
 
 
-def counts(tilted: Tilted, wanted: Sequence[int]) -> Tensor:
-    """Return the probabilities of the counts in `wanted`, shape ``(..., len(wanted))``."""
+def log_counts(x: Tensor, nu: Tensor, wanted: tuple[int, ...], signs: tuple[float, ...]) -> Tensor:
+    """Return ``sum(sign * log P(count))`` for the counts in `wanted`, shape ``(...)``."""
+    # The compiler takes no Function that defines forward mode.
+    function = _LogCounts if torch.compiler.is_compiling() else _LogCountsForwardMode
+    return function.apply(x, nu, wanted, signs)
+
+
+def slopes(x: Tensor, nu: Tensor, wanted: tuple[int, ...], signs: tuple[float, ...]) -> Tensor:
+    """Return the gradient of :func:`log_counts` with respect to `x`, in differentiable operations."""
+    tilted = tilt(x, nu)
     tree = Tree(tilted, max(wanted), min(wanted))
-    return tree.coefficients(wanted)
+    weights = [sign / found for sign, found in zip(signs, tree.coefficients(wanted).unbind(-1), strict=True)]
+    return tilted.present * tree.gradient(wanted, torch.stack(weights, -1)).to(x.dtype)
+
+
+class _LogCounts(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, nu: Tensor, wanted: tuple[int, ...], signs: tuple[float, ...]) -> Tensor:
+        found = Tree(tilt(x, nu), max(wanted), min(wanted)).coefficients(wanted).log().unbind(-1)
+        return sum(sign * log for sign, log in zip(signs, found, strict=True)).to(x.dtype)  # type: ignore[union-attr]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, nu, ctx.wanted, ctx.signs = inputs
+        ctx.save_for_backward(x, nu)
+        ctx.save_for_forward(x, nu)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, nu = ctx.saved_tensors
+        return grads[0].unsqueeze(-1) * slopes(x, nu, ctx.wanted, ctx.signs), None, None, None
+
+
+class _LogCountsForwardMode(_LogCounts):
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: Any) -> Tensor:
+        x, nu = ctx.saved_tensors
+        return (slopes(x, nu, ctx.wanted, ctx.signs) * x_t).sum(-1)
 
 
 class Tree:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer.project._symmetric import Tree, counts, split, tilt
+from lastlayer.project._symmetric import Tree, balance, log_counts, split, tilt
 
 
 def sample_subset(logits: Tensor, k: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -37,12 +37,13 @@ def sample_subset(logits: Tensor, k: int, *, generator: torch.Generator | None =
     """
     x, k = _enter("sample_subset", logits, k)
     with torch.no_grad():
-        tilted = tilt(x.detach(), k)
+        nu = balance(x, k)
+        tilted = tilt(x.detach(), nu)
         chosen = _draw(Tree(tilted, k, k), k, generator)
         n = x.shape[-1]
         rank = torch.where(chosen, n - torch.arange(n, device=x.device), 0)
         index = n - rank.topk(k, dim=-1).values
-        return torch.where(tilted.nu.isnan(), -1, index)
+        return torch.where(nu.isnan(), -1, index)
 
 
 def subset_marginals(logits: Tensor, k: int) -> Tensor:
@@ -65,13 +66,14 @@ def subset_marginals(logits: Tensor, k: int) -> Tensor:
         tensor([0.8808, 0.6944, 0.3056, 0.1192])
     """
     x, k = _enter("subset_marginals", logits, k)
-    tilted = tilt(x, k)
+    nu = balance(x, k)
+    tilted = tilt(x, nu)
     tree = Tree(tilted, k, k)
     weight = 1 / tree.coefficients([k])
     # Rounding, of the transform above all, may leave -1e-17 for 0 or the next number after 1.
-    pi = (tilted.present * tree.gradient([k], weight)).clamp(0, 1)
+    pi = (tilted.present * tree.gradient([k], weight)).to(x.dtype).clamp(0, 1)
     pi = torch.where(x == torch.inf, 1, pi)
-    return torch.where(tilted.nu.isnan(), torch.nan, pi).to(logits.dtype)
+    return torch.where(nu.isnan(), torch.nan, pi).to(logits.dtype)
 
 
 def subset_log_prob(logits: Tensor, k: int, subset: Tensor) -> Tensor:
@@ -95,13 +97,13 @@ def subset_log_prob(logits: Tensor, k: int, subset: Tensor) -> Tensor:
     """
     x, k = _enter("subset_log_prob", logits, k)
     chosen = _chosen(subset, k, x)
-    tilted = tilt(x, k)
-    z = torch.where(chosen, tilted.points, -tilted.points)
-    value = F.logsigmoid(z).sum(-1) - counts(tilted, [k])[..., 0].log().to(x.dtype)
+    nu = balance(x, k)
+    z = tilt(x.detach(), nu).points
+    value = F.logsigmoid(torch.where(chosen, z, -z)).sum(-1) - log_counts(x, nu, (k,), (1.0,))
     shift = torch.where(chosen & x.isfinite(), x, 0)
     value = value + (shift - shift.detach()).sum(-1)
     value = torch.where(chosen.sum(-1) == k, value, -torch.inf)
-    return torch.where(tilted.nu.squeeze(-1).isnan(), torch.nan, value).to(logits.dtype)
+    return torch.where(nu.squeeze(-1).isnan(), torch.nan, value).to(logits.dtype)
 
 
 def _enter(op: str, logits: Any, k: Any) -> tuple[Tensor, int]:
