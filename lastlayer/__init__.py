@@ -78,6 +78,8 @@ from lastlayer.metrics.calibration import label_calibration_error as label_calib
 from lastlayer.metrics.calibration import reliability_bins as reliability_bins
 from lastlayer.metrics.openset import auroc as auroc
 from lastlayer.metrics.openset import mean_max_confidence as mean_max_confidence
+from lastlayer.metrics.tree import tree_accuracy as tree_accuracy
+from lastlayer.metrics.tree import tree_specificity as tree_specificity
 from lastlayer.project.lml import LML as LML
 from lastlayer.project.lml import LMLAtMost as LMLAtMost
 from lastlayer.project.lml import LMLThreshold as LMLThreshold

@@ -1,0 +1,178 @@
+"""Classes above a threshold, and thresholds chosen on held-out data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lastlayer import _check, shard
+from lastlayer._module import FunctionModule
+from lastlayer.decode.top_k import Decoded, choose, ordered, usable, whole
+from lastlayer.shard import ClassShard
+
+
+def decode_threshold(
+    scores: Tensor,
+    threshold: float | Tensor = 0.5,
+    *,
+    at_most: int | None = None,
+    at_least: int | None = None,
+    mask: Tensor | None = None,
+    shard: ClassShard | None = None,
+) -> Decoded:
+    r"""Choose the classes whose score is above a threshold: :math:`\{i : s_i > t_i\}`.
+
+    The best come first, ties by the lowest index. `at_most` keeps the best of those above; `at_least` fills a row
+    that has fewer with the best of the others.
+
+    Args:
+        scores: Shape ``(..., n_classes)``. ``-inf`` and nan are never chosen.
+        threshold: One number, or a tensor that broadcasts to `scores`, such as one a class from
+            :func:`tune_thresholds`. A score equal to it is not above it.
+        at_most: The most classes a row. The lists then have this width; without it they have that of the longest,
+            which a GPU must be waited for.
+        at_least: The fewest classes a row, as far as the row has that many to choose from.
+        mask: Boolean, True where a class may be chosen; broadcasts to the shape of `scores`.
+        shard: This rank's slice, when the classes are split over processes; a threshold a class is this rank's.
+
+    Returns:
+        Indices of shape ``(..., width)``, int64, -1 where a row has no more; scores likewise, ``-inf`` there.
+
+    Example:
+        >>> decode_threshold(torch.tensor([[0.6, 0.1, 0.9], [0.4, 0.3, 0.2]]), at_least=1)
+        Decoded(index=tensor([[ 2,  0],
+                [ 0, -1]]), score=tensor([[0.9000, 0.6000],
+                [0.4000,   -inf]]))
+    """
+    op = "decode_threshold"
+    scores = _check.logits(op, scores, "scores")
+    x = usable(scores, _check.mask(op, mask, scores))
+    most = None if at_most is None else whole(op, "at_most", at_most)
+    least = 0 if at_least is None else whole(op, "at_least", at_least)
+    if most is not None and least > most:
+        raise ValueError(f"{op}: `at_least` must not be above `at_most`, got {least} and {most}.")
+    above = x.to(_check.work_dtype(x)) > _levels(op, threshold, x)
+    counts = _count(above, shard)
+    width = most if most is not None else max(int(counts.max()) if counts.numel() else 0, least)
+    found = choose(torch.where(above, x, -torch.inf), scores, width, shard)
+    if least == 0:
+        return found
+    rest = choose(torch.where(above, -torch.inf, x), scores, least, shard)
+    spare = torch.arange(least, device=x.device) < (least - counts).unsqueeze(-1)
+    index = torch.cat([found.index, torch.where(spare, rest.index, -1)], -1)
+    score = torch.cat([found.score, torch.where(spare, rest.score, -torch.inf)], -1)
+    return Decoded(*ordered(index, score, width))
+
+
+def _count(above: Tensor, part: ClassShard | None) -> Tensor:
+    return shard.reduce(above.long(), "sum", part).squeeze(-1)
+
+
+def _levels(op: str, threshold: float | Tensor, x: Tensor) -> float | Tensor:
+    if not isinstance(threshold, Tensor):
+        return _check.number(op, "threshold", threshold)
+    try:
+        fits = torch.broadcast_shapes(threshold.shape, x.shape) == x.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{op}: `threshold` must broadcast to the shape of `scores`, {tuple(x.shape)}, "
+            f"got shape {tuple(threshold.shape)}. Give one number, or one a class."
+        )
+    return threshold.detach().to(x.device)
+
+
+def tune_thresholds(
+    scores: Tensor,
+    target: Tensor,
+    *,
+    objective: Literal["f1", "precision", "recall"] = "f1",
+    value: float | None = None,
+    per: Literal["label", "all"] = "label",
+) -> Tensor:
+    """Choose thresholds for :func:`decode_threshold` on held-out data.
+
+    ``"f1"`` takes the threshold of the highest F1, of several the highest threshold. ``"precision"`` takes the lowest
+    threshold whose precision is at least `value` (so the most recall), ``"recall"`` the highest threshold whose
+    recall is at least `value` (so the most precision). A threshold is put midway between two scores of the data.
+
+    Where no threshold reaches the precision, and for a class without a label in the data, the threshold is the
+    highest score of the data: nothing there is above it. A class of which nothing is known gets infinity.
+
+    Args:
+        scores: Held-out scores, shape ``(..., n_classes)``, such as :func:`decode_threshold` will get. A nan counts
+            as unknown.
+        target: In any of the three forms; unknown labels (-1) are left out.
+        objective: ``"f1"``, ``"precision"`` or ``"recall"``.
+        value: The precision or recall wanted, 0 to 1.
+        per: ``"label"``, a threshold for each class; ``"all"``, one for all.
+
+    Returns:
+        Thresholds of shape ``(n_classes,)``, or ``()`` for ``per="all"``; of the dtype of `scores`, at least float32.
+
+    Example:
+        >>> scores = torch.tensor([[0.9, 0.2], [0.6, 0.3], [0.4, 0.1]])
+        >>> tune_thresholds(scores, torch.tensor([[1, 0], [1, 1], [0, 0]]))
+        tensor([0.5000, 0.2500])
+    """
+    op = "tune_thresholds"
+    scores = _check.logits(op, scores, "scores").detach()
+    _check.choice(op, "objective", objective, ("f1", "precision", "recall"))
+    _check.choice(op, "per", per, ("label", "all"))
+    if (value is None) != (objective == "f1"):
+        rule = "must be given" if value is None else "must be left out"
+        raise ValueError(f'{op}: `value` {rule} for objective="{objective}", got {value}.')
+    wanted = 0.0 if value is None else _check.number(op, "value", value, 0, 1)
+    labels = _check.target(op, target, scores)
+    known, hit = labels.known(), labels.positive()
+    known = ~scores.isnan() if known is None else known & ~scores.isnan()
+    parts = [t.reshape(-1, 1) if per == "all" else t.reshape(-1, t.shape[-1]) for t in (scores, hit & known, known)]
+    x, hit, known = (t.movedim(0, -1) for t in parts)
+    x = torch.where(known, x, -torch.inf).to(_check.work_dtype(x))
+    found = _tuned(x, hit, known, objective, wanted - 1e-9)  # 0.55 of 20 is 11, which 0.55 * 20 exceeds
+    return found.squeeze(0) if per == "all" else found
+
+
+def _tuned(x: Tensor, hit: Tensor, known: Tensor, objective: str, wanted: float) -> Tensor:
+    """Choose among all cuts of each row of ``(classes, rows)``; position 0 takes nothing, position i the first i."""
+    if x.shape[-1] == 0:
+        return x.new_full(x.shape[:1], torch.inf)
+    # Unknown entries go last, also after known scores of -inf.
+    order = x.argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, known.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True))
+    x, hit, known = x.gather(-1, order), hit.gather(-1, order), known.gather(-1, order)
+    right = torch.nn.functional.pad(hit.double().cumsum(-1), (1, 0))
+    taken = torch.nn.functional.pad(known.double().cumsum(-1), (1, 0))
+    total = right[:, -1:]
+    lower = torch.cat([x, torch.full_like(x[:, :1], -torch.inf)], -1)  # the first score that is not taken
+    upper = torch.cat([torch.full_like(x[:, :1], torch.inf), x], -1)
+    inside = torch.nn.functional.pad(known, (1, 0), value=True)
+    last = taken == taken[:, -1:]
+    lower = torch.where(last, torch.nextafter(upper, torch.full_like(upper, -torch.inf)), lower)
+    level = lower + (upper - lower) / 2
+    level = torch.where((level >= lower) & (level < upper), level, lower)
+    level = torch.where(taken == 0, torch.where(last, torch.inf, lower), level)
+    if objective == "f1":
+        merit = 2 * right / (taken + total).clamp(min=1)
+    elif objective == "precision":  # the longest list that is good enough; nothing taken is the last resort
+        merit = torch.where((right >= wanted * taken) & (taken > 0), taken, 0)
+    else:  # the shortest list that finds enough
+        merit = torch.where(right >= wanted * total, -taken, -torch.inf)
+    merit = torch.where(inside & (upper > lower) & (total > 0), merit, -torch.inf)
+    merit = torch.where(total > 0, merit, -taken)
+    best = merit.argmax(-1, keepdim=True)  # the first, so the highest threshold
+    return level.gather(-1, best).squeeze(-1)
+
+
+class DecodeThreshold(FunctionModule):
+    """Module form of :func:`decode_threshold`, which documents the arguments."""
+
+    function = staticmethod(decode_threshold)
+
+    def __init__(
+        self, threshold: float | Tensor = 0.5, *, at_most: int | None = None, at_least: int | None = None
+    ) -> None:
+        super().__init__(threshold=threshold, at_most=at_most, at_least=at_least)

@@ -1,0 +1,182 @@
+"""The k best classes of each row: exact, with ties by the lowest index."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lastlayer import _check, shard
+from lastlayer._module import FunctionModule
+from lastlayer.shard import ClassShard
+
+_LAST = torch.iinfo(torch.int64).max
+
+
+class Decoded(NamedTuple):
+    """Label sets as lists: what was chosen, -1 where a list has ended, and its scores, ``-inf`` there."""
+
+    index: Tensor  # type: ignore[assignment]  # over tuple.index, which nobody needs here
+    score: Tensor
+
+
+def decode_top_k(
+    scores: Tensor,
+    k: float | Tensor | Literal["auto"] = "auto",
+    *,
+    at_most: int | None = None,
+    mask: Tensor | None = None,
+    shard: ClassShard | None = None,
+) -> Decoded:
+    r"""Choose the `k` best classes of each row.
+
+    The best come first; of equal scores the lowest index comes first, and is the one kept where `k` cuts a tie.
+    ``"auto"`` takes as many as the probabilities of the row add up to, rounded (a half to the even number, as Python
+    does): it suits probabilities whose sum is a count, those of `lml` or of independent labels, and not logits. A
+    tensor holds one `k` a row, e.g. predicted counts, and is rounded likewise; below 0 (or nan) it counts as 0.
+
+    Args:
+        scores: Shape ``(..., n_classes)``. ``-inf`` and nan are never chosen.
+        k: A whole number; a tensor that broadcasts to the batch shape; or ``"auto"``.
+        at_most: Limits a `k` that varies by row. The lists then have this width; without it they have that of the
+            longest, which a GPU must be waited for.
+        mask: Boolean, True where a class may be chosen; broadcasts to the shape of `scores`.
+        shard: This rank's slice, when the classes are split over processes. Every rank gets the same lists, of
+            classes of all ranks; their scores then have no gradient.
+
+    Returns:
+        Indices of shape ``(..., width)``, int64, -1 where a row has no more; scores likewise, ``-inf`` there. The
+        width is `k` if that is a number, also above ``n_classes``.
+
+    Example:
+        >>> decode_top_k(torch.tensor([[0.1, 0.9, 0.9], [0.2, 0.7, 0.1]]), 2).index
+        tensor([[1, 2],
+                [1, 0]])
+        >>> decode_top_k(torch.tensor([[0.1, 0.9, 0.9], [0.2, 0.7, 0.1]])).index
+        tensor([[ 1,  2],
+                [ 1, -1]])
+    """
+    op = "decode_top_k"
+    scores = _check.logits(op, scores, "scores")
+    x = usable(scores, _check.mask(op, mask, scores))
+    most = None if at_most is None else whole(op, "at_most", at_most)
+    counts = _counts(op, k, x, shard)
+    if isinstance(counts, int):
+        width = counts if most is None else min(counts, most)
+        return choose(x, scores, width, shard)
+    width = most if most is not None else int(counts.max()) if counts.numel() else 0
+    return cut(choose(x, scores, width, shard), counts)
+
+
+def _counts(op: str, k: float | Tensor | str, x: Tensor, part: ClassShard | None) -> int | Tensor:
+    """The size of each list: a number for all, or a tensor of the batch shape."""
+    if isinstance(k, str):
+        _check.choice(op, "k", k, ("auto",))
+        values = torch.where(x > -torch.inf, x, 0).to(_check.work_dtype(x))
+        k = shard.reduce(values, "sum", part).squeeze(-1)
+    if not isinstance(k, Tensor):
+        return whole(op, "k", k)  # type: ignore[arg-type]  # not a word any more
+    n = _all_classes(x, part)
+    k = _check.cardinality(op, k.detach(), x, part).squeeze(-1)
+    return k.nan_to_num(0).round().clamp(0, n).long()
+
+
+def _all_classes(x: Tensor, part: ClassShard | None) -> int:
+    if part is None:
+        return x.shape[-1]
+    local = torch.tensor([x.shape[-1]], dtype=torch.float64, device=x.device)
+    return int(shard.reduce(local, "sum", part))
+
+
+def whole(op: str, name: str, value: float) -> int:
+    """Check a whole number that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{op}: `{name}` must be a whole number, got {type(value).__name__}.")
+    if not 0 <= value < float("inf") or value != int(value):
+        raise ValueError(f"{op}: `{name}` must be a whole number of at least 0, got {value}. Round it first.")
+    return int(value)
+
+
+def usable(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """The scores without gradient, ``-inf`` where a class may not be chosen."""
+    x = scores.detach()
+    out = x.isnan() if mask is None else x.isnan() | ~mask
+    return torch.where(out, -torch.inf, x)
+
+
+def choose(x: Tensor, scores: Tensor, width: int, part: ClassShard | None = None) -> Decoded:
+    """Take the `width` best entries of `x`, with the scores at their places."""
+    index = best(x, width)
+    if part is None:
+        return Decoded(index, _at(scores, index))
+    value = shard.gather(_at(x, index), part)
+    index = shard.gather(torch.where(index < 0, -1, index + part.start), part)
+    return Decoded(*ordered(index, value, width))
+
+
+def ordered(index: Tensor, value: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Order candidates by their values, ties by index, keep `width` of them."""
+    index, order = torch.where(index < 0, _LAST, index).sort(-1)
+    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    index = index.gather(-1, order)
+    index = torch.where(index == _LAST, -1, index)
+    missing = max(width - index.shape[-1], 0)
+    index = F.pad(index[..., :width], (0, missing), value=-1)
+    return index, F.pad(value[..., :width], (0, missing), value=-torch.inf)
+
+
+def best(x: Tensor, width: int) -> Tensor:
+    """The places of the `width` largest entries, largest first, ties by the lowest place; -1 for ``-inf``."""
+    n, size = x.shape[-1], min(width, x.shape[-1])
+    value, index = x.topk(size, -1)
+    if 0 < size < n:
+        index = _mended(x, value, index)
+    index = index.sort(-1).values
+    value, order = x.gather(-1, index).sort(dim=-1, descending=True, stable=True)
+    index = torch.where(value > -torch.inf, index.gather(-1, order), -1)
+    return F.pad(index, (0, width - size), value=-1)
+
+
+def _mended(x: Tensor, value: Tensor, index: Tensor) -> Tensor:
+    """Where the last place cuts a tie, `topk` takes any of the equal entries: take the lowest instead."""
+    last = value[..., -1:]
+    if torch.compiler.is_compiling():
+        return _with_lowest(x, last, index.shape[-1])
+    torn = (x == last).sum(-1) > (value == last).sum(-1)
+    torn &= last.squeeze(-1) > -torch.inf
+    if not bool(torn.any()):
+        return index
+    index[torn] = _with_lowest(x[torn], last[torn], index.shape[-1])
+    return index
+
+
+def _with_lowest(x: Tensor, last: Tensor, size: int) -> Tensor:
+    n = x.shape[-1]
+    lowest_first = torch.arange(n - 1, -1, -1, dtype=torch.int32, device=x.device)
+    key = torch.where(x > last, n, torch.where(x == last, lowest_first, -1))
+    return key.topk(size, -1).indices
+
+
+def _at(scores: Tensor, index: Tensor) -> Tensor:
+    """The scores at the given places, ``-inf`` where there is none."""
+    if scores.shape[-1] == 0:
+        return torch.full(index.shape, -torch.inf, dtype=scores.dtype, device=scores.device)
+    return torch.where(index >= 0, scores.gather(-1, index.clamp(min=0)), -torch.inf)
+
+
+def cut(decoded: Decoded, counts: Tensor) -> Decoded:
+    """End each list after its own number of entries."""
+    inside = torch.arange(decoded.index.shape[-1], device=counts.device) < counts.unsqueeze(-1)
+    return Decoded(torch.where(inside, decoded.index, -1), torch.where(inside, decoded.score, -torch.inf))
+
+
+class DecodeTopK(FunctionModule):
+    """Module form of :func:`decode_top_k`, which documents the arguments."""
+
+    function = staticmethod(decode_top_k)
+
+    def __init__(self, k: int | Tensor | Literal["auto"] = "auto", *, at_most: int | None = None) -> None:
+        super().__init__(k=k, at_most=at_most)

@@ -1,0 +1,117 @@
+"""How often a chosen node is right, and how much it says (after the thesis' equations 5.8 to 5.10)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from lastlayer import _check
+
+if TYPE_CHECKING:
+    from lastlayer.hierarchy import LabelTree
+
+Empty = Literal["skip", "zero", "one"]
+
+
+def tree_accuracy(index: Tensor, target: Tensor, tree: LabelTree, *, empty: Empty = "skip") -> Tensor:
+    r"""Compute the share of chosen nodes that hold a true label.
+
+    .. math:: \frac{1}{n} \sum_{i=1}^n \frac{1}{|\hat Y_i|} \sum_{V \in \hat Y_i} 1[V \cap Y_i \ne \emptyset]
+
+    For one label and one node a row this is the plain accuracy of the node. A row without a chosen node scores 0. A
+    node without a true label but with an unknown one is left out; a row with nothing but such nodes counts as a row
+    without labels.
+
+    Args:
+        index: Nodes, shape ``(..., k)``, padded with -1, such as those of `decode_tree`; or of the batch shape, one
+            a row.
+        target: The classes, in any of the three forms; classes are the leaves of the tree.
+        tree: The tree.
+        empty: What rows without labels count: not at all, 0 or 1.
+
+    Returns:
+        A number between 0 and 1, float64; 0 if no row counts.
+
+    Example:
+        >>> import lastlayer as ll
+        >>> tree = ll.LabelTree.from_parents([4, 4, 5, 5, 6, 6, -1])
+        >>> tree_accuracy(torch.tensor([[4], [2]]), torch.tensor([1, 3]), tree)
+        tensor(0.5000, dtype=torch.float64)
+    """
+    hit, counted, full = _hits("tree_accuracy", index, target, tree, empty)
+    return _mean(hit.double(), counted, full, empty)
+
+
+def tree_specificity(
+    index: Tensor, target: Tensor, tree: LabelTree, *, hits_only: bool = True, empty: Empty = "skip"
+) -> Tensor:
+    r"""Compute how specific the chosen nodes are: 1 for a class, 0 for the root.
+
+    .. math:: \frac{1}{n} \sum_{i=1}^n \frac{1}{|\hat Y_i|} \sum_{V \in \hat Y_i} 1[V \cap Y_i \ne \emptyset]
+        \left(1 - \frac{\log |V|}{\log N}\right)
+
+    With ``hits_only=False`` the indicator is left out, and the result does not depend on the labels of a row that
+    has some. With it, a perfect choice of classes scores 1; a high threshold raises the indicator and lowers the
+    specificity, so the result may have its maximum in between.
+
+    Args:
+        index: Nodes, as in :func:`tree_accuracy`.
+        target: The classes, as in :func:`tree_accuracy`.
+        tree: The tree.
+        hits_only: Whether a node that is wrong scores 0.
+        empty: What rows without labels count: not at all, 0 or 1.
+
+    Returns:
+        A number between 0 and 1, float64; 0 if no row counts.
+
+    Example:
+        >>> import lastlayer as ll
+        >>> tree = ll.LabelTree.from_parents([4, 4, 5, 5, 6, 6, -1])
+        >>> tree_specificity(torch.tensor([[4], [2]]), torch.tensor([1, 3]), tree)
+        tensor(0.2500, dtype=torch.float64)
+    """
+    op = "tree_specificity"
+    hit, counted, full = _hits(op, index, target, tree, empty)
+    gain = tree.specificity.to(hit.device)[_nodes(op, index).clamp(min=0)]
+    return _mean(torch.where(hit, gain, 0) if hits_only else gain, counted, full, empty)
+
+
+def _nodes(op: str, index: Any) -> Tensor:
+    index = index[0] if isinstance(index, tuple) else index  # a pair of lists and scores
+    if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
+        got = index.dtype if isinstance(index, Tensor) else type(index).__name__
+        raise TypeError(f"{op}: `index` must be a tensor of an integer dtype, got {got}.")
+    return index.long()
+
+
+def _hits(op: str, index: Any, target: Any, tree: LabelTree, empty: Empty) -> tuple[Tensor, Tensor, Tensor]:
+    """Which nodes are right, which count, and which rows have labels (or something known to be wrong)."""
+    _check.choice(op, "empty", empty, ("skip", "zero", "one"))
+    nodes = _nodes(op, index)
+    lists = nodes.unsqueeze(-1) if nodes.ndim == 0 else nodes
+    batch = lists.shape[:-1]
+    probe = torch.empty((), device=nodes.device).expand(*batch, tree.n_leaves)
+    labels = _check.target(op, target, probe)
+    member = tree.membership().to(nodes.device)
+    # Counts as sums of products, on which a half-precision matmul would lose single labels.
+    under = member.double().T
+    chosen = lists >= 0
+    place = lists.clamp(min=0)
+    hit = ((labels.positive().double() @ under) > 0).gather(-1, place) & chosen
+    counted = chosen
+    full = labels.count() > 0
+    known = labels.known()
+    if known is not None:
+        open_question = (((~known).double() @ under) > 0).gather(-1, place) & ~hit
+        counted = chosen & ~open_question
+        full = full & (counted.any(-1) | ~chosen.any(-1))
+    return hit, counted, full
+
+
+def _mean(value: Tensor, counted: Tensor, full: Tensor, empty: Empty) -> Tensor:
+    row = torch.where(counted, value, 0).sum(-1) / counted.sum(-1).clamp(min=1)
+    if empty == "skip":
+        return torch.where(full, row, 0).sum() / full.sum().clamp(min=1)
+    return torch.where(full, row, 1.0 if empty == "one" else 0.0).sum() / max(full.numel(), 1)
