@@ -1,0 +1,89 @@
+"""What the experiments share: results that survive an interruption, tables made from them, README pages kept true."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+def parser(description: str | None, out: Path) -> argparse.ArgumentParser:
+    """The arguments every experiment takes."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--data", type=Path, help="folder of the data set; the README says how to get it")
+    made.add_argument("--out", type=Path, default=out, help="results file; finished settings in it are not run again")
+    made.add_argument("--seeds", type=int, default=3)
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--smoke", action="store_true", help="seconds, on tiny data made on the fly")
+    made.add_argument("--readme", type=Path, help="only rewrite the tables of this README from the results")
+    return made
+
+
+class Results:
+    """Rows of settings and numbers in a JSON file, written whole after each row."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
+
+    def missing(self, **settings: Any) -> bool:
+        """Whether no row has these settings yet."""
+        return not any(all(row.get(name) == value for name, value in settings.items()) for row in self.rows)
+
+    def add(self, **row: Any) -> None:
+        """Append a row and write the file; the old one stays until the new one is whole."""
+        self.rows.append(row)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+        machine = {"device": device, "torch": torch.__version__, "python": platform.python_version()}
+        partial = self.path.with_suffix(".partial")
+        lines = ",\n".join("  " + json.dumps(r) for r in self.rows)
+        partial.write_text(f'{{"machine": {json.dumps(machine)}, "rows": [\n{lines}\n]}}\n')
+        os.replace(partial, self.path)
+
+
+def table(rows: Iterable[Row], index: str, columns: str, value: str, *, scale: float = 100.0, digits: int = 2) -> str:
+    """A Markdown table of mean and standard deviation over what the other settings leave open (the seeds)."""
+    rows = list(rows)
+    names = list(dict.fromkeys(row[index] for row in rows))
+    heads = list(dict.fromkeys(row[columns] for row in rows))
+
+    def cell(name: Any, head: Any) -> str:
+        found = [scale * row[value] for row in rows if row[index] == name and row[columns] == head]
+        if not found:
+            return ""
+        spread = f" ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else ""
+        return f"{statistics.fmean(found):.{digits}f}{spread}"
+
+    lines = [f"| {index} | " + " | ".join(map(str, heads)) + " |", "| --- " * (len(heads) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(cell(name, head) for head in heads) + " |" for name in names]
+    return "\n".join(lines)
+
+
+def fill(readme: Path, tables: dict[str, str]) -> str:
+    """Return the text of a README with the tables between its ``<!-- name -->`` marks replaced."""
+    text = readme.read_text()
+    for name, body in tables.items():
+        mark, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+        if mark not in text or end not in text:
+            raise ValueError(f"{readme} has no marks {mark} and {end}.")
+        before, rest = text.split(mark, 1)
+        text = f"{before}{mark}\n{body}\n{end}{rest.split(end, 1)[1]}"
+    return text
+
+
+def finish(arguments: argparse.Namespace, tables: Callable[[Sequence[Row]], dict[str, str]]) -> bool:
+    """With ``--readme``, rewrite its tables and say that the work is done."""
+    if arguments.readme is None:
+        return False
+    arguments.readme.write_text(fill(arguments.readme, tables(Results(arguments.out).rows)))
+    return True
