@@ -79,10 +79,15 @@ def chunks(rows: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
+def matrix(x: Tensor) -> Tensor:
+    """The same tensor with one batch dimension, also where there are no rows or no columns."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def flat(labels: _check.Labels) -> _check.Labels:
     """The same labels with one batch dimension."""
-    index = None if labels.index is None else labels.index.reshape(-1, labels.index.shape[-1])
-    dense = None if labels.dense is None else labels.dense.reshape(-1, labels.n_classes)
+    index = None if labels.index is None else matrix(labels.index)
+    dense = None if labels.dense is None else matrix(labels.dense)
     return _check.Labels(index, dense, labels.n_classes)
 
 
@@ -107,7 +112,7 @@ def rank(
         labels, values, index = _given(op, scores, target, indices)
     else:
         labels = flat(_check.target(op, target, scores))
-        values, index = _best(scores.reshape(-1, scores.shape[-1]), labels, k.most)
+        values, index = _best(matrix(scores), labels, k.most)
     hit = torch.zeros_like(index, dtype=torch.bool)
     if labels.dense is not None and labels.n_classes:
         hit = (labels.dense.gather(-1, index.clamp(min=0)) > 0) & (index >= 0)
@@ -177,8 +182,7 @@ def _given(op: str, scores: Tensor, target: Any, indices: Any) -> tuple[_check.L
     # A shape that no index target has, so that lists as long as the predictions are not taken for multi-hot.
     width = target.shape[-1] + 1 if isinstance(target, Tensor) and target.ndim else 1
     labels = flat(_check.target(op, target, scores.new_empty(()).expand(*batch, width)))
-    m = scores.shape[-1]
-    values, index = scores.reshape(-1, m), indices.reshape(-1, m).long()
+    values, index = matrix(scores), matrix(indices).long()
     return labels, torch.where(values.isnan() | (index < 0), -torch.inf, values), index
 
 

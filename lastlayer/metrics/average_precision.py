@@ -66,7 +66,7 @@ def average_precisions(op: str, scores: Tensor, target: Tensor, per: Per | Liter
     """Check the inputs and return the average precision and the number of positives of each class or row."""
     scores = _check.logits(op, scores, "scores").detach()
     labels = _ranking.flat(_check.target(op, target, scores))
-    rows = scores.reshape(-1, scores.shape[-1])
+    rows = _ranking.matrix(scores)
     parts = [_average_precision(p) for p in _problems.problems(rows, labels, per)]
     none = torch.zeros(0, dtype=_sums.exact_dtype(scores.device), device=scores.device)
     return torch.cat([none, *(p[0] for p in parts)]), torch.cat([none, *(p[1] for p in parts)])

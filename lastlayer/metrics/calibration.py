@@ -136,7 +136,7 @@ def fit_temperature(logits: Tensor, target: Tensor, *, link: Literal["sigmoid", 
     _check.choice(op, "link", link, ("sigmoid", "softmax"))
     x = _check.logits(op, logits).detach()
     labels = _ranking.flat(_check.target(op, target, x))
-    x = x.reshape(-1, x.shape[-1]).to(_check.work_dtype(x))
+    x = _ranking.matrix(x).to(_check.work_dtype(x))
     slope = _sigmoid_slope if link == "sigmoid" else _softmax_slope
 
     def slopes(inverse: float) -> tuple[float, float]:
@@ -197,7 +197,7 @@ def bin_sums(op: str, scores: Tensor, target: Tensor, k: Any, n_bins: Any, per: 
         raise ValueError(f"{op}: `n_bins` must be at least 1, got {n_bins}. 10 or 15 are usual.")
     scores = _check.logits(op, scores, "scores").detach()
     groups = scores.shape[-1] if per == "class" else 1
-    rows = scores.reshape(-1, scores.shape[-1])
+    rows = _ranking.matrix(scores)
     sums = torch.zeros(3, groups * n_bins + 1, dtype=_sums.exact_dtype(scores.device), device=scores.device)
     if k is None:
         _add_all(sums, rows, _ranking.flat(_check.target(op, target, scores)), n_bins, groups)

@@ -77,8 +77,13 @@ def auroc(
     _check.choice(op, "average", average, ("macro", "micro", "weighted", "none"))
     _check.choice(op, "empty", empty, ("skip", "zero", "one"))
     scores = _check.logits(op, scores, "scores").detach()
+    if scores.ndim == 1 and isinstance(target, Tensor) and target.shape != scores.shape:
+        raise ValueError(
+            f"{op}: `target` must have shape {tuple(scores.shape)}, got {tuple(target.shape)}. "
+            "One-dimensional scores are the items of one problem."
+        )
     labels = _ranking.flat(_check.target(op, target, scores))
-    rows = scores.reshape(-1, scores.shape[-1])
+    rows = _ranking.matrix(scores)
     single = scores.ndim == 1 or average == "micro"
     parts = [_area(p) for p in _problems.problems(rows, labels, "all" if single else per)]
     none = torch.zeros(0, dtype=_sums.exact_dtype(scores.device), device=scores.device)
