@@ -76,6 +76,9 @@ from lastlayer.metrics.bootstrap import bootstrap as bootstrap
 from lastlayer.metrics.calibration import fit_temperature as fit_temperature
 from lastlayer.metrics.calibration import label_calibration_error as label_calibration_error
 from lastlayer.metrics.calibration import reliability_bins as reliability_bins
+from lastlayer.metrics.graph import graph_mean_recall_at_k as graph_mean_recall_at_k
+from lastlayer.metrics.graph import graph_recall_at_k as graph_recall_at_k
+from lastlayer.metrics.graph import graph_zero_shot_recall_at_k as graph_zero_shot_recall_at_k
 from lastlayer.metrics.openset import auroc as auroc
 from lastlayer.metrics.openset import mean_max_confidence as mean_max_confidence
 from lastlayer.metrics.tree import tree_accuracy as tree_accuracy

@@ -159,8 +159,16 @@ def planted(n, size, seed=0):
     return np.where(group[:, None] == group, 20 + 5 * noise, 0.1 * noise) + 100 * np.eye(n)
 
 
-@pytest.mark.parametrize("method", ["hinton", "hdcnn"])
-@pytest.mark.parametrize(("n", "internal", "mean"), [(100, 11, 10.0), (57, 6, 10.3), (1000, 101, 10.9)])
+@pytest.mark.parametrize(
+    ("method", "n", "internal", "mean"),
+    [
+        ("hinton", 100, 11, 10.0),
+        ("hinton", 57, 6, 10.3),
+        ("hdcnn", 100, 11, 10.0),
+        ("hdcnn", 57, 6, 10.3),
+        ("hdcnn", 1000, 101, 10.9),
+    ],
+)
 def test_two_level_builders_have_the_published_shape(method, n, internal, mean):
     tree = LabelTree.from_confusion(planted(n, 10), method)
     found = tree.statistics()
