@@ -1,0 +1,67 @@
+"""What three processes check: metrics at k on a slice of the classes against the same on all of them."""
+
+from __future__ import annotations
+
+import datetime
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import lastlayer as ll
+from lastlayer.shard import ClassShard
+
+N = 11
+SPLITS = [(4, 5, 2), (0, 11, 0), (1, 2, 8)]
+METRICS = [
+    ll.precision_at_k,
+    ll.recall_at_k,
+    ll.f1_at_k,
+    ll.r_precision_at_k,
+    ll.ndcg_at_k,
+    ll.psp_at_k,
+    ll.top_k_accuracy,
+]
+
+
+def check(rank: int) -> None:
+    torch.manual_seed(3)
+    scores = torch.randn(20, N, dtype=torch.float64)
+    scores[::2] = scores[::2].round()  # ties across the ranks
+    scores[3, ::2] = -torch.inf
+    scores[4, 7] = torch.nan
+    dense = (torch.rand(20, N) < 0.3).long()
+    dense[5], dense[6, ::3] = 0, -1
+    lists = torch.where(dense > 0, torch.arange(N), -1)
+    lists = torch.cat([lists, lists], 1)  # longer than any slice
+    propensities = torch.rand(N, dtype=torch.float64) + 0.1
+    for sizes in SPLITS:
+        start = sum(sizes[:rank])
+        shard = ClassShard(start, start + sizes[rank])
+        local = scores[:, shard.start : shard.stop]
+        for metric in METRICS:
+            extra = (propensities,) if metric is ll.psp_at_k else ()
+            for target, mine in ((dense, dense[:, shard.start : shard.stop]), (lists, lists)):
+                for empty in ("skip", "one"):
+                    whole = metric(scores, target, [1, 3, 6, 20], *extra, empty=empty)
+                    found = metric(local, mine, [1, 3, 6, 20], *extra, empty=empty, shard=shard)
+                    torch.testing.assert_close(found, whole, rtol=1e-12, atol=0, msg=f"{metric.__name__} {sizes}")
+        known = scores.nan_to_num(0)
+        peak = ll.mean_max_confidence(known[:, shard.start : shard.stop], shard=shard)
+        torch.testing.assert_close(peak, ll.mean_max_confidence(known))
+
+
+def run(rank: int, store: str, results: Any) -> None:
+    """Check in a process of its own and report what failed."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timeout)
+    failure = ""
+    try:
+        check(rank)
+    except Exception:
+        failure = traceback.format_exc()
+    results.put((rank, failure))
+    if not failure:
+        dist.destroy_process_group()
