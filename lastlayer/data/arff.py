@@ -44,7 +44,9 @@ def read_arff(path: Path, limits: Limits, problems: Problems, *, options: dict[s
         elif kind == "@data":
             break
         else:
-            raise DataError(f"{path}, line {number}: must be @relation, @attribute or @data, got {line.strip()[:80]!r}.")
+            raise DataError(
+                f"{path}, line {number}: must be @relation, @attribute or @data, got {line.strip()[:80]!r}."
+            )
     else:
         raise DataError(f"{path}: has no @data line.")
     labels = _label_columns(path, attributes, relation, limits, options)
@@ -214,4 +216,4 @@ def _row(number: int, pairs: list[tuple[int, float]], labels: dict[int, int], fe
         elif v != 0.0:
             index.append(features[column])
             value.append(v)
-    return Row(number, index=index, value=value, labels=found)
+    return Row(number, columns=index, value=value, labels=found)

@@ -46,7 +46,8 @@ def _header(path: Any, file: Any) -> tuple[np.dtype, tuple[int, ...], Any, int]:
 
 def read_arrays(path: Path, limits: Limits) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file, each no larger than its member and all within the limit."""
-    left, out = limits.total(path), {}
+    left = limits.total(path)
+    out: dict[str, np.ndarray] = {}
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
@@ -148,7 +149,13 @@ def csr(path: Any, name: str, indptr: Any, indices: Any, data: Any, shape: Any, 
 
 
 def from_matrices(
-    path: Any, x: Any, y: Any, names: Sequence[str] | None, ids: list[str] | None, source: dict[str, Any], problems: Problems
+    path: Any,
+    x: Any,
+    y: Any,
+    names: Sequence[str] | None,
+    ids: list[str] | None,
+    source: dict[str, Any],
+    problems: Problems,
 ) -> LabelData:
     """Put features and an indicator matrix (dense or CSR; or None) together."""
     if isinstance(x, np.ndarray):
@@ -208,7 +215,9 @@ def read_parquet(path: Path, limits: Limits, problems: Problems, *, options: dic
                     except ValueError as error:
                         problems.report(path, number, str(error), str(item.get(labels))[:80])
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        raise error if isinstance(error, DataError) else DataError(f"{path}: must be Parquet: {str(error)[:120]}.") from None
+        raise (
+            error if isinstance(error, DataError) else DataError(f"{path}: must be Parquet: {str(error)[:120]}.")
+        ) from None
     return table.build(path, problems, {"format": "parquet"})
 
 
@@ -254,7 +263,18 @@ def read_folder(path: Path, limits: Limits, problems: Problems) -> dict[str, Lab
         checked = from_matrices(path, features, None, None, ids, {}, problems)
         if len(checked) != len(data):
             raise DataError(f"{lists}: must have a line a row, {len(checked)}, has {len(data)}.")
-        return {"all": LabelData(None, checked.features, data.indptr, data.indices, data.label_names, ids=ids, source=data.source, problems=problems)}
+        return {
+            "all": LabelData(
+                None,
+                checked.features,
+                data.indptr,
+                data.indices,
+                data.label_names,
+                ids=ids,
+                source=data.source,
+                problems=problems,
+            )
+        }
     target = _first(path, ("Y",), (".npy", ".npz"))
     y: Any = None
     if target is not None and target.suffix == ".npy":

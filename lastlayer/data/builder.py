@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
     line: int
     text: str | None = None
-    index: Sequence[int] | None = None  # sparse features: positions and values
+    columns: Sequence[int] | None = None  # sparse features: positions and values
     value: Sequence[float] | None = None
     dense: Sequence[float] | None = None
     labels: Sequence[Any] | None = None  # names, or numbers where the label names are known beforehand
@@ -48,8 +48,8 @@ class Table:
         for name, value in (("texts", row.text), ("ids", row.id), ("groups", row.group), ("parts", row.part)):
             if value is not None:
                 getattr(self, name).append(value)
-        if row.index is not None and row.value is not None:
-            self.index.extend(row.index)
+        if row.columns is not None and row.value is not None:
+            self.index.extend(row.columns)
             self.value.extend(row.value)
             self.ends.append(len(self.index))
         if row.dense is not None:

@@ -16,13 +16,13 @@ class NumberNames(Sequence[str]):
     """The names "0", "1", ... of labels without names; takes no memory, whatever a header declares."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.size = count
 
     def __len__(self) -> int:
-        return self.count
+        return self.size
 
     def __getitem__(self, index: Any) -> Any:
-        found = range(self.count)[index]
+        found = range(self.size)[index]
         return [str(i) for i in found] if isinstance(found, range) else str(found)
 
     def __eq__(self, other: object) -> bool:
@@ -115,9 +115,12 @@ class LabelData:
         counts = self.row_counts()[rows]
         indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         place = np.repeat(self.indptr[rows] - indptr[:-1], counts) + np.arange(indptr[-1])
-        picked = {n: None if (v := getattr(self, n)) is None else [v[i] for i in rows] for n in ("texts", "ids", "groups")}
+        columns = (self.texts, self.ids, self.groups)
+        texts, ids, groups = (None if c is None else [c[i] for i in rows] for c in columns)
         features = None if self.features is None else self.features[rows]
-        return replace(self, features=features, indptr=indptr, indices=self.indices[place], **picked)
+        return replace(
+            self, features=features, indptr=indptr, indices=self.indices[place], texts=texts, ids=ids, groups=groups
+        )
 
     def with_labels(self, label_names: Sequence[str]) -> tuple[LabelData, int]:
         """Return the rows with labels named as given, and how many label occurrences had another name."""
@@ -132,11 +135,11 @@ class LabelData:
         indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(self)))]).astype(np.int64)
         return replace(self, indptr=indptr, indices=kept[order], label_names=label_names), int((moved < 0).sum())
 
-    def padded(self, rows: np.ndarray, extra: int = 0) -> np.ndarray:
-        """Return index lists padded with -1 for the given rows: never as wide as there are labels, plus one."""
+    def padded(self, rows: np.ndarray) -> np.ndarray:
+        """Return index lists padded with -1 for the given rows, never as wide as there are labels."""
         counts = self.row_counts()[rows]
         width = max(int(counts.max(initial=0)), 1)
-        width += width == self.n_labels + extra  # of that shape it would be a multi-hot target
+        width += width == self.n_labels  # of that shape it would be a multi-hot target
         out = np.full((len(rows), width), -1, dtype=np.int64)
         where = np.arange(width) < counts[:, None]
         start = np.repeat(self.indptr[rows], counts)

@@ -75,24 +75,26 @@ def read_parts(
     if len(table.parts) != len(data):
         raise DataError(f"{path}: split is given for {len(table.parts)} of {len(data)} rows. Give it for all or none.")
     where = np.array(table.parts)
-    return {part: data.take(np.flatnonzero(where == part)) for part in ("train", "valid", "test") if (where == part).any()}
+    return {
+        part: data.take(np.flatnonzero(where == part)) for part in ("train", "valid", "test") if (where == part).any()
+    }
 
 
 def read(path: str | Path, **options: Any) -> LabelData:
-    """Read a file or folder as one table; the arguments are those of :func:`read_parts`.
+    r"""Read a file or folder as one table; the arguments are those of :func:`read_parts`.
 
     Example:
         >>> import pathlib, tempfile
         >>> from lastlayer.data import read
         >>> file = pathlib.Path(tempfile.mkdtemp()) / "tags.tsv"
-        >>> _ = file.write_text("text\\tlabels\\nred apple\\tfruit,red\\nblue sky\\tblue\\n")
+        >>> _ = file.write_text("text\tlabels\nred apple\tfruit,red\nblue sky\tblue\n")
         >>> data = read(file)
         >>> data.label_names, data.names(0)
         (['blue', 'fruit', 'red'], ['fruit', 'red'])
     """
     parts = read_parts(path, **options)
     if len(parts) > 1:
-        raise DataError(f"{path}: holds the parts {', '.join(parts)}. Use read_parts, or name one with PATH:PART.")
+        raise DataError(f"{path}: holds the parts {', '.join(parts)}. Use read_parts.")
     return next(iter(parts.values()))
 
 
@@ -101,7 +103,7 @@ def stream(path: str | Path, size: int, **options: Any) -> Iterator[LabelData]:
     format, on_error = options.pop("format", None), options.pop("on_error", "raise")
     given = options.pop("limits", None)
     path, limits, problems = _opened(path, format, on_error, given, options)
-    kind = format or sniff(path, limits)
+    kind: Any = format or sniff(path, limits)
     if kind in ("tsv", "csv", "jsonl"):
         source, found = _text_rows(path, kind, limits, problems, options)
         shift = 0
@@ -185,7 +187,7 @@ def sniff(path: Path, limits: Limits | None = None) -> str:
     if len(tokens) == 3 and all(t.isdigit() for t in tokens):
         return "svm"
     try:
-        if parse(1, first, None, 10**8).index:
+        if parse(1, first, None, 10**8).columns:
             return "svm"
     except ValueError:
         pass

@@ -56,7 +56,9 @@ def rows(path: Path, limits: Limits, problems: Problems) -> tuple[tuple[int, int
     return header, _rows(path, chain(first, numbered), header, limits, problems)
 
 
-def _rows(path: Any, numbered: Any, header: tuple[int, int, int] | None, limits: Limits, problems: Problems) -> Iterator[Row]:
+def _rows(
+    path: Any, numbered: Any, header: tuple[int, int, int] | None, limits: Limits, problems: Problems
+) -> Iterator[Row]:
     for number, line in numbered:
         line = line.split(" #", 1)[0]
         if not line.strip() and header is None and not line:
@@ -94,4 +96,4 @@ def parse(number: int, line: str, header: tuple[int, int, int] | None, most: int
         raise ValueError(f"feature indices must be below {header[1]}")
     if len(set(index)) != len(index):
         raise ValueError("feature indices must not repeat")
-    return Row(number, index=index, value=value, labels=labels)
+    return Row(number, columns=index, value=value, labels=labels)

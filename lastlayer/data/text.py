@@ -21,7 +21,14 @@ PARTS = ("split", "part", "fold")
 GROUPS = ("group", "groups", "source")
 VECTORS = ("vector", "embedding", "features", "x")
 SEPARATORS = (",", ";", "|", " ")
-_WORDS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "dev": "valid", "test": "test"}
+_WORDS = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "dev": "valid",
+    "test": "test",
+}
 
 
 @dataclass(frozen=True)
@@ -228,7 +235,9 @@ def _json_row(number: int, line: str, options: dict[str, Any]) -> Row:
     if vector is not None:
         vector = numbers_of(vector)
     labels, separator = find("label_column", LABELS), options.get("label_separator") or ","
-    found = split_labels(labels, separator) if isinstance(labels, str) else None if labels is None else label_list(labels)
+    found = (
+        split_labels(labels, separator) if isinstance(labels, str) else None if labels is None else label_list(labels)
+    )
     row_id, group = find("id_column", IDS), find("group_column", GROUPS)
     return Row(
         number,

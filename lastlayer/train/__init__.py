@@ -19,10 +19,10 @@ _PLACES = {
     "RunError": "run_folder",
     "RunFolder": "run_folder",
     "SafeCheckpointIO": "checkpoint",
-    "evaluate": "evaluate",
+    "evaluate": "measure",
     "train": "engine",
 }
-__all__ = sorted(_PLACES)  # noqa: PLE0605
+__all__ = sorted(_PLACES)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import numbers
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -78,7 +77,9 @@ class Config:
     monitor: str = field(default="auto", metadata={"help": "metric that chooses the best epoch, e.g. recall@5"})
     patience: int = field(default=0, metadata={"help": "stop after so many epochs without a better one; 0: never"})
     at: tuple[int, ...] = field(default=(1, 3, 5), metadata={"help": "k of precision, recall and nDCG"})
-    valid_fraction: float = field(default=0.1, metadata={"help": "of the training rows, if no validation part is given"})
+    valid_fraction: float = field(
+        default=0.1, metadata={"help": "of the training rows, if no validation part is given"}
+    )
     test_fraction: float = field(default=0.2, metadata={"help": "of the rows, if no test part is given"})
     keep: float = field(default=1.0, metadata={"help": "keep each training label with this probability (experiments)"})
     single_positive: bool = field(default=False, metadata={"help": "keep one training label a row (experiments)"})
@@ -171,11 +172,13 @@ def _number(name: str, value: Any, kind: type) -> Any:
             value = float(value)
         except ValueError:
             raise ConfigError(f"`{name}` must be a number, got {value!r}.") from None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"`{name}` must be a number, got {value!r}.")
     low, high = _BOUNDS[name]
     if not low <= value <= high or (kind is int and value != int(value)):
-        raise ConfigError(f"`{name}` must be a {'whole ' if kind is int else ''}number from {low} to {high}, got {value}.")
+        raise ConfigError(
+            f"`{name}` must be a {'whole ' if kind is int else ''}number from {low} to {high}, got {value}."
+        )
     return kind(value)
 
 
@@ -189,7 +192,7 @@ def _switch(name: str, value: Any) -> bool:
 
 def _list(name: str, value: Any) -> tuple[Any, ...]:
     kind = _LISTS[name]
-    items = [v for v in value.replace(",", " ").split()] if isinstance(value, str) else value
+    items = value.replace(",", " ").split() if isinstance(value, str) else value
     if isinstance(items, int) and not isinstance(items, bool):
         items = [items]
     if not isinstance(items, list | tuple):

@@ -20,13 +20,14 @@ and renamed, so that a reader finds a whole file or the previous one. Format 1:
 ``weights.safetensors``
     The weights of the best epoch, named as in :class:`~lastlayer.train.LabelSetNetwork`.
 ``history.csv``
-    One line an epoch: ``epoch, step, lr, train_loss, valid_loss, <valid metrics>, seconds``. A cell is empty where there
-    is no such number.
+    One line an epoch: ``epoch, step, lr, train_loss, valid_loss, <valid metrics>, seconds``. A cell is empty where
+    there is no such number.
 ``metrics.json``
     ``{"format": 1, "part": "test" or "valid", "rows", "metrics": {name: {"value", "low", "high"}}, "best_epoch",
     "epochs", "notes": [...], "labels": {"support": [...], "precision": [...], "recall": [...], "threshold": [...],
     "average_precision": [...]}}``. Values are fractions; low and high a 95 % bootstrap interval over rows. Names:
-    ``precision@1``, ``recall@5``, ``ndcg@5``, ``map`` (mean over classes), ``map_sample``, ``ece``. A number that does
+    ``precision@1``, ``recall@5``, ``ndcg@5``, ``map`` (mean over classes), ``map_sample``, ``ece`` (all
+    pairs), ``ece@5`` (the five best of each row). A number that does
     not exist is null. ``labels`` has one entry a class.
 ``predictions.safetensors``
     The held-out rows: ``row`` (n,) int64, their position in the held-out part; ``target_indptr`` (n+1,) and

@@ -1,0 +1,204 @@
+"""Predictions for held-out rows, and the numbers made of them, with intervals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lastlayer.data import LabelData
+from lastlayer.train.module import LabelSetModule, rows_to_input, top_metrics
+
+DENSE = 8_000_000  # entries of a matrix of probabilities that is kept whole
+TOP = 50
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The labels of rows, best first, and the true ones."""
+
+    top_index: Tensor  # (n, m)
+    top_probability: Tensor  # (n, m)
+    k: Tensor  # (n,)
+    probability: Tensor | None  # (n, n_labels), if it is small enough
+    labels: LabelData
+
+    @property
+    def target(self) -> Tensor:
+        """The true labels as index lists padded with -1."""
+        return torch.from_numpy(self.labels.padded(np.arange(len(self.labels))))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what ``predictions.safetensors`` holds."""
+        out = {
+            "row": torch.arange(len(self.labels)),
+            "target_indptr": torch.from_numpy(np.ascontiguousarray(self.labels.indptr)),
+            "target_index": torch.from_numpy(np.ascontiguousarray(self.labels.indices)),
+            "top_index": self.top_index,
+            "top_probability": self.top_probability,
+            "k": self.k,
+        }
+        return out if self.probability is None else {**out, "probability": self.probability}
+
+
+def predict(module: LabelSetModule, x: Any, labels: LabelData, *, batch_size: int = 512) -> Predictions:
+    """Compute probabilities for rows of features."""
+    n, device = len(labels), next(module.parameters()).device
+    n_labels = module.network.n_labels
+    keep = n * n_labels <= DENSE
+    most = min(TOP, n_labels)
+    module.eval()
+    index, value, counts, whole = [], [], [], []
+    with torch.inference_mode():
+        for at in range(0, n, batch_size):
+            rows: Any = rows_to_input(x, np.arange(at, min(at + batch_size, n)))
+            rows = tuple(part.to(device) for part in rows) if isinstance(rows, tuple) else rows.to(device)
+            y, k = module.probabilities(rows)
+            best = y.topk(most, -1)
+            index.append(best.indices.cpu())
+            value.append(best.values.float().cpu())
+            counts.append(k.float().cpu())
+            if keep:
+                whole.append(y.float().cpu())
+
+    def joined(parts: list[Tensor], *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.cat(parts).clone() if parts else torch.zeros(shape, dtype=dtype)
+
+    return Predictions(
+        joined(index, 0, most, dtype=torch.int64),
+        joined(value, 0, most),
+        joined(counts, 0),
+        joined(whole, 0, n_labels) if keep else None,
+        labels,
+    )
+
+
+def measure(found: Predictions, at: tuple[int, ...], *, resamples: int = 200, seed: int = 0) -> dict[str, Any]:
+    """Return the metrics of predictions, each with a 95 % bootstrap interval over rows."""
+    from lastlayer.metrics.average_precision import mean_average_precision
+    from lastlayer.metrics.calibration import label_calibration_error
+
+    target, n = found.target, len(found.labels)
+    usable = tuple(a for a in at if a <= found.top_index.shape[1]) or (1,)
+    weights = _weights(n, resamples, seed)
+    metrics: dict[str, dict[str, float]] = {}
+    for name, values in top_metrics(found.top_index, target, usable).items():
+        seen = values.isfinite()
+        metrics[name] = _interval(
+            values[seen].mean(), (weights * values.nan_to_num()).sum(-1) / (weights * seen).sum(-1)
+        )
+    last = usable[-1]
+    hit = (found.top_index[:, :last, None] == target[:, None, :]).any(-1)
+    top = found.top_probability[:, :last].double()
+    metrics[f"ece@{last}"] = _interval(_ece(top, hit, weights[:1] * 0 + 1)[0], _ece(top, hit, weights))
+    labels: dict[str, Any] = {}
+    if found.probability is not None and n:
+        y = found.probability
+        hot = torch.zeros_like(y, dtype=torch.bool)
+        hot[torch.arange(n)[:, None].expand_as(target)[target >= 0], target[target >= 0]] = True
+        metrics["ece"] = _interval(label_calibration_error(y.double(), hot.long()), torch.empty(0))
+        each = mean_average_precision(y, hot.long(), average="none")
+        metrics["map"] = _interval(each.double().nanmean(), _weighted_map(y, hot, weights))
+        by_row = mean_average_precision(y, hot.long(), per="sample", average="none").double()
+        seen = by_row.isfinite()
+        drawn = (weights * by_row.nan_to_num()).sum(-1) / (weights * seen).sum(-1)
+        metrics["map_sample"] = _interval(by_row.nanmean(), drawn)
+        labels = _per_label(y, hot, each)
+    return {"rows": n, "metrics": metrics, "labels": labels}
+
+
+def _weights(n: int, resamples: int, seed: int) -> Tensor:
+    """Return how often each row is drawn in each resample, ``(resamples, n)``."""
+    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / max(n, 1)), size=max(resamples, 1))
+    return torch.from_numpy(drawn).double() if n else torch.zeros(max(resamples, 1), 0, dtype=torch.float64)
+
+
+def _interval(value: Any, draws: Tensor) -> dict[str, float]:
+    draws = draws[draws.isfinite()]
+    out = {"value": float(value), "low": float("nan"), "high": float("nan")}
+    if len(draws) > 1:
+        low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=draws.dtype))
+        out.update(low=float(low), high=float(high))
+    return out
+
+
+def _ece(confidence: Tensor, hit: Tensor, weights: Tensor, n_bins: int = 10) -> Tensor:
+    """The calibration error of the given pairs for each row of weights."""
+    place = (confidence * n_bins).long().clamp(0, n_bins - 1)
+    shape = (len(confidence), n_bins)
+    sums = [
+        torch.zeros(shape, dtype=torch.float64).scatter_add_(1, place, part)
+        for part in (confidence, hit.double(), torch.ones_like(confidence))
+    ]
+    sure, right, pairs = (weights @ s for s in sums)
+    return (sure - right).abs().sum(-1) / pairs.sum(-1).clamp(min=1)
+
+
+def _weighted_map(y: Tensor, hot: Tensor, weights: Tensor) -> Tensor:
+    """The mean average precision over classes for each row of weights."""
+    work = max(int(4e8 // max(y.numel(), 1)), 0)
+    weights = weights[: max(min(len(weights), work), 0)].float()
+    if len(weights) < 20:  # too large to draw again
+        return torch.empty(0)
+    total, classes = torch.zeros(len(weights)), torch.zeros(len(weights))
+    for c in hot.any(0).nonzero().squeeze(-1).tolist():
+        order = y[:, c].argsort(descending=True, stable=True)
+        w = weights[:, order]
+        right = w * hot[order, c]
+        gained = right.cumsum(-1) * right / w.cumsum(-1).clamp(min=1)
+        positives = right.sum(-1)
+        total += torch.where(positives > 0, gained.sum(-1) / positives.clamp(min=1), 0)
+        classes += positives > 0
+    return (total / classes.clamp(min=1)).double()
+
+
+def _per_label(y: Tensor, hot: Tensor, each: Tensor) -> dict[str, Any]:
+    """Precision and recall of each label at 0.5, and the threshold that makes its F1 largest on these rows."""
+    said = y >= 0.5
+    right, support = (said & hot).sum(0).double(), hot.sum(0)
+    order = y.argsort(0, descending=True)
+    gained = hot.gather(0, order).cumsum(0).double()
+    f1 = 2 * gained / (torch.arange(1, len(y) + 1)[:, None] + support)
+    best = f1.argmax(0)
+    threshold = y.gather(0, order).gather(0, best[None])[0]
+    return {
+        "support": support.tolist(),
+        "precision": (right / said.sum(0)).tolist(),  # nan, null in JSON, where it is never predicted
+        "recall": (right / support).tolist(),
+        "threshold": torch.where(support > 0, threshold, torch.nan).tolist(),
+        "average_precision": each.tolist(),
+    }
+
+
+def notes(incomplete: bool) -> list[str]:
+    """What to bear in mind when reading the numbers."""
+    if not incomplete:
+        return []
+    return [
+        "The labels are incomplete: precision, average precision and calibration count right predictions that nobody "
+        "labelled as wrong, so they are lower bounds; recall is not affected by labels that are missing at random."
+    ]
+
+
+def evaluate(run: Any, data: LabelData, *, resamples: int = 200) -> dict[str, Any]:
+    """Measure a finished run on other rows.
+
+    Args:
+        run: A folder, or a :class:`~lastlayer.train.RunFolder`.
+        data: Rows with labels; labels that the run does not know are dropped and counted in the result.
+        resamples: Of the bootstrap.
+
+    Returns:
+        ``{"rows", "metrics", "labels", "unknown_labels", "notes"}``.
+    """
+    from lastlayer.train.engine import load
+
+    model = load(run)
+    known, unknown = data.with_labels(model.labels)
+    found = predict(model.module, model.features(known), known)
+    at = model.module.resolved.at
+    out = measure(found, at, resamples=resamples, seed=model.config.seed)
+    return {**out, "unknown_labels": unknown, "notes": notes(model.config.labels == "incomplete")}

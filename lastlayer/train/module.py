@@ -1,0 +1,329 @@
+"""The Lightning parts: rows to batches, and the training step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lastlayer.data import LabelData
+from lastlayer.train.config import Config, ConfigError, loss_function
+from lastlayer.train.network import Input, LabelSetNetwork
+
+# Losses whose sigmoid estimates each label by itself; the others only order the labels of a row.
+_SIGMOID = {
+    "binary", "asymmetric", "assume_negative", "expected_positive", "hill", "splc", "entropy_max", "large",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What "auto" became for given training labels."""
+
+    k: float | None  # None: predicted a row
+    mean_count: float
+    observed: float
+    loss: str
+    probability: str
+    monitor: str
+    at: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: Config, data: LabelData) -> Resolved:
+        """Choose from the label counts.
+
+        With complete labels k is the mean number of labels a row. With incomplete ones that is too low: k is the 90th
+        percentile of the counts, and the observed share the mean count divided by k.
+        """
+        counts, n = data.row_counts(), data.n_labels
+        mean = float(counts.mean()) if len(counts) else 0.0
+        incomplete = config.labels == "incomplete"
+        guess = float(np.quantile(counts, 0.9)) if incomplete and len(counts) else mean
+        guess = min(max(guess, mean, 0.5), 0.5 * n if n > 1 else 0.5)
+        k = guess if config.k in ("auto", "predicted") else float(config.k)
+        if k > n:
+            raise ConfigError(f"`k` must be at most the number of labels, {n}, got {config.k}.")
+        share = min(mean / k, 0.99) if incomplete else 0.0
+        observed = share if config.observed == "auto" else float(config.observed)
+        probability = config.probability
+        if probability == "auto":
+            probability = "sigmoid" if config.loss in _SIGMOID else "lml"
+        at = tuple(a for a in config.at if a <= n) or (1,)
+        monitor = config.monitor
+        if monitor == "auto":
+            monitor = f"{'recall' if incomplete else 'ndcg'}@{at[-1]}"
+        allowed = [f"{m}@{a}" for m in ("precision", "recall", "ndcg") for a in at]
+        if monitor not in [*allowed, "valid_loss"]:
+            raise ConfigError(f"`monitor` must be one of {', '.join(allowed)}, valid_loss, got {monitor!r}.")
+        fixed = None if config.k == "predicted" else k
+        return cls(
+            fixed, min(max(mean / (observed or 1), 0.01), 0.99 * n), observed, config.loss, probability, monitor, at
+        )
+
+
+class Rows(Dataset):
+    """Rows as batches: asked for a list of row numbers, it gives the whole batch at once."""
+
+    def __init__(self, x: Any, labels: LabelData) -> None:
+        self.x, self.labels = x, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: Any) -> dict[str, Any]:
+        rows = np.asarray(rows, dtype=np.int64)
+        return {"input": rows_to_input(self.x, rows), "target": torch.from_numpy(self.labels.padded(rows))}
+
+
+def rows_to_input(x: Any, rows: np.ndarray) -> Input:
+    """Return rows of a dense array or CSR matrix as the network takes them."""
+    if isinstance(x, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(x[rows], dtype=np.float32))
+    start, stop = x.indptr[rows].astype(np.int64), x.indptr[rows + 1].astype(np.int64)
+    counts = stop - start
+    offsets = np.cumsum(counts) - counts
+    place = np.repeat(start - offsets, counts) + np.arange(counts.sum())
+    index = torch.from_numpy(x.indices[place].astype(np.int64))
+    value = torch.from_numpy(x.data[place].astype(np.float32))
+    return index, torch.from_numpy(offsets), value
+
+
+class EpochBatches(Sampler[list[int]]):
+    """Lists of row numbers; their order depends on the seed and the epoch alone, so that a resumed run repeats it."""
+
+    def __init__(self, n: int, size: int, *, seed: int | None, rank: int = 0, world: int = 1) -> None:
+        self.n, self.size, self.seed, self.rank, self.world, self.epoch = n, size, seed, rank, world, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lightning calls this at the start of each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return max(math.ceil(self.n / (self.size * self.world)), 1) if self.n else 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.arange(self.n)
+        if self.seed is not None:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(self.n)
+        step = self.size * self.world
+        for at in range(0, self.n, step):
+            part = order[at : at + step]
+            mine = part[self.rank :: self.world]
+            yield (mine if len(mine) else part[:1]).tolist()  # each rank takes part in each step
+
+
+def _whole(batch: Any) -> Any:
+    """Batches come whole from `Rows`."""
+    return batch
+
+
+class LabelSetData(pl.LightningDataModule):
+    """Training and validation rows for a Lightning Trainer.
+
+    Args:
+        x: Training features, dense or CSR, float32.
+        labels: The training label lists.
+        valid_x: Validation features, or None.
+        valid_labels: The validation label lists, or None.
+        batch_size: Rows a step on each device.
+        seed: Of the order of rows.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        labels: LabelData,
+        valid_x: Any = None,
+        valid_labels: LabelData | None = None,
+        *,
+        batch_size: int = 128,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.train_rows = Rows(x, labels)
+        self.valid_rows = None if valid_labels is None else Rows(valid_x, valid_labels)
+        self.batch_size, self.seed = batch_size, seed
+
+    def train_dataloader(self) -> DataLoader:
+        """Return batches in an order that depends on seed and epoch."""
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        batches = EpochBatches(len(self.train_rows), self.batch_size, seed=self.seed, rank=rank, world=world)
+        return DataLoader(self.train_rows, sampler=batches, batch_size=None, collate_fn=_whole)
+
+    def val_dataloader(self) -> Any:
+        """Return the validation rows in order; every rank sees all, so that metrics are exact."""
+        if self.valid_rows is None:
+            return []
+        batches = EpochBatches(len(self.valid_rows), max(self.batch_size, 256), seed=None)
+        return DataLoader(self.valid_rows, sampler=batches, batch_size=None, collate_fn=_whole)
+
+
+class LabelSetModule(pl.LightningModule):
+    """A network with its loss and optimiser.
+
+    Args:
+        network: Rows to logits.
+        config: The choices of the run.
+        resolved: What "auto" became.
+        total_steps: The steps of the whole run, for the schedule.
+    """
+
+    def __init__(self, network: LabelSetNetwork, config: Config, resolved: Resolved, *, total_steps: int) -> None:
+        super().__init__()
+        self.network, self.config, self.resolved, self.total_steps = network, config, resolved, max(total_steps, 1)
+        self.function = loss_function(resolved.loss)
+        self.options = dict(config.loss_options)
+        parameters = inspect.signature(self.function).parameters
+        self.takes_k = "k" in parameters and parameters["k"].default is parameters["k"].empty
+        if "observed" in parameters:
+            self.options["observed"] = resolved.observed
+        self.k: Any = resolved.k
+        if self.takes_k and str(parameters["k"].annotation) in ("int", "<class 'int'>"):
+            if resolved.k is None:
+                raise ConfigError(f"`k` must be a number for the loss {resolved.loss}, which takes whole numbers.")
+            self.k = max(round(resolved.k), 1)
+        self.optimizer_state: dict[str, Any] | None = None
+        self._sums: dict[str, float] = {}
+        self._train_sum: Tensor | None = None
+        self._train_steps = 0
+
+    def start_at_frequencies(self, labels: LabelData) -> None:
+        """Set the output biases to the log-odds of the labels, and that of the count to the mean."""
+        n, counts = len(labels), torch.from_numpy(labels.label_counts()).float()
+        bias = ((counts + 0.5) / (n - counts + 0.5)).log()
+        if self.network.count_head:
+            share = torch.tensor([self.resolved.mean_count / self.network.n_labels])
+            bias = torch.cat([bias, share.logit()])
+        with torch.no_grad():
+            self.network.output_bias().copy_(bias)
+
+    def loss(self, rows: Input, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of a batch and its logits."""
+        logits, count = self.network(rows)
+        logits = logits.float()
+        if not self.takes_k:
+            value = self.function(logits, target, **self.options)
+        else:
+            value = self.function(logits, target, self.k if count is None else count, **self.options)
+        if count is not None:  # a Poisson likelihood ties k to the number of labels; alone, the loss would raise it
+            seen = (target >= 0).sum(-1) / (self.resolved.observed or 1.0)
+            value = value + self.config.count_weight * nn.functional.poisson_nll_loss(count, seen, log_input=False)
+        return value, logits
+
+    def probabilities(self, rows: Input) -> tuple[Tensor, Tensor]:
+        """Return probabilities and the expected number of labels a row."""
+        from lastlayer.project.lml import lml
+
+        logits, count = self.network(rows)
+        logits = logits.float()
+        if self.resolved.probability == "sigmoid":
+            y = logits.sigmoid()
+            return y, y.sum(-1) if count is None else count
+        k = torch.full_like(logits[:, 0], float(self.resolved.k or 0)) if count is None else count
+        return lml(logits, k, impl="torch" if torch.compiler.is_compiling() else "auto"), k
+
+    def on_train_epoch_start(self) -> None:
+        """Seed dropout by the epoch, so that a resumed run repeats it."""
+        self._train_sum, self._train_steps = None, 0
+        torch.manual_seed(self.config.seed * 1_000_003 + self.current_epoch)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        value, _ = self.loss(batch["input"], batch["target"])
+        kept = value.detach()
+        self._train_sum = kept if self._train_sum is None else self._train_sum + kept
+        self._train_steps += 1
+        return value
+
+    def train_loss(self) -> float:
+        """The mean loss of this epoch so far."""
+        return float(self._train_sum) / max(self._train_steps, 1) if self._train_sum is not None else math.nan
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the sums of the last epoch."""
+        self._sums = {"rows": 0.0, "labelled": 0.0, "valid_loss": 0.0}
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Add a batch to the sums of the metrics."""
+        value, logits = self.loss(batch["input"], batch["target"])
+        target = batch["target"]
+        self._sums["rows"] += len(target)
+        self._sums["valid_loss"] += float(value) * len(target)
+        found = row_metrics(logits, target, self.resolved.at)
+        self._sums["labelled"] += float((target >= 0).any(-1).sum())
+        for name, per_row in found.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(per_row.nansum())
+
+    def validation_metrics(self) -> dict[str, float]:
+        """The metrics of the validation rows: means over rows that have a label."""
+        sums = dict(self._sums)
+        rows, labelled = sums.pop("rows"), sums.pop("labelled")
+        loss = sums.pop("valid_loss") / max(rows, 1)
+        return {"valid_loss": loss, **{name: value / max(labelled, 1) for name, value in sums.items()}}
+
+    def on_validation_epoch_end(self) -> None:
+        """Hand the metrics to callbacks and loggers."""
+        if not self.trainer.sanity_checking:
+            self.log_dict(self.validation_metrics(), prog_bar=True, logger=True)
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimiser with warm-up and cosine decay a step; biases are not decayed."""
+        config = self.config
+        matrices = [p for p in self.network.parameters() if p.ndim > 1]
+        vectors = [p for p in self.network.parameters() if p.ndim <= 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer: torch.optim.Optimizer
+        if config.optimizer == "adamw":
+            fused = all(p.device.type in ("cpu", "cuda") for p in matrices) and config.precision == "32"
+            optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+        else:
+            optimizer = torch.optim.SGD(
+                groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum
+            )
+        if self.optimizer_state is not None:
+            optimizer.load_state_dict(self.optimizer_state)
+        warm = max(int(config.warmup * self.total_steps), 1)
+
+        def factor(step: int) -> float:
+            rise = min((step + 1) / warm, 1.0)
+            if config.schedule == "constant":
+                return rise
+            return rise * 0.5 * (1 + math.cos(math.pi * min(step / self.total_steps, 1.0)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def row_metrics(scores: Tensor, target: Tensor, at: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return precision, recall and nDCG at each k for each row; nan for a row without labels.
+
+    `target` holds index lists. The means over rows are those of :mod:`lastlayer.metrics`.
+    """
+    most = min(max(at), scores.shape[-1])
+    top = scores.topk(most, -1).indices
+    return top_metrics(top, target, at)
+
+
+def top_metrics(top: Tensor, target: Tensor, at: tuple[int, ...]) -> dict[str, Tensor]:
+    """As :func:`row_metrics`, from the best classes of each row, best first."""
+    hit = (top.unsqueeze(-1) == target.unsqueeze(-2)).any(-1).double()
+    count = (target >= 0).sum(-1).double()
+    none = torch.where(count > 0, 0.0, torch.nan)
+    discount = 1 / torch.arange(2, max(at) + 2, device=top.device, dtype=torch.float64).log2()
+    ideal = discount.cumsum(0)
+    out = {}
+    for k in at:
+        right = hit[:, :k].sum(-1)
+        out[f"precision@{k}"] = right / k + none
+        out[f"recall@{k}"] = right / count.clamp(min=1) + none
+        best = ideal[(count.clamp(1, k) - 1).long()]
+        out[f"ndcg@{k}"] = (hit[:, :k] * discount[: min(k, hit.shape[1])]).sum(-1) / best + none
+    return out

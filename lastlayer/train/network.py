@@ -1,0 +1,94 @@
+"""The networks of the trainer: linear or multi-layer, on dense rows or on sparse ones through an embedding bag."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+Input = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+class LabelSetNetwork(nn.Module):
+    """Map rows to logits, and to an expected number of labels if there is a count head.
+
+    Args:
+        n_features: The width of the input.
+        n_labels: The number of labels.
+        hidden: The widths of hidden layers; none is a linear model.
+        dropout: The dropout after each hidden layer.
+        sparse: Whether the input is sparse: ``(index, offsets, value)`` as in :class:`torch.nn.EmbeddingBag`.
+        count_head: Whether to predict the number of labels a row.
+
+    Example:
+        >>> from lastlayer.train import LabelSetNetwork
+        >>> logits, count = LabelSetNetwork(8, 3, hidden=(4,))(torch.zeros(2, 8))
+        >>> logits.shape, count
+        (torch.Size([2, 3]), None)
+    """
+
+    def __init__(
+        self,
+        n_features: int,
+        n_labels: int,
+        *,
+        hidden: Sequence[int] = (),
+        dropout: float = 0.0,
+        sparse: bool = False,
+        count_head: bool = False,
+    ) -> None:
+        super().__init__()
+        self.n_features, self.n_labels = n_features, n_labels
+        self.sparse, self.count_head = sparse, count_head
+        widths = [*hidden, n_labels + count_head]
+        self.first: nn.Module
+        if sparse:
+            self.first = nn.EmbeddingBag(n_features, widths[0], mode="sum")
+        else:
+            self.first = nn.Linear(n_features, widths[0], bias=False)
+        self.bias = nn.Parameter(torch.zeros(widths[0]))
+        self.dropout = nn.Dropout(dropout)
+        self.rest = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self._start(linear=not hidden)
+
+    @staticmethod
+    def count_parameters(n_features: int, n_labels: int, hidden: Sequence[int]) -> int:
+        """The number of weights that such a network has, before it is made."""
+        widths = [n_features, *hidden, n_labels]
+        return sum(a * b + b for a, b in pairwise(widths))
+
+    def _start(self, linear: bool) -> None:
+        """A linear model starts at 0; a deeper one breaks symmetry at the scale of rows of unit length."""
+        weight = self.first.weight
+        assert isinstance(weight, Tensor)
+        if linear:
+            nn.init.zeros_(weight)
+        else:
+            nn.init.normal_(weight, std=0.3 if self.sparse else 1 / math.sqrt(self.n_features))
+
+    def output_bias(self) -> nn.Parameter:
+        """The biases of the outputs: one a label, then that of the count."""
+        last = self.rest[-1].bias if len(self.rest) else self.bias
+        assert isinstance(last, nn.Parameter)
+        return last
+
+    def forward(self, rows: Input) -> tuple[Tensor, Tensor | None]:
+        """Return logits ``(rows, n_labels)`` and expected counts ``(rows,)`` or None."""
+        if isinstance(rows, tuple):
+            index, offsets, value = rows
+            assert isinstance(self.first, nn.EmbeddingBag)
+            x = self.first(index, offsets, per_sample_weights=value.to(self.first.weight.dtype))
+        elif isinstance(self.first, nn.EmbeddingBag):
+            x = rows @ self.first.weight
+        else:
+            x = self.first(rows)
+        x = x + self.bias
+        for layer in self.rest:
+            x = layer(self.dropout(x.relu()))
+        if not self.count_head:
+            return x, None
+        # Strictly between 0 and n_labels, so that the projection always has a solution.
+        return x[:, :-1], self.n_labels * x[:, -1].float().sigmoid()
