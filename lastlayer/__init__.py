@@ -76,6 +76,8 @@ from lastlayer.metrics.bootstrap import bootstrap as bootstrap
 from lastlayer.metrics.calibration import fit_temperature as fit_temperature
 from lastlayer.metrics.calibration import label_calibration_error as label_calibration_error
 from lastlayer.metrics.calibration import reliability_bins as reliability_bins
+from lastlayer.metrics.errors import LabelSetErrors as LabelSetErrors
+from lastlayer.metrics.errors import label_set_errors as label_set_errors
 from lastlayer.metrics.graph import graph_mean_recall_at_k as graph_mean_recall_at_k
 from lastlayer.metrics.graph import graph_recall_at_k as graph_recall_at_k
 from lastlayer.metrics.graph import graph_zero_shot_recall_at_k as graph_zero_shot_recall_at_k

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check, shard
+from lastlayer._cuts import best_cuts
 from lastlayer._module import FunctionModule
 from lastlayer.decode.top_k import Decoded, choose, ordered, usable, whole
 from lastlayer.shard import ClassShard
@@ -132,39 +133,8 @@ def tune_thresholds(
     parts = [t.reshape(-1, 1) if per == "all" else t.reshape(-1, t.shape[-1]) for t in (scores, hit & known, known)]
     x, hit, known = (t.movedim(0, -1) for t in parts)
     x = torch.where(known, x, -torch.inf).to(_check.work_dtype(x))
-    found = _tuned(x, hit, known, objective, wanted - 1e-9)  # 0.55 of 20 is 11, which 0.55 * 20 exceeds
+    found = best_cuts(x, hit, known, objective, wanted - 1e-9)  # 0.55 of 20 is 11, which 0.55 * 20 exceeds
     return found.squeeze(0) if per == "all" else found
-
-
-def _tuned(x: Tensor, hit: Tensor, known: Tensor, objective: str, wanted: float) -> Tensor:
-    """Choose among all cuts of each row of ``(classes, rows)``; position 0 takes nothing, position i the first i."""
-    if x.shape[-1] == 0:
-        return x.new_full(x.shape[:1], torch.inf)
-    # Unknown entries go last, also after known scores of -inf.
-    order = x.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, known.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True))
-    x, hit, known = x.gather(-1, order), hit.gather(-1, order), known.gather(-1, order)
-    right = torch.nn.functional.pad(hit.double().cumsum(-1), (1, 0))
-    taken = torch.nn.functional.pad(known.double().cumsum(-1), (1, 0))
-    total = right[:, -1:]
-    lower = torch.cat([x, torch.full_like(x[:, :1], -torch.inf)], -1)  # the first score that is not taken
-    upper = torch.cat([torch.full_like(x[:, :1], torch.inf), x], -1)
-    inside = torch.nn.functional.pad(known, (1, 0), value=True)
-    last = taken == taken[:, -1:]
-    lower = torch.where(last, torch.nextafter(upper, torch.full_like(upper, -torch.inf)), lower)
-    level = lower + (upper - lower) / 2
-    level = torch.where((level >= lower) & (level < upper), level, lower)
-    level = torch.where(taken == 0, torch.where(last, torch.inf, lower), level)
-    if objective == "f1":
-        merit = 2 * right / (taken + total).clamp(min=1)
-    elif objective == "precision":  # the longest list that is good enough; nothing taken is the last resort
-        merit = torch.where((right >= wanted * taken) & (taken > 0), taken, 0)
-    else:  # the shortest list that finds enough
-        merit = torch.where(right >= wanted * total, -taken, -torch.inf)
-    merit = torch.where(inside & (upper > lower) & (total > 0), merit, -torch.inf)
-    merit = torch.where(total > 0, merit, -taken)
-    best = merit.argmax(-1, keepdim=True)  # the first, so the highest threshold
-    return level.gather(-1, best).squeeze(-1)
 
 
 class DecodeThreshold(FunctionModule):
