@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer.shard import ClassShard
@@ -178,6 +179,8 @@ class Labels:
         else:
             assert self.index is not None
             found, place = self.index >= 0, self.index.clamp(min=0)
+            if self.n_classes == 0:  # an empty shard; what it gathers is no label, and keeps the graph of all ranks
+                values = tuple(F.pad(v, (0, 1)) if v.shape[-1] == 0 else v for v in values)
             whole = [v.shape[-1] != 1 or self.n_classes == 1 for v in values]
             picked = [
                 torch.where(found, v.gather(-1, place), 0) if w else v for v, w in zip(values, whole, strict=True)
@@ -193,7 +196,7 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None)
     batch, n = scores.shape[:-1], scores.shape[-1]
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: `target` must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
-    if value.shape == scores.shape:
+    if value.shape == scores.shape and not (shard is not None and _lists(value)):
         return Labels(None, value, n)
     one_a_row = value.shape == batch
     if not one_a_row and value.shape[:-1] != batch:
@@ -211,6 +214,16 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None)
         index = index - shard.start
         index = torch.where((index >= 0) & (index < n), index, -1)
     return Labels(_distinct(index), None, n)
+
+
+def _lists(value: Tensor) -> bool:
+    """Whether a target as wide as this rank's slice holds index lists: the only check that reads values.
+
+    Other ranks hold slices of other widths and see lists, so the shape cannot decide. Rare, and never while tracing.
+    """
+    if value.dtype not in (torch.int32, torch.int64) or torch.compiler.is_compiling() or value.is_meta:
+        return False
+    return bool((value > 1).any())
 
 
 def _distinct(index: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -153,20 +155,200 @@ def check_second_derivative() -> None:
         close(grads[1], split.cut(grads[0]))
 
 
+def targets(rows: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The three forms; the second row has no label, the third a label on the first shard alone."""
+    torch.manual_seed(3)
+    dense = (torch.rand(rows, n) < 0.2).double()
+    dense[1] = 0
+    dense[2] = torch.arange(n) == 0
+    index = torch.where(dense > 0, torch.arange(n), -1).sort(-1, descending=True).values[:, : int(dense.sum(-1).max())]
+    unknown = torch.where(torch.rand(rows, n) < 0.1, -1.0, dense)
+    return index, unknown, torch.randint(n, (rows,))
+
+
+def compare_loss(function: Callable[..., Tensor], split: Split, x: Tensor, *arguments: Any, **options: Any) -> None:
+    """Values and gradients of a loss that every rank returns."""
+    for target in targets(*x.shape):
+        for reduction in ("mean", "none"):
+            found = []
+            for shard in (None, split.shard):
+                leaf = (x if shard is None else split.cut(x)).clone().requires_grad_()
+                dense = target.shape == x.shape
+                labels = split.cut(target) if dense and shard is not None else target
+                loss = function(leaf, labels, *arguments, shard=shard, reduction=reduction, **options)
+                (loss * torch.linspace(1, 2, loss.numel(), dtype=x.dtype).view(loss.shape)).sum().backward()
+                found.append((loss.detach(), leaf.grad))
+            close(found[1][0], found[0][0], f"loss, {reduction}, target {tuple(target.shape)}")
+            close(found[1][1], split.cut(found[0][1]), f"gradient, {reduction}, target {tuple(target.shape)}")
+
+
+def check_losses() -> None:
+    x = rows()[[0, 1, 2, 3, 4, 8]]
+    for split in splits():
+        compare_loss(ll.lml_loss, split, x, 3)
+        compare_loss(ll.lml_loss, split, x, 2.5, observed=0.3, temperature=2.0)
+        compare_loss(ll.binary_loss, split, x, label_smoothing=0.1)
+        compare_loss(ll.multihot_softmax_loss, split, x, label_smoothing=0.1)
+        compare_loss(ll.asymmetric_loss, split, x)
+        for per in ("sample", "class", "both"):
+            if per != "class":
+                compare_loss(ll.two_way_loss, split, x, per=per)
+
+
+def check_linear() -> None:
+    torch.manual_seed(4)
+    for dtype in (torch.float64, torch.float32):
+        for n, cases in ((N, (1, 3.5, 16, "rows")), (2500, (1500, 2499, 3))):
+            features, weight = torch.randn(6, 5, dtype=dtype), torch.randn(n, 5, dtype=dtype)
+            bias = torch.where(torch.arange(n) % 6 == 0, 100.0, 0.0).to(dtype)
+            index = targets(6, n)[0]
+            for split in splits(n)[::2] if n > N else splits(n):
+                for k in cases:
+                    cardinality = torch.tensor([1, 2, 3, 4, 2.5, 0.5], dtype=dtype) if k == "rows" else k
+                    compare_linear(split, features, weight, bias, index, cardinality)
+
+
+def compare_linear(split: Split, features: Tensor, weight: Tensor, bias: Tensor, index: Tensor, k: Any) -> None:
+    found = []
+    part = slice(split.shard.start, split.shard.stop)
+    for shard in (None, split.shard):
+        mine = slice(None) if shard is None else part
+        leaves = [t.clone().requires_grad_() for t in (features, weight[mine], bias[mine])]
+        if isinstance(k, Tensor):
+            leaves.append(k.clone().requires_grad_())
+        size = leaves[3] if isinstance(k, Tensor) else k
+        loss = ll.linear_lml_loss(leaves[0], leaves[1], index, size, bias=leaves[2], shard=shard)
+        loss.backward()
+        found.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for i, (actual, expected) in enumerate(zip(found[1], found[0], strict=True)):
+        close(actual, expected[part] if i in (1 + 1, 1 + 2) else expected, f"number {i}, k={k}, n={len(weight)}")
+
+
+def check_decode_and_metrics() -> None:
+    x = rows()[[0, 1, 2, 3, 8, 10]]
+    for split in splits():
+        for k in (3, torch.tensor([1, 2, 3, 4, 5, 6])):
+            expected, actual = ll.decode_top_k(x, k), ll.decode_top_k(split.cut(x), k, shard=split.shard)
+            for a, e in zip(actual, expected, strict=True):
+                close(a, e, "decode_top_k")
+        for metric in ("precision_at_k", "recall_at_k", "ndcg_at_k", "r_precision_at_k", "f1_at_k"):
+            function = getattr(ll, metric)
+            for target in targets(*x.shape)[:2]:
+                labels = split.cut(target) if target.shape == x.shape else target
+                close(function(split.cut(x), labels, 3, shard=split.shard), function(x, target, 3), metric)
+
+
+def check_layer_trains_alike() -> None:
+    """Ten steps on two ranks and on four are the ten steps of one."""
+    torch.manual_seed(5)
+    data, index = torch.randn(40, 6), torch.randint(N, (40, 2))
+    for split in splits():
+        found = []
+        for shard in (None, split.shard):
+            torch.manual_seed(6)
+            body = torch.nn.Linear(6, 8).double()
+            layer = ll.ShardedLinear(8, N, shard=shard).double()
+            optimizer = torch.optim.SGD([*body.parameters(), *layer.parameters()], lr=0.5, momentum=0.9)
+            losses = []
+            for step in range(10):
+                batch = slice(4 * step, 4 * step + 4)
+                hidden = body(data[batch].double()).tanh()
+                if step % 2:
+                    loss = layer.loss(hidden, index[batch], 3)
+                else:
+                    loss = ll.lml_loss(layer(hidden), index[batch], 3, shard=shard, impl="torch")
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            found.append((torch.stack(losses), body.weight.detach(), layer.weight.detach()))
+        close(found[1][0], found[0][0], "losses")
+        close(found[1][1], found[0][1], "weights below")
+        close(found[1][2], found[0][2][split.shard.start : split.shard.stop], "weights of the layer")
+
+
+def check_dtensor() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    x = rows()[[0, 1, 2, 3, 4, 5, 8, 10]]
+    torch.manual_seed(7)
+    weight = torch.randn(x.shape, dtype=x.dtype)
+    whole = x.clone().requires_grad_()
+    expected = ll.lml(whole, 3, impl="torch")
+    (expected * weight).sum().backward()
+    flat, mesh = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "class"))
+    for device_mesh, places in ((flat, [Shard(1)]), (mesh, [Shard(0), Shard(1)]), (mesh, [Replicate(), Shard(1)])):
+        leaf = distribute_tensor(x, device_mesh, places).requires_grad_()
+        y = ll.lml(leaf, 3)
+        assert isinstance(y, DTensor)
+        assert y.shape == x.shape
+        close(y.full_tensor(), expected.detach(), str(places))
+        mine = distribute_tensor(weight, device_mesh, places)
+        y.backward(mine)
+        close(leaf.grad.full_tensor(), whole.grad, f"gradient, {places}")
+        close(ll.lml_at_most(leaf, 3).full_tensor(), ll.lml_at_most(x, 3, impl="torch"))
+        assert ll.log_lml(leaf, 3).placements == leaf.placements
+    nu = ll.lml_threshold(distribute_tensor(x, flat, [Shard(1)]), 3)
+    close(nu, ll.lml_threshold(x, 3, impl="torch"))
+
+    index, dense, _ = targets(len(x), N)
+    torch.manual_seed(8)
+    head = torch.nn.Linear(6, N).double()
+    features = torch.randn(len(x), 6, dtype=torch.float64)
+    expected_loss = ll.lml_loss(head(features), index, 3, impl="torch")
+    gradient = torch.autograd.grad(expected_loss, head.weight)[0]
+    head = parallelize_module(head, flat, ColwiseParallel(use_local_output=False))
+    logits = head(features)
+    loss = ll.lml_loss(logits, index, 3)
+    loss.backward()
+    close(loss.detach(), expected_loss.detach(), "ColwiseParallel")
+    close(head.weight.grad.full_tensor(), gradient, "ColwiseParallel")
+    close(
+        ll.lml_loss(logits, distribute_tensor(dense, flat, [Shard(1)]), 3), ll.lml_loss(logits.full_tensor(), dense, 3)
+    )
+    loss = ll.linear_lml_loss(features, head.weight, index, 3, bias=head.bias)
+    close(loss.detach(), expected_loss.detach(), "linear")
+    partial = [Shard(0), Shard(1)]
+    for bad, shard, text in (
+        (distribute_tensor(x, mesh, [Shard(1), Shard(1)]), None, "over one mesh dimension"),
+        (distribute_tensor(x, mesh, partial), ClassShard(0, 3), "`shard` must be None for a DTensor"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ll.lml(bad, 3, shard=shard)
+
+
+def check_data_by_class() -> None:
+    """Two data ranks of two class ranks each: the group of the shard is that of the classes."""
+    x = rows()[:4]
+    index = targets(*x.shape)[0]
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    split = Split(ClassShard(*((0, 10) if rank % 2 == 0 else (10, N)), groups[rank // 2]))
+    mine = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+    leaf = split.cut(x[mine]).clone().requires_grad_()
+    ll.lml_loss(leaf, index[mine], 3, shard=split.shard, reduction="sum").backward()
+    whole = x.clone().requires_grad_()
+    ll.lml_loss(whole, index, 3, reduction="sum", impl="torch").backward()
+    close(leaf.grad, split.cut(whole.grad[mine]))
+
+
 def run(rank: int, names: list[str], store: str, results: Any) -> None:
-    """Run checks one after the other in a process of its own and report what failed."""
+    """Run checks one after the other in a process of its own; report those that passed and the first failure."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    found: dict[str, str] = {}
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timeout)
+    passed: list[str] = []
+    failure = ""
     for name in names:
         try:
             globals()[name]()
-        except Exception:
-            found[name] = traceback.format_exc()
-        flag = torch.tensor(float(name in found))
-        dist.all_reduce(flag)  # ranks that failed at different places do not meet again
-        if flag > 0 and name not in found:
-            found[name] = "failed on another rank"
-    results.put((rank, found))
-    dist.barrier()
-    dist.destroy_process_group()
+            dist.barrier()
+        except Exception:  # the ranks are out of step from here on
+            failure = traceback.format_exc()
+            break
+        passed.append(name)
+    results.put((rank, passed, failure))
+    if not failure:
+        dist.destroy_process_group()
