@@ -53,7 +53,7 @@ def test_golden():
     # Positive at 1; negatives 2, 0.5 and -3: two within the margin, weight 1 + 1/2, hinges 2 and 0.5.
     x, y = torch.tensor([[1.0, 2.0, 0.5, -3.0]]), torch.tensor([0])
     assert warp_loss(x, y) == 3.75
-    # Ramps of the pairs: 2 - 0.9 * (0.2) = 1.82, and 0.5; alone: R(1) = 0, R(-2) = 3 - 0.9 * 1.2, R(-0.5) = 1.5, R(3) = 0.
+    # Ramps of the pairs: 2 - 0.9 * (0.2) = 1.82, and 0.5. Alone: R(1) = R(3) = 0, R(-2) = 3 - 0.9 * 1.2, R(-0.5) = 1.5.
     assert rml_loss(x, y).item() == pytest.approx(5 * (3 - 1.08 + 1.5) + 1.5 * (1.82 + 0.5), rel=1e-6)
 
 
