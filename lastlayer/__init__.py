@@ -85,6 +85,10 @@ from lastlayer.metrics.openset import auroc as auroc
 from lastlayer.metrics.openset import mean_max_confidence as mean_max_confidence
 from lastlayer.metrics.tree import tree_accuracy as tree_accuracy
 from lastlayer.metrics.tree import tree_specificity as tree_specificity
+from lastlayer.project.capped import CappedSoftmax as CappedSoftmax
+from lastlayer.project.capped import CappedSparsemax as CappedSparsemax
+from lastlayer.project.capped import capped_softmax as capped_softmax
+from lastlayer.project.capped import capped_sparsemax as capped_sparsemax
 from lastlayer.project.lml import LML as LML
 from lastlayer.project.lml import LMLAtMost as LMLAtMost
 from lastlayer.project.lml import LMLThreshold as LMLThreshold
@@ -106,6 +110,8 @@ __version__ = "0.1.0"
 _LAZY = {
     "AUROC": "lastlayer.metrics.stream",
     "F1AtK": "lastlayer.metrics.stream",
+    "GraphMeanRecallAtK": "lastlayer.metrics.stream_structures",
+    "GraphRecallAtK": "lastlayer.metrics.stream_structures",
     "LabelCalibrationError": "lastlayer.metrics.stream",
     "MeanAveragePrecision": "lastlayer.metrics.stream",
     "MeanMaxConfidence": "lastlayer.metrics.stream",
@@ -115,6 +121,8 @@ _LAZY = {
     "RPrecisionAtK": "lastlayer.metrics.stream",
     "RecallAtK": "lastlayer.metrics.stream",
     "TopKAccuracy": "lastlayer.metrics.stream",
+    "TreeAccuracy": "lastlayer.metrics.stream_structures",
+    "TreeSpecificity": "lastlayer.metrics.stream_structures",
 }
 
 

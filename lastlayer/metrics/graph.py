@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer.metrics import _ranking
-
-Empty = Literal["skip", "zero", "one"]
+from lastlayer.metrics import _ranking, _sums
+from lastlayer.metrics._sums import Empty, RowSums
 
 _NEVER = 1 << 40  # the rank of what is not found
 
@@ -59,8 +58,11 @@ def graph_recall_at_k(
         >>> graph_recall_at_k(torch.tensor([[0, 1, 7]]), target, 20, boxes=boxes, labels=labels)
         tensor(0.6667, dtype=torch.float64)
     """
-    found = _found("graph_recall_at_k", index, target, k, boxes, labels, target_boxes, target_labels, iou, empty)
-    return _over_images(found, found.real, empty)
+    op = "graph_recall_at_k"
+    _check.choice(op, "empty", empty, ("skip", "zero", "one"))
+    found = find(op, index, target, k, boxes, labels, target_boxes, target_labels, iou)
+    value = _sums.settle_rows(over_images(found, found.real), empty)
+    return value if found.several else value.squeeze(0)
 
 
 def graph_mean_recall_at_k(
@@ -107,26 +109,10 @@ def graph_mean_recall_at_k(
     _check.choice(op, "average", average, ("macro", "none"))
     if isinstance(n_predicates, bool) or not isinstance(n_predicates, int) or n_predicates < 1:
         raise ValueError(f"{op}: `n_predicates` must be a positive integer, got {n_predicates!r}.")
-    found = _found(op, index, target, k, boxes, labels, target_boxes, target_labels, iou, empty)
-    n_images = len(found.real)
-    # Counts for each image and predicate; padding goes to a column that is cut off.
-    place = torch.where(found.real, found.target[..., 2].clamp(0, n_predicates - 1), n_predicates)
-    ones = torch.zeros(n_images, n_predicates + 1, dtype=torch.float64, device=place.device)
-    total = ones.scatter_add(1, place, torch.ones_like(place, dtype=torch.float64))[:, :-1]
-    values = []
-    for cut in found.cuts:
-        hit = (found.rank < cut).double()
-        recall = ones.scatter_add(1, place, hit)[:, :-1] / total.clamp(min=1)
-        values.append(recall.sum(0) / (total > 0).sum(0).clamp(min=1))
-    full = (total > 0).any(0)
-    value = torch.stack(values)
-    rest = {"skip": torch.nan, "zero": 0.0, "one": 1.0}[empty]
-    if average == "none":
-        value = torch.where(full, value, rest)
-    elif empty == "skip":
-        value = value.sum(-1) / full.sum().clamp(min=1)
-    else:
-        value = torch.where(full, value, rest).mean(-1)
+    _check.choice(op, "empty", empty, ("skip", "zero", "one"))
+    found = find(op, index, target, k, boxes, labels, target_boxes, target_labels, iou)
+    recall, images = over_predicates(found, n_predicates)
+    value = _sums.settle_groups(recall / images.clamp(min=1), images, average, empty)
     return value if found.several else value.squeeze(0)
 
 
@@ -172,19 +158,20 @@ def graph_zero_shot_recall_at_k(
         raise ValueError(f"{op}: `seen` must have shape (n, 3), got {tuple(seen.shape)}.")
     _integers(op, "labels", labels)
     matched = labels if boxes is not None else None
-    found = _found(
-        op, index, target, k, boxes, matched, target_boxes, target_labels if matched is not None else None, iou, empty
-    )
+    true_labels = target_labels if boxes is not None else None
+    _check.choice(op, "empty", empty, ("skip", "zero", "one"))
+    found = find(op, index, target, k, boxes, matched, target_boxes, true_labels, iou)
     classes = labels if target_labels is None else target_labels
     triplet = _named(found.target, classes).reshape(-1, 3)
     known, place = torch.unique(torch.cat([seen.long().to(triplet.device), triplet]), dim=0, return_inverse=True)
     trained = torch.zeros(len(known), dtype=torch.bool, device=place.device)
     trained[place[: len(seen)]] = True
     new = ~trained[place[len(seen) :]].view(found.real.shape)
-    return _over_images(found, found.real & new, empty)
+    value = _sums.settle_rows(over_images(found, found.real & new), empty)
+    return value if found.several else value.squeeze(0)
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """For each true relation of ``(images, g)``: whether it is one, and the first prediction that finds it."""
 
     target: Tensor
@@ -194,7 +181,7 @@ class _Found(NamedTuple):
     several: bool
 
 
-def _found(
+def find(
     op: str,
     index: Any,
     target: Tensor,
@@ -204,9 +191,8 @@ def _found(
     target_boxes: Tensor | None,
     target_labels: Tensor | None,
     iou: float,
-    empty: Empty,
-) -> _Found:
-    _check.choice(op, "empty", empty, ("skip", "zero", "one"))
+) -> Found:
+    """Match predictions with true relations."""
     iou = _check.number(op, "iou", iou, 0, 1)
     predicted = _relations(op, "index", index[0] if isinstance(index, tuple) else index)
     target = _relations(op, "target", target)
@@ -222,7 +208,7 @@ def _found(
     target = target.reshape(n_images, -1, 3) if n_images else target.reshape(0, 0, 3)
     ranks = [_first(predicted[c], target[c], places, iou) for c in _chunks(n_images, predicted, target)]
     rank = torch.cat([*ranks, target.new_empty(0, target.shape[1])])
-    return _Found(target, (target >= 0).all(-1), rank, cuts.at[0].tolist(), cuts.several)
+    return Found(target, (target >= 0).all(-1), rank, cuts.at[0].tolist(), cuts.several)
 
 
 def _chunks(n_images: int, predicted: Tensor, target: Tensor) -> list[slice]:
@@ -311,16 +297,24 @@ def _overlap(a: Tensor, b: Tensor) -> Tensor:
     return shared / ((a[..., 2:] - a[..., :2] + 1).prod(-1) + (b[..., 2:] - b[..., :2] + 1).prod(-1) - shared)
 
 
-def _over_images(found: _Found, counted: Tensor, empty: Empty) -> Tensor:
-    """The mean over images of the share of their counted relations that is found at each cut."""
+def over_images(found: Found, counted: Tensor) -> RowSums:
+    """Add up over images the share of their counted relations that is found at each cut."""
     cuts = torch.tensor(found.cuts, device=counted.device)
     hit = (found.rank[..., None] < cuts) & counted[..., None]
     total = counted.sum(-1)
     full = total > 0
-    share = hit.sum(1).double() / total.clamp(min=1)[:, None]
-    if empty == "skip":
-        value = torch.where(full[:, None], share, 0).sum(0) / full.sum().clamp(min=1)
-    else:
-        rest = 1.0 if empty == "one" else 0.0
-        value = torch.where(full[:, None], share, rest).sum(0) / max(len(full), 1)
-    return value if found.several else value.squeeze(0)
+    share = (hit.sum(1).double() / total.clamp(min=1)[:, None]).sum(0)
+    return RowSums(share, full.sum().double().expand_as(share), full.sum(), (~full).sum())
+
+
+def over_predicates(found: Found, n_predicates: int) -> tuple[Tensor, Tensor]:
+    """Add up over images the recall of each predicate, ``(cuts, n_predicates)``, and the images that have it."""
+    # Padding goes to a column that is cut off.
+    place = torch.where(found.real, found.target[..., 2].clamp(0, n_predicates - 1), n_predicates)
+    none = torch.zeros(len(place), n_predicates + 1, dtype=torch.float64, device=place.device)
+    total = none.scatter_add(1, place, torch.ones_like(place, dtype=torch.float64))[:, :-1]
+    recall = [
+        (none.scatter_add(1, place, (found.rank < cut).double())[:, :-1] / total.clamp(min=1)).sum(0)
+        for cut in found.cuts
+    ]
+    return torch.stack(recall), (total > 0).sum(0).double()

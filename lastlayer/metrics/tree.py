@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer.metrics import _sums
+from lastlayer.metrics._sums import Empty, RowSums
 
 if TYPE_CHECKING:
     from lastlayer.hierarchy import LabelTree
-
-Empty = Literal["skip", "zero", "one"]
 
 
 def tree_accuracy(index: Tensor, target: Tensor, tree: LabelTree, *, empty: Empty = "skip") -> Tensor:
@@ -25,8 +25,7 @@ def tree_accuracy(index: Tensor, target: Tensor, tree: LabelTree, *, empty: Empt
     without labels.
 
     Args:
-        index: Nodes, shape ``(..., k)``, padded with -1, such as those of `decode_tree`; or of the batch shape, one
-            a row.
+        index: Nodes, shape ``(..., k)``, padded with -1, such as those of `decode_tree`.
         target: The classes, in any of the three forms; classes are the leaves of the tree.
         tree: The tree.
         empty: What rows without labels count: not at all, 0 or 1.
@@ -40,8 +39,8 @@ def tree_accuracy(index: Tensor, target: Tensor, tree: LabelTree, *, empty: Empt
         >>> tree_accuracy(torch.tensor([[4], [2]]), torch.tensor([1, 3]), tree)
         tensor(0.5000, dtype=torch.float64)
     """
-    hit, counted, full = _hits("tree_accuracy", index, target, tree, empty)
-    return _mean(hit.double(), counted, full, empty)
+    _check.choice("tree_accuracy", "empty", empty, ("skip", "zero", "one"))
+    return _sums.settle_rows(accuracy_sums("tree_accuracy", index, target, tree), empty).squeeze(0)
 
 
 def tree_specificity(
@@ -72,10 +71,22 @@ def tree_specificity(
         >>> tree_specificity(torch.tensor([[4], [2]]), torch.tensor([1, 3]), tree)
         tensor(0.2500, dtype=torch.float64)
     """
-    op = "tree_specificity"
-    hit, counted, full = _hits(op, index, target, tree, empty)
+    _check.choice("tree_specificity", "empty", empty, ("skip", "zero", "one"))
+    sums = specificity_sums("tree_specificity", index, target, tree, hits_only)
+    return _sums.settle_rows(sums, empty).squeeze(0)
+
+
+def accuracy_sums(op: str, index: Any, target: Tensor, tree: LabelTree) -> RowSums:
+    """Add up :func:`tree_accuracy` over rows."""
+    hit, counted, full = _hits(op, index, target, tree)
+    return _row_sums(hit.double(), counted, full)
+
+
+def specificity_sums(op: str, index: Any, target: Tensor, tree: LabelTree, hits_only: bool) -> RowSums:
+    """Add up :func:`tree_specificity` over rows."""
+    hit, counted, full = _hits(op, index, target, tree)
     gain = tree.specificity.to(hit.device)[_nodes(op, index).clamp(min=0)]
-    return _mean(torch.where(hit, gain, 0) if hits_only else gain, counted, full, empty)
+    return _row_sums(torch.where(hit, gain, 0) if hits_only else gain, counted, full)
 
 
 def _nodes(op: str, index: Any) -> Tensor:
@@ -83,18 +94,18 @@ def _nodes(op: str, index: Any) -> Tensor:
     if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
         got = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"{op}: `index` must be a tensor of an integer dtype, got {got}.")
+    if index.ndim == 0:
+        raise ValueError(f"{op}: `index` must have shape (..., k), lists padded with -1, got shape ().")
     return index.long()
 
 
-def _hits(op: str, index: Any, target: Any, tree: LabelTree, empty: Empty) -> tuple[Tensor, Tensor, Tensor]:
+def _hits(op: str, index: Any, target: Any, tree: LabelTree) -> tuple[Tensor, Tensor, Tensor]:
     """Which nodes are right, which count, and which rows have labels (or something known to be wrong)."""
-    _check.choice(op, "empty", empty, ("skip", "zero", "one"))
-    nodes = _nodes(op, index)
-    lists = nodes.unsqueeze(-1) if nodes.ndim == 0 else nodes
+    lists = _nodes(op, index)
     batch = lists.shape[:-1]
-    probe = torch.empty((), device=nodes.device).expand(*batch, tree.n_leaves)
+    probe = torch.empty((), device=lists.device).expand(*batch, tree.n_leaves)
     labels = _check.target(op, target, probe)
-    member = tree.membership().to(nodes.device)
+    member = tree.membership().to(lists.device)
     # Counts as sums of products, on which a half-precision matmul would lose single labels.
     under = member.double().T
     chosen = lists >= 0
@@ -110,8 +121,7 @@ def _hits(op: str, index: Any, target: Any, tree: LabelTree, empty: Empty) -> tu
     return hit, counted, full
 
 
-def _mean(value: Tensor, counted: Tensor, full: Tensor, empty: Empty) -> Tensor:
+def _row_sums(value: Tensor, counted: Tensor, full: Tensor) -> RowSums:
     row = torch.where(counted, value, 0).sum(-1) / counted.sum(-1).clamp(min=1)
-    if empty == "skip":
-        return torch.where(full, row, 0).sum() / full.sum().clamp(min=1)
-    return torch.where(full, row, 1.0 if empty == "one" else 0.0).sum() / max(full.numel(), 1)
+    gain = torch.where(full, row, 0).sum().unsqueeze(0)
+    return RowSums(gain, full.sum().to(gain.dtype).unsqueeze(0), full.sum(), (~full).sum())
