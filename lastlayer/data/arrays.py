@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import zipfile
 from collections.abc import Sequence
@@ -31,17 +32,23 @@ def read_npy(path: Path, limits: Limits) -> np.ndarray:
 
 
 def _header(path: Any, file: Any) -> tuple[np.dtype, tuple[int, ...], Any, int]:
+    start = file.read(12)
+    wide = start[6:8] in (b"\2\0", b"\3\0")
+    size = int.from_bytes(start[8:12] if wide else start[8:10], "little")
+    if start[:6] != b"\x93NUMPY" or not (wide or start[6:8] == b"\1\0") or size > 10_000:
+        raise DataError(f"{path}: must be a NumPy array with a short header.")
+    raw = io.BytesIO(start + file.read(size - (0 if wide else 2)))
+    raw.seek(8)
+    read = np.lib.format.read_array_header_2_0 if wide else np.lib.format.read_array_header_1_0
     try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file, max_header_size=10_000)
+        shape, fortran, dtype = read(raw, max_header_size=10_000)
     except Exception as error:  # numpy's parser raises whatever Python's own does
-        raise DataError(f"{path}: must be a NumPy array: {str(error)[:100]}.") from None
+        raise DataError(f"{path}: must be a NumPy array: {' '.join(str(error).split())[:100]}.") from None
     if dtype.hasobject or dtype.names is not None:
         raise DataError(f"{path}: must hold numbers or strings, got dtype {dtype}. Objects are never unpickled.")
     if any(s < 0 for s in shape):
         raise DataError(f"{path}: the header must hold a shape, got {shape}.")
-    return dtype, tuple(int(s) for s in shape), "F" if fortran else "C", file.tell()
+    return dtype, tuple(int(s) for s in shape), "F" if fortran else "C", raw.tell()
 
 
 def read_arrays(path: Path, limits: Limits) -> dict[str, np.ndarray]:
@@ -57,7 +64,7 @@ def read_arrays(path: Path, limits: Limits) -> dict[str, np.ndarray]:
             left -= info.file_size
             if left < 0 or len(out) > 1000:
                 raise DataError(f"{path}: declares more than {limits.total(path)} bytes, or more than 1000 arrays.")
-            name = info.filename.removesuffix(".npy")
+            name = info.filename[:200].removesuffix(".npy")
             try:
                 with archive.open(info) as file:
                     dtype, shape, order, start = _header(f"{path}:{name}", file)
@@ -66,7 +73,9 @@ def read_arrays(path: Path, limits: Limits) -> dict[str, np.ndarray]:
                         raise DataError(f"{path}: the header of {name!r} must agree with its {info.file_size} bytes.")
                     raw = file.read(size)
             except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
-                raise error if isinstance(error, DataError) else DataError(f"{path}: {name!r}: {error}.") from None
+                raise (
+                    error if isinstance(error, DataError) else DataError(f"{path}: {name[:40]!r}: {str(error)[:100]}.")
+                ) from None
             except Exception as error:  # zlib.error and its kin
                 raise DataError(f"{path}: {name!r} cannot be decompressed: {error}.") from None
             if len(raw) != size:

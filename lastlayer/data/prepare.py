@@ -18,7 +18,7 @@ def hide_labels(data: LabelData, keep: float, *, seed: int = 0) -> LabelData:
         >>> from lastlayer.data import LabelData, hide_labels
         >>> data = LabelData.from_lists([["a", "b"], ["a"], ["b", "c"]])
         >>> hide_labels(data, keep=0.5, seed=1).row_counts().tolist()
-        [1, 0, 1]
+        [0, 1, 1]
     """
     if not 0 <= keep <= 1:
         raise ValueError(f"hide_labels: `keep` must be between 0 and 1, got {keep}.")
