@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,15 +266,19 @@ def grid(arguments: Any) -> list[dict[str, Any]]:
 
 
 def work(queue: Any, answers: Any, raw: dict[str, np.ndarray], arguments: Any) -> None:
-    """Take settings from the queue until it is empty."""
+    """Take settings from the queue until it is empty; an error goes back as text."""
     ready: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     while (setting := queue.get()) is not None:
-        key = (setting["noise"], setting["p"], setting["seed"])
-        if key not in ready:
-            ready = {key: prepared(raw, setting, arguments.held_out, arguments.device)}
-        start = time.time()
-        found = train(ready[key], setting, arguments.epochs, arguments.batch, arguments.width, arguments.device)
-        answers.put(setting | {"epochs": arguments.epochs, "seconds": round(time.time() - start, 2)} | found)
+        try:
+            key = (setting["noise"], setting["p"], setting["seed"])
+            if key not in ready:
+                ready = {key: prepared(raw, setting, arguments.held_out, arguments.device)}
+            start = time.time()
+            found = train(ready[key], setting, arguments.epochs, arguments.batch, arguments.width, arguments.device)
+            answers.put(setting | {"epochs": arguments.epochs, "seconds": round(time.time() - start, 2)} | found)
+        except Exception:
+            answers.put(f"{setting}: {traceback.format_exc()}")
+            return
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -323,7 +328,10 @@ def run(settings: list[dict[str, Any]], raw: dict[str, np.ndarray], arguments: A
         return
     context = multiprocessing.get_context("spawn")
     queue, answers = context.Queue(), context.Queue()
-    workers = [context.Process(target=work, args=(queue, answers, raw, arguments)) for _ in range(arguments.workers)]
+    workers = [
+        context.Process(target=work, args=(queue, answers, raw, arguments), daemon=True)
+        for _ in range(arguments.workers)
+    ]
     for worker in workers:
         worker.start()
     waiting, started = list(reversed(settings)), 0
@@ -343,14 +351,12 @@ def run(settings: list[dict[str, Any]], raw: dict[str, np.ndarray], arguments: A
         worker.join()
 
 
-def report(number: int, total: int, results: common.Results, row: dict[str, Any]) -> None:
+def report(number: int, total: int, results: common.Results, row: dict[str, Any] | str) -> None:
+    if isinstance(row, str):
+        raise SystemExit(row)
     results.add(**row)
-    print(
-        f"{number}/{total}",
-        *(row[name] for name in ("network", "noise", "p", "loss", "seed", "seconds")),
-        f"top-5 {row['test_top5']:.4f}",
-        flush=True,
-    )
+    settings = [row[name] for name in ("network", "noise", "p", "loss", "seed", "seconds")]
+    print(f"{number}/{total}", *settings, f"top-5 {row['test_top5']:.4f}", flush=True)
 
 
 if __name__ == "__main__":
