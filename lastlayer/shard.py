@@ -299,3 +299,26 @@ def unwrap(
         return type(value).from_local(result, mesh, places, run_check=False, shape=shape, stride=stride)
 
     return local, limited(shard, k), wrap
+
+
+def wrap_rows(local: Tensor, n_classes: int, shard: ClassShard | None) -> Tensor:
+    """Return ``(local classes, ...)`` as a DTensor of all classes that shares its memory, for checkpoints.
+
+    torch.distributed.checkpoint saves it from any number of ranks and loads it, in place, on any other.
+    """
+    if shard is None:
+        return local
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    rule = ClassShard.split(n_classes, shard.group)
+    if (rule.start, rule.stop) != (shard.start, shard.stop):
+        raise ValueError(
+            f"shard: a checkpoint needs the slices of ClassShard.split({n_classes}), here {rule.start} to {rule.stop}, "
+            f"got {shard.start} to {shard.stop}. Build the layer with ClassShard.split."
+        )
+    group: Any = shard.group or dist.group.WORLD
+    mesh = DeviceMesh.from_group(group, local.device.type)
+    shape = torch.Size((n_classes, *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)

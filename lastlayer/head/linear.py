@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
 from lastlayer.project import lml as projection
-from lastlayer.shard import ClassShard, limited, local_part, reduce, spread, unwrap
+from lastlayer.shard import ClassShard, limited, local_part, reduce, spread, unwrap, wrap_rows
 
 _TILE = {"cpu": 1 << 21, "cuda": 1 << 23}  # logits that are there at a time; a dozen temporaries of that size
 _CANDIDATES = 1024  # up to this k the largest logits of a row are kept for the start
@@ -406,6 +406,16 @@ class ShardedLinear(nn.Module):
     def loss(self, features: Tensor, target: Tensor, k: float | Tensor, *, reduction: Reduction = "mean") -> Tensor:
         """Return :func:`linear_lml_loss` of this layer: the same number on every rank."""
         return linear_lml_loss(features, self.weight, target, k, bias=self.bias, shard=self.shard, reduction=reduction)
+
+    def sharded_state(self) -> dict[str, Tensor]:
+        """Return the parameters for torch.distributed.checkpoint, which loads into them in place.
+
+        What four ranks save, two or one can load: ``dcp.save({"head": layer.sharded_state()}, checkpoint_id=path)``.
+        """
+        state = {"weight": self.weight.detach()}
+        if self.bias is not None:
+            state["bias"] = self.bias.detach()
+        return {name: wrap_rows(value, self.n_classes, self.shard) for name, value in state.items()}
 
     def extra_repr(self) -> str:
         """Say what is shown between the brackets of the layer's name."""

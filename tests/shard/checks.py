@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import shutil
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lastlayer as ll
+from lastlayer import plan
 from lastlayer import shard as sharding
 from lastlayer.shard import ClassShard
 
@@ -135,6 +139,21 @@ def check_projections() -> None:
             compare(ll.lml, split, x[:5], 3, temperature=torch.tensor([1.0, 0.5, 2.0, 3.0, 1.0], dtype=dtype))
 
 
+def check_capped() -> None:
+    per_row = torch.tensor([1, 2.5, 3, 4, 4, 3, 2, 2, 16, 5, 0, 17], dtype=torch.float64)
+    for split in splits():
+        for function in (ll.capped_softmax, ll.capped_sparsemax):
+            compare(function, split, rows(), per_row)
+            compare(function, split, rows(), 3, mask=torch.arange(N) % 7 != 2, temperature=2.0)
+
+
+def check_truncated_entropy() -> None:
+    x = rows()[[0, 1, 2, 3, 4, 8]]  # with ties across the shards
+    for split in splits():
+        for k in (1, 4, 12):
+            compare_loss(ll.truncated_entropy_loss, split, x, k)
+
+
 def check_one_class_each() -> None:
     if dist.get_rank() >= 0:
         x = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -238,6 +257,31 @@ def check_decode_and_metrics() -> None:
                 close(function(split.cut(x), labels, 3, shard=split.shard), function(x, target, 3), metric)
 
 
+def check_decoders() -> None:
+    torch.manual_seed(3)
+    scores = torch.randint(0, 6, (40, N)) / 5  # many ties, some across shards
+    scores[torch.rand(40, N) < 0.2] = -torch.inf
+    scores[3] = -torch.inf
+    mask, level, counts = torch.rand(N) < 0.8, torch.rand(N), torch.randint(0, N + 2, (40,))
+    for split in splits():
+        part = split.shard
+        x, few, own = split.cut(scores), split.cut(mask), split.cut(level)
+        pairs = [
+            (ll.decode_top_k(scores, 4, mask=mask), ll.decode_top_k(x, 4, mask=few, shard=part)),
+            (ll.decode_top_k(scores, 30), ll.decode_top_k(x, 30, shard=part)),
+            (ll.decode_top_k(scores, counts), ll.decode_top_k(x, counts, shard=part)),
+            (ll.decode_top_k(scores, "auto"), ll.decode_top_k(x, "auto", shard=part)),
+            (ll.decode_threshold(scores, level, at_least=2), ll.decode_threshold(x, own, at_least=2, shard=part)),
+            (
+                ll.decode_threshold(scores, 0.5, at_most=3, mask=mask),
+                ll.decode_threshold(x, 0.5, at_most=3, mask=few, shard=part),
+            ),
+        ]
+        for expected, found in pairs:
+            assert torch.equal(found.index, expected.index)
+            assert torch.equal(found.score, expected.score)
+
+
 def check_layer_trains_alike() -> None:
     """Ten steps on two ranks and on four are the ten steps of one."""
     torch.manual_seed(5)
@@ -332,6 +376,100 @@ def check_data_by_class() -> None:
     whole = x.clone().requires_grad_()
     ll.lml_loss(whole, index, 3, reduction="sum", impl="torch").backward()
     close(leaf.grad, split.cut(whole.grad[mine]))
+
+
+def check_lists_as_wide_as_a_slice() -> None:
+    """Index lists of three classes on a rank that holds three."""
+    x = rows()[:4]
+    index = torch.tensor([[0, 9, 16], [3, -1, -1], [14, 15, 16], [2, 4, 6]])
+    expected = ll.lml_loss(x, index, 3, impl="torch")
+    for split in splits():
+        close(ll.lml_loss(split.cut(x), index, 3, shard=split.shard), expected)
+
+
+def check_resharding() -> None:
+    """A checkpoint of four ranks loads on two and on one."""
+    import torch.distributed.checkpoint as dcp
+
+    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name)
+    torch.manual_seed(9)
+    layer = ll.ShardedLinear(3, N, shard=ClassShard.split(N))
+    torch.manual_seed(9)
+    whole = ll.ShardedLinear(3, N)
+    dcp.save({"head": layer.sharded_state()}, checkpoint_id=name[0])
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        half = ll.ShardedLinear(3, N, shard=ClassShard.split(N, pair))
+        dcp.load({"head": half.sharded_state()}, checkpoint_id=name[0], process_group=pair)
+        mine = slice(half.shard.start, half.shard.stop)
+        assert torch.equal(half.weight, whole.weight[mine])
+        assert torch.equal(half.bias, whole.bias[mine])
+    if dist.get_rank() == 0:
+        alone = ll.ShardedLinear(3, N)
+        dcp.load({"head": alone.sharded_state()}, checkpoint_id=name[0], no_dist=True)
+        assert torch.equal(alone.weight, whole.weight)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(name[0])
+    uneven = ClassShard(*((0, 1) if dist.get_rank() == 0 else (1, 1)))
+    with pytest.raises(ValueError, match=r"Build the layer with ClassShard\.split"):
+        ll.ShardedLinear(3, N, shard=uneven).sharded_state()
+
+
+@contextmanager
+def counted() -> Iterator[list[plan.Collective]]:
+    """Every collective of the process, by the functions of torch.distributed themselves."""
+    found: list[plan.Collective] = []
+    all_reduce, all_gather = dist.all_reduce, dist.all_gather
+
+    def count_reduce(value: Tensor, *args: Any, **options: Any) -> Any:
+        found.append(plan.Collective("all_reduce", value.nbytes))
+        return all_reduce(value, *args, **options)
+
+    def count_gather(parts: Any, value: Tensor, *args: Any, **options: Any) -> Any:
+        found.append(plan.Collective("all_gather", value.nbytes))
+        return all_gather(parts, value, *args, **options)
+
+    dist.all_reduce, dist.all_gather = count_reduce, count_gather
+    try:
+        yield found
+    finally:
+        dist.all_reduce, dist.all_gather = all_reduce, all_gather
+
+
+def check_traffic() -> None:
+    """What is sent is what the planner's formulas say, message by message."""
+    torch.manual_seed(10)
+    n, size = 400, 8
+    shard = ClassShard.split(n)
+    for dtype, count in ((torch.float32, 6), (torch.float64, 6), (torch.float32, 600)):
+        each = dtype.itemsize
+        features, weight = torch.randn(count, size, dtype=dtype), torch.randn(shard.size, size, dtype=dtype)
+        index = torch.randint(n, (count, 3))
+        logits = torch.randn(count, shard.size, dtype=dtype)
+        for k in (5, torch.full((count,), 5.0, dtype=dtype), 120.5):
+            leaf = logits.clone().requires_grad_()
+            known = not isinstance(k, Tensor)
+            value = float(k) if known else 5.0
+            with counted() as sent:
+                ll.lml(leaf, k, shard=shard).sum().backward()
+            passes = sent.count(plan.Collective("all_reduce", 5 * count * each))
+            assert 1 <= passes <= 5
+            assert sent == plan.lml_traffic(count, value, 4, passes=passes, bytes_each=each, known=known)
+        leaf = logits.clone().requires_grad_()
+        with counted() as sent:
+            ll.lml_loss(leaf, index, 5, shard=shard).backward()
+        passes = sent.count(plan.Collective("all_reduce", 5 * count * each))
+        assert sent == plan.lml_loss_traffic(count, 5, 4, passes=passes, bytes_each=each)
+        leaves = [t.clone().requires_grad_() for t in (features, weight)]
+        with counted() as sent:
+            ll.linear_lml_loss(leaves[0], leaves[1], index, 5, shard=shard).backward()
+        passes = sent.count(plan.Collective("all_reduce", 6 * count * each))
+        assert 1 <= passes <= 5
+        formula = plan.linear_traffic(count, size, 5, 4, passes=passes, bytes_each=each, feature_bytes=each)
+        assert sent == formula, (sent, formula)
+        assert [m.sent(4) for m in sent[:2]] == [1.5 * 3 * count * each, 3 * 6 * count * each]
 
 
 def run(rank: int, names: list[str], store: str, results: Any) -> None:

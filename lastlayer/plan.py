@@ -1,0 +1,300 @@
+"""A capacity calculator for class-sharded training: memory, bytes on the wire and time of a step, before it is run.
+
+The collectives are those of `shard.py`, `project/lml.py` and `head/linear.py`, message by message; a test compares
+them with what four processes send. Times are estimates from the rates given, or measured with ``--measure``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+from typing import Literal, NamedTuple
+
+import torch
+
+from lastlayer.shard import digit_bits, gathers
+
+BYTES = {"float32": 4, "bfloat16": 2}
+STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # float32 numbers an optimizer keeps for each weight
+BLOCK_COPIES = 12  # temporaries of the size of a block that are alive at once
+TILE = 1 << 23  # logits of a block on a GPU, as in head/linear.py
+TOUCHES = 36  # numbers read and written for each logit and pass, counted in the operations of a block
+WORK = 4  # bytes of the numbers a row is reduced in
+
+
+class Collective(NamedTuple):
+    """One message: what each rank contributes, in bytes."""
+
+    kind: Literal["all_reduce", "all_gather"]
+    bytes: int
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that leave one rank, in a ring."""
+        if self.kind == "all_gather":
+            return self.bytes * (ranks - 1)
+        return 2 * self.bytes * (ranks - 1) / ranks
+
+
+def start_traffic(rows: int, k: float, ranks: int, bytes_each: int = 4, known: bool = True) -> list[Collective]:
+    """The search for two order statistics: one gather, or counts of digits; `known` is whether k is a Python number."""
+    limit = math.floor(k) + 1
+    if known and gathers(limit, ranks, bytes_each):
+        return [Collective("all_gather", rows * limit * bytes_each)]
+    bits = digit_bits(rows, 2)
+    counts = Collective("all_reduce", rows * 2 * ((1 << bits) - 1) * 4)
+    return [counts] * (8 * bytes_each // bits)
+
+
+def lml_traffic(
+    rows: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4, known: bool = True, backward: bool = True
+) -> list[Collective]:
+    """The collectives of ``lml(logits, k, shard=...)`` and its backward."""
+    one = rows * bytes_each
+    found = [Collective("all_reduce", 3 * one), *start_traffic(rows, k, ranks, bytes_each, known)]
+    found += [Collective("all_reduce", 5 * one)] * passes
+    if backward:
+        found += [Collective("all_reduce", one), Collective("all_reduce", 3 * one)]
+    return found
+
+
+def lml_loss_traffic(rows: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4) -> list[Collective]:
+    """The collectives of ``lml_loss(logits, target, k, shard=...)`` and its backward."""
+    one = rows * bytes_each
+    found = lml_traffic(rows, k, ranks, passes=passes, bytes_each=bytes_each, backward=False)
+    found += [Collective("all_reduce", one)] * 2  # the loss, and the number of labels
+    return [*found, Collective("all_reduce", one), Collective("all_reduce", 2 * one)]
+
+
+def linear_traffic(
+    rows: int, in_features: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4, feature_bytes: int = 4
+) -> list[Collective]:
+    """The collectives of ``linear_lml_loss(..., shard=...)`` and its backward, for k up to 1,023."""
+    one = rows * bytes_each
+    return [
+        Collective("all_reduce", 3 * one),
+        *start_traffic(rows, k, ranks, bytes_each),
+        *[Collective("all_reduce", 6 * one)] * passes,
+        Collective("all_reduce", 3 * one),
+        Collective("all_reduce", rows * in_features * feature_bytes),
+    ]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be trained, and on what."""
+
+    labels: int
+    features: int
+    rows: int
+    devices: int
+    k: float = 5
+    labels_a_row: int = 16
+    dtype: str = "bfloat16"
+    optimizer: str = "adam"
+    passes: int = 3
+    memory: float = 80e9  # bytes a device
+    flops: float = 4e14  # a second, in matrix products
+    bandwidth: float = 3e12  # bytes a second, of device memory
+    link: float = 5e10  # bytes a second that leave a device
+    latency: float = 3e-5  # seconds a collective
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer, for one device and one step."""
+
+    classes_a_device: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    memory_bytes: int
+    materialised_bytes: int
+    fits: bool
+    largest_labels: int
+    collectives: int
+    wire_bytes: int
+    product_seconds: float
+    block_seconds: float
+    wire_seconds: float
+    step_seconds: float
+
+
+def plan(problem: Problem) -> Plan:
+    """Compute memory, traffic and time of a training step of ``ShardedLinear.loss``.
+
+    Example:
+        >>> found = plan(Problem(labels=100_000_000, features=768, rows=4096, devices=64))
+        >>> found.classes_a_device, found.fits
+        (1562500, True)
+    """
+    p = problem
+    size = BYTES[p.dtype]
+    classes = -(-p.labels // p.devices)
+    each = (p.features + 1) * (2 * size + 4 * STATES[p.optimizer])  # a class: weight, gradient, optimizer; and bias
+    weights = classes * (p.features + 1) * size
+    held = math.floor(p.k) + 1
+    rows = p.rows * (p.features * (3 * size + WORK) + p.labels_a_row * (8 + 2 * WORK) + (2 * held + 24) * WORK)
+    activations = rows + BLOCK_COPIES * WORK * min(max(TILE, 256 * p.rows), p.rows * classes)
+    room = p.memory - activations
+    messages = linear_traffic(p.rows, p.features, p.k, p.devices, passes=p.passes, feature_bytes=size)
+    messages = messages if p.devices > 1 else []
+    wire = sum(m.sent(p.devices) for m in messages)
+    logits = p.rows * classes
+    products = 2 * logits * p.features * (1 + p.passes + 1 + 2) / p.flops
+    blocks = logits * TOUCHES * WORK * (p.passes + 1.5) / p.bandwidth
+    sending = wire / p.link + len(messages) * p.latency
+    return Plan(
+        classes_a_device=classes,
+        weight_bytes=weights,
+        gradient_bytes=weights,
+        optimizer_bytes=classes * (p.features + 1) * 4 * STATES[p.optimizer],
+        activation_bytes=activations,
+        memory_bytes=classes * each + activations,
+        materialised_bytes=2 * logits * size,
+        fits=classes * each + activations <= p.memory,
+        largest_labels=max(0, int(room // each)) * p.devices,
+        collectives=len(messages),
+        wire_bytes=round(wire),
+        product_seconds=products,
+        block_seconds=blocks,
+        wire_seconds=sending,
+        step_seconds=products + blocks + sending,
+    )
+
+
+def measured(problem: Problem) -> Problem:
+    """Replace the rates by those of this machine: matrix products and copies; the link stays as given."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    side = 4096 if device.type == "cuda" else 512
+    dtype = getattr(torch, problem.dtype) if device.type == "cuda" else torch.float32
+    a = torch.randn(side, side, device=device).to(dtype)
+    source = torch.empty(side * side * 4, device=device)
+    target = torch.empty_like(source)
+    return replace(
+        problem,
+        flops=2 * side**3 / _seconds(lambda: a @ a, device),
+        bandwidth=2 * source.nbytes / _seconds(lambda: target.copy_(source), device),
+    )
+
+
+def _seconds(function: object, device: torch.device, repeats: int = 10) -> float:
+    assert callable(function)
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = perf_counter()
+    for _ in range(repeats):
+        function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (perf_counter() - began) / repeats
+
+
+def text(problem: Problem, found: Plan) -> str:
+    """Say the plan in words."""
+    p = problem
+    lines = [
+        f"{p.labels:,} labels x {p.features} features, {p.rows:,} rows a step, {p.devices} device(s), "
+        f"{p.dtype}, {p.optimizer}, k = {p.k:g}",
+        "",
+        f"classes a device         {found.classes_a_device:>16,}",
+        f"memory a device          {_bytes(found.memory_bytes):>16}   of {_bytes(p.memory)}: "
+        + ("fits" if found.fits else "DOES NOT FIT"),
+        f"  weight                 {_bytes(found.weight_bytes):>16}",
+        f"  gradient               {_bytes(found.gradient_bytes):>16}",
+        f"  optimizer              {_bytes(found.optimizer_bytes):>16}",
+        f"  rows and one block     {_bytes(found.activation_bytes):>16}   logits and gradient would be "
+        f"{_bytes(found.materialised_bytes)}",
+        f"collectives a step       {found.collectives:>16,}",
+        f"sent a device and step   {_bytes(found.wire_bytes):>16}",
+        f"time of a step           {_time(found.step_seconds):>16}   products {_time(found.product_seconds)}, "
+        f"blocks {_time(found.block_seconds)}, wire {_time(found.wire_seconds)}",
+        f"largest that fits        {found.largest_labels:>16,}   labels on these devices",
+    ]
+    return "\n".join(lines)
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(value) < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.3g} TB" if abs(value) < 1000 else f"{value:,.0f} TB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def parser(add_to: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """Return a parser of the options of ``lastlayer plan``, or add them to one."""
+    found = add_to or argparse.ArgumentParser("lastlayer plan", description=(__doc__ or "").splitlines()[0])
+    found.add_argument("--labels", type=_count, required=True, help="classes of all devices together, e.g. 1e8")
+    found.add_argument("--features", type=_count, required=True, help="size of a feature vector")
+    found.add_argument("--rows", type=_count, required=True, help="rows a step (of one data-parallel replica)")
+    found.add_argument("--devices", type=_count, required=True, help="devices that share the classes")
+    found.add_argument("--k", type=_positive, default=5.0, help="labels a row, the k of the loss")
+    found.add_argument("--labels-a-row", type=_count, default=16, help="width of the index lists")
+    found.add_argument("--dtype", choices=sorted(BYTES), default="bfloat16", help="of weights and features")
+    found.add_argument("--optimizer", choices=sorted(STATES), default="adam")
+    found.add_argument("--passes", type=_count, default=3, help="passes of the search")
+    found.add_argument("--memory", type=_positive, default=80.0, help="GB a device")
+    found.add_argument("--tflops", type=_positive, default=400.0, help="10^12 operations a second in matrix products")
+    found.add_argument("--bandwidth", type=_positive, default=3000.0, help="GB/s of device memory")
+    found.add_argument("--link", type=_positive, default=50.0, help="GB/s that leave a device")
+    found.add_argument("--latency", type=_positive, default=30.0, help="microseconds a collective")
+    found.add_argument("--measure", action="store_true", help="measure products and memory on this machine")
+    found.add_argument("--json", action="store_true", help="print numbers instead of words")
+    return found
+
+
+def _count(word: str) -> int:
+    value = float(word)
+    if not (1 <= value < math.inf) or value != int(value):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {word}")
+    return int(value)
+
+
+def _positive(word: str) -> float:
+    value = float(word)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive, got {word}")
+    return value
+
+
+def report(options: argparse.Namespace) -> str:
+    """Return what ``lastlayer plan`` prints for parsed options."""
+    problem = Problem(
+        labels=options.labels,
+        features=options.features,
+        rows=options.rows,
+        devices=options.devices,
+        k=options.k,
+        labels_a_row=options.labels_a_row,
+        dtype=options.dtype,
+        optimizer=options.optimizer,
+        passes=options.passes,
+        memory=1e9 * options.memory,
+        flops=1e12 * options.tflops,
+        bandwidth=1e9 * options.bandwidth,
+        link=1e9 * options.link,
+        latency=1e-6 * options.latency,
+    )
+    if options.measure:
+        problem = measured(problem)
+    found = plan(problem)
+    if options.json:
+        return json.dumps({"problem": asdict(problem), "plan": asdict(found)}, indent=2)
+    return text(problem, found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``lastlayer plan``; return the exit status."""
+    sys.stdout.write(report(parser().parse_args(argv)) + "\n")
+    return 0

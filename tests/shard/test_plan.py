@@ -1,0 +1,67 @@
+import json
+
+import pytest
+
+from lastlayer.plan import Collective, Problem, lml_traffic, main, measured, plan, start_traffic
+
+SMALL = ["--labels", "1e6", "--features", "512", "--rows", "1024", "--devices", "8"]
+
+
+def test_by_hand():
+    found = plan(Problem(labels=1000, features=9, rows=2, devices=4, k=5, optimizer="adam", dtype="float32", passes=2))
+    assert found.classes_a_device == 250
+    assert found.weight_bytes == found.gradient_bytes == 250 * 10 * 4
+    assert found.optimizer_bytes == 250 * 10 * 8
+    # counts 24 B, the start 48 B gathered, two passes of 48 B, the result 24 B, the features' gradient 72 B
+    assert found.collectives == 6
+    assert found.wire_bytes == 1.5 * (24 + 2 * 48 + 24 + 72) + 3 * 48
+    assert found.product_seconds == pytest.approx(2 * 2 * 250 * 9 * 6 / 4e14)
+
+
+def test_one_device_sends_nothing():
+    found = plan(Problem(labels=1000, features=9, rows=2, devices=1))
+    assert (found.collectives, found.wire_bytes, found.wire_seconds) == (0, 0, 0)
+
+
+def test_largest_fits_and_no_more():
+    problem = Problem(labels=10**8, features=768, rows=4096, devices=64)
+    largest = plan(problem).largest_labels
+    for labels, fits in ((largest, True), (largest + 64, False)):
+        assert plan(Problem(labels=labels, features=768, rows=4096, devices=64)).fits is fits
+
+
+def test_start_takes_the_shorter_way():
+    assert start_traffic(10, 5, 4) == [Collective("all_gather", 10 * 6 * 4)]
+    assert start_traffic(10, 600, 4) == [Collective("all_reduce", 10 * 2 * 255 * 4)] * 4
+    assert start_traffic(10_000, 600, 4) == [Collective("all_reduce", 10_000 * 2 * 15 * 4)] * 8
+    assert len(lml_traffic(10, 5, 4, passes=3)) == 1 + 1 + 3 + 2
+
+
+def test_command(capsys):
+    assert main(SMALL) == 0
+    assert "classes a device                  125,000" in capsys.readouterr().out
+    assert main([*SMALL, "--json", "--memory", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["fits"] is False
+    assert found["problem"]["labels"] == 10**6
+
+
+def test_measured_rates_are_of_this_machine():
+    problem = measured(Problem(labels=10, features=2, rows=2, devices=1))
+    assert problem.flops != Problem.flops
+    assert problem.bandwidth != Problem.bandwidth
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--labels", "0.5"], "must be a whole number of at least 1, got 0.5"),
+        (["--memory", "-1"], "must be positive, got -1"),
+        (["--dtype", "int8"], "invalid choice"),
+    ],
+)
+def test_messages(options, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*SMALL, *options])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
