@@ -148,10 +148,13 @@ def check_capped() -> None:
 
 
 def check_truncated_entropy() -> None:
-    x = rows()[[0, 1, 2, 3, 4, 8]]  # with ties across the shards
+    x, ties = rows()[[0, 1, 4, 8]], rows()[[2, 3]]  # which of equal rivals is dropped shows in the gradient alone
     for split in splits():
         for k in (1, 4, 12):
             compare_loss(ll.truncated_entropy_loss, split, x, k)
+            y = torch.tensor([3, 9])
+            value = ll.truncated_entropy_loss(split.cut(ties), y, k, shard=split.shard)
+            close(value, ll.truncated_entropy_loss(ties, y, k))
 
 
 def check_one_class_each() -> None:

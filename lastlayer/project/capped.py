@@ -1,0 +1,315 @@
+"""Relatives of the LML projection on the same polytope: capped softmax (entropy), capped sparsemax (distance)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lastlayer import _check
+from lastlayer._module import FunctionModule
+from lastlayer.project.lml import enter, scores
+from lastlayer.shard import ClassShard, kth_largest, reduce, unwrap
+
+Kind = Literal["softmax", "sparsemax"]
+
+_PASSES = 24  # a bound on the search; the rows of tests/project/test_capped.py take up to 9
+
+
+def capped_softmax(
+    logits: Tensor,
+    k: float | Tensor = 1.0,
+    *,
+    dim: int = -1,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    shard: ClassShard | None = None,
+    impl: Literal["auto", "torch"] = "auto",
+) -> Tensor:
+    r"""Project logits onto the polytope of `k` labels by entropy: a softmax of mass `k`, cut off at 1.
+
+    .. math:: \max_{0 \le y \le 1} \; x^\top y - \sum_i y_i \log y_i \quad \text{subject to} \quad \sum_i y_i = k
+
+    The solution is :math:`y_i = \min(1, e^{x_i - \tau})`, with one :math:`\tau` a row (Martins and Kreutzer, 2017). At
+    ``k = 1`` it is the softmax. Classes at 1 have no gradient.
+
+    Args:
+        logits: The scores :math:`x`, any shape. ``-inf`` rules a class out, ``+inf`` takes one unit of `k`.
+        k: The expected number of labels, as in :func:`~lastlayer.lml`: real, a number or a tensor of one a row,
+            differentiable. A row whose `k` cannot be met is nan, and no other row with it.
+        dim: The dimension of the classes.
+        temperature: Divides the logits.
+        mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
+        shard: This rank's slice, when the classes are split over processes.
+        impl: ``"auto"`` or ``"torch"``, which are the same.
+
+    Returns:
+        Probabilities, of the shape and dtype of `logits`. Half precision is computed in float32.
+
+    Example:
+        >>> capped_softmax(torch.tensor([2.0, 1.0, 0.0, -1.0]), k=2)
+        tensor([1.0000, 0.6652, 0.2447, 0.0900])
+    """
+    return _project("capped_softmax", logits, k, "softmax", dim, temperature, mask, shard, impl)
+
+
+def capped_sparsemax(
+    logits: Tensor,
+    k: float | Tensor = 1.0,
+    *,
+    dim: int = -1,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    shard: ClassShard | None = None,
+    impl: Literal["auto", "torch"] = "auto",
+) -> Tensor:
+    r"""Project logits onto the polytope of `k` labels by distance: most classes get exactly 0 or 1.
+
+    .. math:: \min_{0 \le y \le 1} \; \|y - x\|^2 \quad \text{subject to} \quad \sum_i y_i = k
+
+    The solution is :math:`y_i = \mathrm{clip}(x_i - \tau, 0, 1)`, with one :math:`\tau` a row (Malaviya et al., 2018).
+    At ``k = 1`` it is sparsemax. Classes at 0 or 1 have no gradient.
+
+    Args:
+        logits: The scores :math:`x`, any shape. ``-inf`` rules a class out, ``+inf`` takes one unit of `k`.
+        k: The expected number of labels, as in :func:`~lastlayer.lml`: real, a number or a tensor of one a row,
+            differentiable. A row whose `k` cannot be met is nan, and no other row with it.
+        dim: The dimension of the classes.
+        temperature: Divides the logits.
+        mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
+        shard: This rank's slice, when the classes are split over processes.
+        impl: ``"auto"`` or ``"torch"``, which are the same.
+
+    Returns:
+        Probabilities, of the shape and dtype of `logits`. Half precision is computed in float32.
+
+    Example:
+        >>> capped_sparsemax(torch.tensor([1.0, 0.75, 0.5, -1.0]), k=2)
+        tensor([0.9167, 0.6667, 0.4167, 0.0000])
+    """
+    return _project("capped_sparsemax", logits, k, "sparsemax", dim, temperature, mask, shard, impl)
+
+
+def _project(
+    op: str,
+    logits: Tensor,
+    k: float | Tensor,
+    kind: Kind,
+    dim: int,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    shard: ClassShard | None,
+    impl: str,
+) -> Tensor:
+    _check.choice(op, "impl", impl, ("auto", "torch"))
+    logits, shard, wrap = unwrap(op, logits, shard, dim, k)
+    x, k, mask, divisor, last, _ = enter(op, logits, k, dim, temperature, mask, shard, "torch")
+    return wrap(_apply(x, k, mask, divisor, kind, shard)[0].movedim(-1, last))
+
+
+def _apply(
+    x: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: Kind, shard: ClassShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(y, center, delta)`` with ``tau = center + delta``; gradients flow into `y` and `delta`."""
+    # The compiler takes no Function that defines forward mode.
+    function = _Capped if torch.compiler.is_compiling() else _CappedForwardMode
+    return function.apply(x, k, mask, temperature, kind, shard)
+
+
+def _forward(
+    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: Kind, shard: ClassShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = scores(logits, mask, temperature)
+    center, delta = _solve(x, k, kind, shard)
+    u = _points(x, center, delta)
+    y = u.clamp(max=0).exp() if kind == "softmax" else u.clamp(0, 1)
+    return torch.where(delta.isnan(), delta, y).to(logits.dtype), center, delta
+
+
+def _points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
+    """Return ``x - tau``; an infinite logit keeps its sign against an infinite tau."""
+    return torch.where(x.isinf(), x, (x - center) - delta)
+
+
+def _solve(x: Tensor, k: Tensor, kind: Kind, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+    """Return ``(center, delta)``, ``tau = center + delta``, each of shape ``(..., 1)``.
+
+    The center is the ``ceil(k)``-th largest logit: a constant added to the row leaves the rest as it is. Rows without
+    a finite tau have an infinite delta: ``+inf`` where k is used up, ``-inf`` where it takes every class that is left,
+    and nan where it cannot be met.
+    """
+    finite = x.isfinite()
+    n, n_top, n_nan = reduce([flag.to(x.dtype) for flag in (finite, x == torch.inf, x.isnan())], "sum", shard)
+    k = k - n_top
+    solvable = (k > 0) & (k < n) & (n_nan == 0)
+    end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, torch.inf, torch.where(k == n, -torch.inf, torch.nan)))
+
+    x = torch.where(finite, x, -torch.inf)  # weighs nothing
+    k = torch.where(solvable, k, n / 2)
+    center, lower = kth_largest(x, torch.cat([k.ceil(), k.floor() + 1], -1), shard).split(1, -1)
+    center, lower = torch.where(solvable, center, 0), torch.where(solvable, lower, 0)
+    d = x - center
+    search = _search_softmax if kind == "softmax" else _search_sparsemax
+    return center, torch.where(solvable, search(d, k, lower - center, shard), end)
+
+
+def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return delta with ``sum min(1, exp(d - delta)) = k``.
+
+    In ``exp(-delta)`` the sum is concave and made of straight pieces, so Newton's method goes down to the solution
+    from any delta above it, and each step is the exact solution for the classes it takes to be at 1. With the
+    ``ceil(k) - 1`` largest at 1, as many as can be, the start is above.
+    """
+    capped = d > 0
+    mass = reduce(torch.where(capped, 0, d.exp()), "sum", shard)
+    delta = mass.log() - (k - k.ceil() + 1).log()
+    before = torch.full_like(delta, -1)
+    for _ in range(_PASSES):
+        capped = d > delta
+        count, mass = reduce([capped.to(d.dtype), torch.where(capped, 0, d.exp())], "sum", shard)
+        count = torch.minimum(count, k.ceil() - 1)  # more is rounding
+        more = count > before
+        delta = torch.where(more, mass.log() - (k - count).log(), delta)
+        if _may_stop(d) and not bool(more.any()):
+            break
+        before = torch.maximum(count, before)
+    return delta
+
+
+def _search_sparsemax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return delta with ``sum clip(d - delta, 0, 1) = k``, between the ``(floor(k) + 1)``-th largest less 1 and 0.
+
+    A Newton step solves for the classes now between 0 and 1; where it leaves the bounds, and now and then in a long
+    search, the bounds are halved instead. A step that finds the classes of the step before is exact.
+    """
+    lo, hi = lower - 1, torch.zeros_like(lower)
+    delta, done = (lo + hi) / 2, torch.zeros_like(lower, dtype=torch.bool)
+    before = torch.full_like(lower, -1), torch.full_like(lower, -1)
+    for number in range(_PASSES):
+        u = d - delta
+        inside, full = (u > 0) & (u < 1), u >= 1
+        part, active, count = reduce([torch.where(inside, u, 0), inside.to(d.dtype), full.to(d.dtype)], "sum", shard)
+        excess = part + (count - k)
+        newton = delta + excess / active.clamp(min=1)
+        # The classes inside come next after those at 1, so that two counts tell which they are.
+        same = ((active == before[0]) & (count == before[1]) & (active > 0)) | (excess == 0)
+        lo, hi = torch.where(excess > 0, delta, lo), torch.where(excess < 0, delta, hi)
+        good = same | ((active > 0) & (newton >= lo) & (newton <= hi) & (number < 12 or number % 3 < 2))
+        delta = torch.where(done | (active == 0) & (excess == 0), delta, torch.where(good, newton, (lo + hi) / 2))
+        done, before = done | same, (torch.where(good, active, -1), count)
+        if _may_stop(d) and bool(done.all()):
+            break
+    return delta
+
+
+def _may_stop(x: Tensor) -> bool:
+    """Whether reading a value costs nothing: an ordinary CPU tensor, outside of any trace."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _weights(
+    x: Tensor, center: Tensor, delta: Tensor, kind: Kind, shard: ClassShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``h = dy / dx`` at fixed tau, ``p = h / sum h`` and ``1 / sum h``, 0 where no class is free."""
+    u = _points(x, center, delta)
+    free = x.isfinite() & delta.isfinite() & (u < 0 if kind == "softmax" else (u > 0) & (u < 1))
+    h = torch.where(free, torch.where(free, u, 0).exp() if kind == "softmax" else 1, 0).to(x.dtype)
+    mass = reduce(h, "sum", shard)
+    inverse = torch.where(mass > 0, 1 / torch.where(mass > 0, mass, 1), 0)
+    return h, h * inverse, inverse
+
+
+class _Capped(torch.autograd.Function):
+    """``(logits, k) -> (y, center, delta)``."""
+
+    @staticmethod
+    def forward(
+        logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: Kind, shard: ClassShard | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(logits, k, mask, temperature, kind, shard)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        logits, _, mask, ctx.temperature, ctx.kind, ctx.shard = inputs
+        _, center, delta = output
+        ctx.mark_non_differentiable(center)
+        ctx.save_for_backward(logits, mask, center, delta)
+        ctx.save_for_forward(logits, mask, center, delta)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, mask, center, delta = ctx.saved_tensors
+        grad_y, _, grad_delta = grads
+        if grad_y is None and grad_delta is None:
+            return (None,) * 6
+        x = scores(logits, mask, ctx.temperature)
+        h, p, inverse = _weights(x, center, delta, ctx.kind, ctx.shard)
+        u = torch.zeros_like(x) if grad_y is None else torch.where(h > 0, grad_y.to(x.dtype), 0)
+        given = torch.zeros_like(delta) if grad_delta is None else grad_delta
+        mean, given = reduce([p * u, given], "sum", ctx.shard)
+        grad_x, grad_k = h * (u - mean) + p * given, mean - given * inverse
+        if ctx.temperature != 1.0:
+            grad_x = grad_x / ctx.temperature
+        broken = delta.isnan()
+        grad_x = torch.where(broken, torch.nan, grad_x).to(logits.dtype)
+        return grad_x, torch.where(broken, torch.nan, grad_k), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        # Every leading dimension is a batch dimension: the mapped one joins them.
+        tensors: list[Any] = [
+            value if where is None or not isinstance(value, Tensor) else value.movedim(where, 0)
+            for value, where in zip(inputs[:3], in_dims[:3], strict=True)
+        ]
+        batch = (info.batch_size, *tensors[0].shape[in_dims[0] is not None : -1])
+        tensors = [t if t is None else t.expand(*batch, t.shape[-1]) for t in tensors]
+        x, k, mask = tensors
+        return _apply(x, k, mask, *inputs[3:]), (0, 0, 0)
+
+
+class _CappedForwardMode(_Capped):
+    """As `_Capped`, with forward-mode derivatives."""
+
+    @staticmethod
+    def jvp(ctx: Any, logits_t: Tensor | None, k_t: Tensor | None, *_: Any) -> Any:
+        logits, mask, center, delta = ctx.saved_tensors
+        x = scores(logits, mask, ctx.temperature)
+        h, p, inverse = _weights(x, center, delta, ctx.kind, ctx.shard)
+        dx = torch.zeros_like(x) if logits_t is None else torch.where(h > 0, logits_t.to(x.dtype) / ctx.temperature, 0)
+        dk = torch.zeros_like(delta) if k_t is None else k_t
+        mean = reduce(p * dx, "sum", ctx.shard)
+        return (h * (dx - mean) + p * dk).to(logits.dtype), None, mean - dk * inverse
+
+
+class CappedSoftmax(FunctionModule):
+    """Module form of :func:`capped_softmax`, which documents the arguments."""
+
+    function = staticmethod(capped_softmax)
+
+    def __init__(
+        self,
+        k: float | Tensor = 1.0,
+        *,
+        dim: int = -1,
+        temperature: float | Tensor = 1.0,
+        impl: Literal["auto", "torch"] = "auto",
+    ) -> None:
+        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
+
+
+class CappedSparsemax(FunctionModule):
+    """Module form of :func:`capped_sparsemax`, which documents the arguments."""
+
+    function = staticmethod(capped_sparsemax)
+
+    def __init__(
+        self,
+        k: float | Tensor = 1.0,
+        *,
+        dim: int = -1,
+        temperature: float | Tensor = 1.0,
+        impl: Literal["auto", "torch"] = "auto",
+    ) -> None:
+        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
