@@ -52,12 +52,13 @@ def cuts(op: str, k: Any, batch: torch.Size, device: torch.device) -> Cuts:
     if isinstance(k, Tensor):
         if k.is_floating_point() or k.is_complex() or k.dtype == torch.bool:
             raise TypeError(f"{op}: `k` must be of an integer dtype, got a tensor of {k.dtype}. Use `k.long()`.")
-        if k.ndim and k.shape != batch:
+        if not _check._broadcasts(k.shape, batch):
             raise ValueError(
                 f"{op}: `k` as a tensor must hold one number a row, shape {tuple(batch)}, got shape {tuple(k.shape)}. "
                 "For several k at once give a list."
             )
-        at = k.to(device=device, dtype=torch.int64).reshape(-1, 1)
+        at = k.to(device=device, dtype=torch.int64)
+        at = (at.expand(batch) if at.ndim else at).reshape(-1, 1)
         return Cuts(at, max(int(at.max()), 1) if at.numel() else 1, False)
     several = (isinstance(k, Sequence) and not isinstance(k, str)) or getattr(k, "ndim", 0) == 1  # or a numpy array
     values = list(k) if several else [k]
@@ -111,7 +112,7 @@ def rank(
     if indices is not None:
         labels, values, index = _given(op, scores, target, indices)
     else:
-        labels = flat(_check.target(op, target, scores))
+        labels = _labels(op, target, scores, part)
         values, index = _best(matrix(scores), labels, k.most)
     hit = torch.zeros_like(index, dtype=torch.bool)
     if labels.dense is not None and labels.n_classes:
@@ -128,6 +129,19 @@ def rank(
     if labels.index is not None:
         hit = _member(index, labels.index)
     return Ranking(index, hit, count, labels)
+
+
+def _labels(op: str, target: Any, scores: Tensor, part: ClassShard | None) -> _check.Labels:
+    """The checked target; index lists keep the classes of all ranks, also where a slice is as wide as they are."""
+    if part is not None and isinstance(target, Tensor) and target.shape == scores.shape and _check._lists(target):
+        return _index_labels(op, target, scores)
+    return flat(_check.target(op, target, scores))
+
+
+def _index_labels(op: str, target: Any, scores: Tensor) -> _check.Labels:
+    """The checked target where it must hold class indices: compared with a shape that no index target has."""
+    width = target.shape[-1] + 1 if isinstance(target, Tensor) and target.ndim else 1
+    return flat(_check.target(op, target, scores.new_empty(()).expand(*scores.shape[:-1], width)))
 
 
 def _best(scores: Tensor, labels: _check.Labels, k: int) -> tuple[Tensor, Tensor]:
@@ -173,15 +187,12 @@ def _given(op: str, scores: Tensor, target: Any, indices: Any) -> tuple[_check.L
             f"{op}: `indices` must have the shape of `scores`, {tuple(scores.shape)}, got {tuple(indices.shape)}. "
             "Pass the lists of a decoder with their scores."
         )
-    batch = scores.shape[:-1]
     if isinstance(target, Tensor) and (target.is_floating_point() or target.dtype == torch.bool):
         raise TypeError(
             f"{op}: `target` must hold class indices when `indices` is given, got {target.dtype}. "
             "Use index lists padded with -1."
         )
-    # A shape that no index target has, so that lists as long as the predictions are not taken for multi-hot.
-    width = target.shape[-1] + 1 if isinstance(target, Tensor) and target.ndim else 1
-    labels = flat(_check.target(op, target, scores.new_empty(()).expand(*batch, width)))
+    labels = _index_labels(op, target, scores)
     values, index = matrix(scores), matrix(indices).long()
     return labels, torch.where(values.isnan() | (index < 0), -torch.inf, values), index
 

@@ -42,7 +42,9 @@ def check(rank: int) -> None:
         local = scores[:, shard.start : shard.stop]
         for metric in METRICS:
             extra = (propensities,) if metric is ll.psp_at_k else ()
-            for target, mine in ((dense, dense[:, shard.start : shard.stop]), (lists, lists)):
+            short = lists[:, :N].sort(-1, descending=True).values[:, :8]  # as wide as the last slice
+            forms = ((dense, dense[:, shard.start : shard.stop]), (lists, lists), (short, short))
+            for target, mine in forms:
                 for empty in ("skip", "one"):
                     whole = metric(scores, target, [1, 3, 6, 20], *extra, empty=empty)
                     found = metric(local, mine, [1, 3, 6, 20], *extra, empty=empty, shard=shard)
@@ -50,6 +52,23 @@ def check(rank: int) -> None:
         known = scores.nan_to_num(0)
         peak = ll.mean_max_confidence(known[:, shard.start : shard.stop], shard=shard)
         torch.testing.assert_close(peak, ll.mean_max_confidence(known))
+
+
+def check_processes_merge(rank: int) -> None:
+    """Each process has rows of its own; what they compute is the metric of all rows."""
+    torch.manual_seed(4)
+    scores, target = torch.rand(20, N), (torch.rand(20, N) < 0.3).long()
+    mine = [slice(0, 3), slice(3, 3), slice(3, 20)][rank]
+    for metric, whole in (
+        (ll.RecallAtK([1, 4]), ll.recall_at_k(scores, target, [1, 4])),
+        (ll.PrecisionAtK(2, average="macro", n_classes=N), ll.precision_at_k(scores, target, 2, average="macro")),
+        (ll.PSPAtK(3), ll.psp_at_k(scores, target, 3)),
+        (ll.MeanAveragePrecision(per="sample"), ll.mean_average_precision(scores, target, per="sample")),
+        (ll.MeanAveragePrecision(), ll.mean_average_precision(scores, target)),
+        (ll.LabelCalibrationError(4), ll.label_calibration_error(scores, target, 4)),
+    ):
+        metric.update(scores[mine], target[mine])
+        torch.testing.assert_close(metric.compute(), whole)
 
 
 def run(rank: int, store: str, results: Any) -> None:
@@ -60,6 +79,7 @@ def run(rank: int, store: str, results: Any) -> None:
     failure = ""
     try:
         check(rank)
+        check_processes_merge(rank)
     except Exception:
         failure = traceback.format_exc()
     results.put((rank, failure))

@@ -235,6 +235,10 @@ def test_one_k_a_row():
         kept = torch.stack([r for r, t in zip(rows, target, strict=True) if t.sum() > 0])
         torch.testing.assert_close(metric(scores, target, k), kept.mean())
     torch.testing.assert_close(ll.recall_at_k(scores, target, torch.tensor(3)), ll.recall_at_k(scores, target, 3))
+    several = torch.tensor([[2], [3], [1], [9]], device=DEVICE)  # broadcasts to the batch shape
+    spread = several.expand(4, 10).reshape(40)
+    result = ll.recall_at_k(scores.view(4, 10, 12), target.view(4, 10, 12), several)
+    torch.testing.assert_close(result, ll.recall_at_k(scores, target, spread))
     hits = ll.recall_at_k(scores, target, k, average="micro")
     ranks = scores.argsort(dim=-1, descending=True).argsort(dim=-1)
     torch.testing.assert_close(hits, (target * (ranks < k[:, None])).sum() / target.sum().double())
