@@ -14,33 +14,37 @@ Objective = Literal["f1", "precision", "recall"]
 def best_cuts(x: Tensor, hit: Tensor, known: Tensor, objective: Objective, wanted: float = 0.0) -> Tensor:
     """Choose a threshold for each class among all cuts of its scores.
 
-    Scores, labels and what is known have shape ``(classes, rows)``; unknown scores are ``-inf``. Position 0 of what
-    follows takes nothing, position i the first i.
+    Scores, labels and what is known have shape ``(classes, rows)``. A score of ``-inf`` can be in no cut, though its
+    label counts. Of what follows, position 0 takes nothing and position i the first i scores.
     """
     if x.shape[-1] == 0:
         return x.new_full(x.shape[:1], torch.inf)
-    # Unknown entries go last, also after known scores of -inf.
-    order = x.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, known.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True))
-    x, hit, known = x.gather(-1, order), hit.gather(-1, order), known.gather(-1, order)
-    right = F.pad(hit.double().cumsum(-1), (1, 0))
-    taken = F.pad(known.double().cumsum(-1), (1, 0))
-    total = right[:, -1:]
-    lower = torch.cat([x, torch.full_like(x[:, :1], -torch.inf)], -1)  # the first score that is not taken
-    upper = torch.cat([torch.full_like(x[:, :1], torch.inf), x], -1)
-    inside = F.pad(known, (1, 0), value=True)
-    last = taken == taken[:, -1:]
-    lower = torch.where(last, torch.nextafter(upper, torch.full_like(upper, -torch.inf)), lower)
+    hit = hit & known
+    total = hit.sum(-1, keepdim=True)
+    x, order = torch.where(known, x, -torch.inf).sort(dim=-1, descending=True)
+    can = x > -torch.inf
+    right = F.pad((hit.gather(-1, order) & can).cumsum(-1, dtype=torch.int32), (1, 0))
+    n_can = can.sum(-1, keepdim=True)
+    taken = torch.arange(x.shape[-1] + 1, device=x.device)
+    upper = F.pad(x, (1, 0), value=torch.inf)  # the last score that is taken
+    lower = F.pad(x, (0, 1), value=-torch.inf)  # the first that is not
+    is_cut = (taken <= n_can) & (upper > lower)
+    if objective == "f1":
+        merit = 2 * right.double() / (taken + total).clamp(min=1)
+    elif objective == "precision":  # the longest list that is good enough; to take nothing is the last resort
+        merit = torch.where((right >= wanted * taken) & (taken > 0), taken, 0).double()
+    else:  # the shortest list that finds enough, or all there is
+        merit = torch.where((right >= wanted * total) | (taken == n_can), -taken, -torch.inf).double()
+    merit = torch.where(is_cut & ((total > 0) | (taken == 0)), merit, -torch.inf)
+    best = merit.argmax(-1, keepdim=True)  # the first of several: the highest threshold
+    return _between(lower.gather(-1, best), upper.gather(-1, best), best == n_can).squeeze(-1)
+
+
+def _between(lower: Tensor, upper: Tensor, all_taken: Tensor) -> Tensor:
+    """A number at least `lower` and below `upper`, midway where that makes sense."""
+    below = torch.nextafter(upper, torch.full_like(upper, -torch.inf))
+    lower = torch.where(all_taken & (upper < torch.inf), below, lower)
     level = lower + (upper - lower) / 2
     level = torch.where((level >= lower) & (level < upper), level, lower)
-    level = torch.where(taken == 0, torch.where(last, torch.inf, lower), level)
-    if objective == "f1":
-        merit = 2 * right / (taken + total).clamp(min=1)
-    elif objective == "precision":  # the longest list that is good enough; nothing taken is the last resort
-        merit = torch.where((right >= wanted * taken) & (taken > 0), taken, 0)
-    else:  # the shortest list that finds enough
-        merit = torch.where(right >= wanted * total, -taken, -torch.inf)
-    merit = torch.where(inside & (upper > lower) & (total > 0), merit, -torch.inf)
-    merit = torch.where(total > 0, merit, -taken)
-    best = merit.argmax(-1, keepdim=True)  # the first, so the highest threshold
-    return level.gather(-1, best).squeeze(-1)
+    nothing_known = all_taken & (upper == torch.inf)
+    return torch.where(nothing_known, torch.inf, torch.where(upper == torch.inf, lower, level))

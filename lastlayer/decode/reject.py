@@ -112,6 +112,7 @@ def _evidence(op: str, scores: Tensor, by: Evidence, values: Tensor | None, mask
         values = values.detach()
         return -values if by == "distance" else values
     x = usable(scores, _check.mask(op, mask, scores)).to(_check.work_dtype(scores))
+    x = torch.where(x.isnan(), -torch.inf, x)
     if by == "log_density":
         return x.logsumexp(-1)
     return torch.nn.functional.pad(x, (0, 1), value=-torch.inf).amax(-1)  # also without a class

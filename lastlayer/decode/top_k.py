@@ -101,10 +101,9 @@ def whole(op: str, name: str, value: float) -> int:
 
 
 def usable(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """The scores without gradient, ``-inf`` where a class may not be chosen."""
+    """The scores without gradient, ``-inf`` where the mask rules a class out."""
     x = scores.detach()
-    out = x.isnan() if mask is None else x.isnan() | ~mask
-    return torch.where(out, -torch.inf, x)
+    return x if mask is None else torch.where(mask, x, -torch.inf)
 
 
 def choose(x: Tensor, scores: Tensor, width: int, part: ClassShard | None = None) -> Decoded:
@@ -129,28 +128,33 @@ def ordered(index: Tensor, value: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def best(x: Tensor, width: int) -> Tensor:
-    """The places of the `width` largest entries, largest first, ties by the lowest place; -1 for ``-inf``."""
-    n, size = x.shape[-1], min(width, x.shape[-1])
-    value, index = x.topk(size, -1)
-    if 0 < size < n:
-        index = _mended(x, value, index)
+    """The places of the `width` largest entries, largest first, ties by the lowest place; -1 for ``-inf`` and nan."""
+    size = min(width, x.shape[-1])
+    if torch.compiler.is_compiling():
+        x = torch.where(x.isnan(), -torch.inf, x)
+        index = _with_lowest(x, x.topk(size, -1).values[..., -1:], size) if size else x.topk(0, -1).indices
+    else:
+        x, index = _top(x, size)
     index = index.sort(-1).values
     value, order = x.gather(-1, index).sort(dim=-1, descending=True, stable=True)
     index = torch.where(value > -torch.inf, index.gather(-1, order), -1)
     return F.pad(index, (0, width - size), value=-1)
 
 
-def _mended(x: Tensor, value: Tensor, index: Tensor) -> Tensor:
-    """Where the last place cuts a tie, `topk` takes any of the equal entries: take the lowest instead."""
-    last = value[..., -1:]
-    if torch.compiler.is_compiling():
-        return _with_lowest(x, last, index.shape[-1])
-    torn = (x == last).sum(-1) > (value == last).sum(-1)
-    torn &= last.squeeze(-1) > -torch.inf
-    if not bool(torn.any()):
-        return index
-    index[torn] = _with_lowest(x[torn], last[torn], index.shape[-1])
-    return index
+def _top(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """As `topk`, which looks at each entry once, with nan and ties mended only where there are any."""
+    more = min(size + 1, x.shape[-1])
+    value, index = x.topk(more, -1)
+    if bool(value[..., :1].isnan().any()):  # nan counts as the largest
+        x = torch.where(x.isnan(), -torch.inf, x)
+        value, index = x.topk(more, -1)
+    index = index[..., :size].contiguous()
+    if 0 < size < more:
+        # Where the last place cuts a tie, topk takes any of the equal entries.
+        torn = (value[..., size - 1] == value[..., size]) & (value[..., size] > -torch.inf)
+        if bool(torn.any()):
+            index[torn] = _with_lowest(x[torn], value[torn][..., size - 1 : size], size)
+    return x, index
 
 
 def _with_lowest(x: Tensor, last: Tensor, size: int) -> Tensor:
