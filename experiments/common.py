@@ -40,8 +40,12 @@ class Results:
         return not any(all(row.get(name) == value for name, value in settings.items()) for row in self.rows)
 
     def add(self, **row: Any) -> None:
-        """Append a row and write the file; the old one stays until the new one is whole."""
-        self.rows.append(row)
+        """Append a row and write the file."""
+        self.extend([row])
+
+    def extend(self, rows: list[Row]) -> None:
+        """Append rows and write the file; the old one stays until the new one is whole."""
+        self.rows += rows
         self.path.parent.mkdir(parents=True, exist_ok=True)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
         machine = {"device": device, "torch": torch.__version__, "python": platform.python_version()}
