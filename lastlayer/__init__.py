@@ -17,6 +17,7 @@ from lastlayer.decode.tree import decode_tree as decode_tree
 from lastlayer.decode.tree import tune_darts as tune_darts
 from lastlayer.head.linear import ShardedLinear as ShardedLinear
 from lastlayer.head.linear import linear_lml_loss as linear_lml_loss
+from lastlayer.head.quasibinary import QuasibinaryHead as QuasibinaryHead
 from lastlayer.hierarchy import LabelTree as LabelTree
 from lastlayer.hierarchy import TreeStatistics as TreeStatistics
 from lastlayer.loss.incomplete import AssumeNegativeLoss as AssumeNegativeLoss
@@ -46,6 +47,8 @@ from lastlayer.loss.openset import OutlierMaxConfidenceLoss as OutlierMaxConfide
 from lastlayer.loss.openset import OutlierUniformLoss as OutlierUniformLoss
 from lastlayer.loss.openset import outlier_max_confidence_loss as outlier_max_confidence_loss
 from lastlayer.loss.openset import outlier_uniform_loss as outlier_uniform_loss
+from lastlayer.loss.quasibinary import QuasibinaryLoss as QuasibinaryLoss
+from lastlayer.loss.quasibinary import quasibinary_loss as quasibinary_loss
 from lastlayer.loss.ranking import RMLLoss as RMLLoss
 from lastlayer.loss.ranking import WARPLoss as WARPLoss
 from lastlayer.loss.ranking import rml_loss as rml_loss
@@ -97,6 +100,8 @@ from lastlayer.project.lml import lml as lml
 from lastlayer.project.lml import lml_at_most as lml_at_most
 from lastlayer.project.lml import lml_threshold as lml_threshold
 from lastlayer.project.lml import log_lml as log_lml
+from lastlayer.project.sphere import SphericalExp as SphericalExp
+from lastlayer.project.sphere import spherical_exp as spherical_exp
 from lastlayer.project.subset import SampleSubset as SampleSubset
 from lastlayer.project.subset import SubsetMarginals as SubsetMarginals
 from lastlayer.project.subset import sample_subset as sample_subset
@@ -114,6 +119,7 @@ _LAZY = {
     "GraphRecallAtK": "lastlayer.metrics.stream_structures",
     "LabelCalibrationError": "lastlayer.metrics.stream",
     "MeanAveragePrecision": "lastlayer.metrics.stream",
+    "LabelSetClassifier": "lastlayer.train.estimator",
     "MeanMaxConfidence": "lastlayer.metrics.stream",
     "NDCGAtK": "lastlayer.metrics.stream",
     "PSPAtK": "lastlayer.metrics.stream",

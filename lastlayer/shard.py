@@ -15,8 +15,10 @@ function            use                                    forward    backward
 
 from __future__ import annotations
 
+import datetime
 import math
 import numbers
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,6 +86,12 @@ def limited(shard: ClassShard | None, k: Any) -> ClassShard | None:
     noted = replace(shard)
     object.__setattr__(noted, "limit", math.floor(float(k)) + 1)
     return noted
+
+
+def all_ranks() -> ClassShard | None:
+    """The ranks of the default group, for sums over their batches; None where there is one process."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return ClassShard(0, 0) if several else None
 
 
 def reduce(values: Tensor | Sequence[Tensor], op: Op, shard: ClassShard | None) -> Any:
@@ -299,6 +307,23 @@ def unwrap(
         return type(value).from_local(result, mesh, places, run_check=False, shape=shape, stride=stride)
 
     return local, limited(shard, k), wrap
+
+
+def join(backend: str | None = None, timeout: float = 600.0) -> None:
+    """Join the processes that torchrun started, or started again; `timeout` is in seconds.
+
+    A restarted run shares torchrun's store with the one before, whose addresses are of processes that are gone: each
+    attempt has keys of its own here, which ``init_process_group`` alone does not see to.
+    """
+    patience = datetime.timedelta(seconds=timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=patience)
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=patience)
+    attempt = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=ranks, timeout=patience)
 
 
 def wrap_rows(local: Tensor, n_classes: int, shard: ClassShard | None) -> Tensor:

@@ -157,6 +157,20 @@ def check_truncated_entropy() -> None:
             close(value, ll.truncated_entropy_loss(ties, y, k))
 
 
+def check_quasibinary_head() -> None:
+    """Rows, not classes, over the ranks: the normaliser is that of the whole batch."""
+    torch.manual_seed(9)
+    head = ll.QuasibinaryHead(6, 5).double()
+    features, target = torch.randn(12, 6, dtype=torch.float64), torch.randint(-2, 5, (12,)).clamp(min=-1)
+    z = head(features)
+    expected = torch.autograd.grad(ll.quasibinary_loss(z, target), head.linear.weight)[0]
+    mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    grad = torch.autograd.grad(head.loss(features[mine], target[mine]), head.linear.weight)[0]
+    dist.all_reduce(grad)
+    close(grad / 4, expected, "what DDP makes of the gradients")
+    close(head.log_normalizer, (z.logsumexp((0, 1)) - (target >= 0).sum().double().log()).detach(), "normaliser")
+
+
 def check_one_class_each() -> None:
     if dist.get_rank() >= 0:
         x = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
