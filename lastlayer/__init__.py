@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from lastlayer.decode.graph import DecodeGraph as DecodeGraph
 from lastlayer.decode.graph import decode_graph as decode_graph
 from lastlayer.decode.reject import DecodeReject as DecodeReject
 from lastlayer.decode.reject import decode_reject as decode_reject
@@ -13,6 +14,7 @@ from lastlayer.decode.threshold import tune_thresholds as tune_thresholds
 from lastlayer.decode.top_k import Decoded as Decoded
 from lastlayer.decode.top_k import DecodeTopK as DecodeTopK
 from lastlayer.decode.top_k import decode_top_k as decode_top_k
+from lastlayer.decode.tree import DecodeTree as DecodeTree
 from lastlayer.decode.tree import decode_tree as decode_tree
 from lastlayer.decode.tree import tune_darts as tune_darts
 from lastlayer.head.linear import ShardedLinear as ShardedLinear

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._module import FunctionModule
 from lastlayer.decode.top_k import Decoded, whole
 
 
@@ -140,3 +141,12 @@ def _allowed(op: str, x: Tensor, mask: Tensor | None, background: int | None) ->
     if isinstance(background, bool) or not isinstance(background, int) or not -n <= background < n:
         raise ValueError(f"{op}: `background` must be a column of `scores`, {-n} to {n - 1}, got {background!r}.")
     return allowed & (torch.arange(n, device=x.device) != background % n)
+
+
+class DecodeGraph(FunctionModule):
+    """Module form of :func:`decode_graph`, which documents the arguments; it takes scores and pairs."""
+
+    function = staticmethod(decode_graph)
+
+    def __init__(self, k: int = 100, *, constrained: bool = True, background: int | None = None) -> None:
+        super().__init__(k=k, constrained=constrained, background=background)

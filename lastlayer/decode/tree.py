@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._module import FunctionModule
 from lastlayer.decode.top_k import Decoded, whole
 from lastlayer.hierarchy import LabelTree, Rule
 
@@ -178,3 +179,21 @@ def _most_specific(p: Tensor, tree: LabelTree, theta: float, width: int) -> Tens
     if not chosen:
         return torch.empty((*p.shape[:-1], 0), dtype=torch.long, device=p.device)
     return torch.cat(chosen, -1)
+
+
+class DecodeTree(FunctionModule):
+    """Module form of :func:`decode_tree`, which documents the arguments."""
+
+    function = staticmethod(decode_tree)
+
+    def __init__(
+        self,
+        tree: LabelTree,
+        *,
+        method: Method = "max_rew",
+        theta: float = 0.5,
+        k: int = 1,
+        lamb: float = 0.0,
+        rule: Rule = "sum",
+    ) -> None:
+        super().__init__(tree=tree, method=method, theta=theta, k=k, lamb=lamb, rule=rule)

@@ -25,7 +25,8 @@ def tree_accuracy(index: Tensor, target: Tensor, tree: LabelTree, *, empty: Empt
     without labels.
 
     Args:
-        index: Nodes, shape ``(..., k)``, padded with -1, such as those of `decode_tree`.
+        index: Nodes, shape ``(..., k)``, padded with -1, such as those of `decode_tree`; or ``(n,)``, one for each of
+            n rows of `target`.
         target: The classes, in any of the three forms; classes are the leaves of the tree.
         tree: The tree.
         empty: What rows without labels count: not at all, 0 or 1.
@@ -85,23 +86,24 @@ def accuracy_sums(op: str, index: Any, target: Tensor, tree: LabelTree) -> RowSu
 def specificity_sums(op: str, index: Any, target: Tensor, tree: LabelTree, hits_only: bool) -> RowSums:
     """Add up :func:`tree_specificity` over rows."""
     hit, counted, full = _hits(op, index, target, tree)
-    gain = tree.specificity.to(hit.device)[_nodes(op, index).clamp(min=0)]
+    gain = tree.specificity.to(hit.device)[_nodes(op, index, target).clamp(min=0)]
     return _row_sums(torch.where(hit, gain, 0) if hits_only else gain, counted, full)
 
 
-def _nodes(op: str, index: Any) -> Tensor:
+def _nodes(op: str, index: Any, target: Any) -> Tensor:
     index = index[0] if isinstance(index, tuple) else index  # a pair of lists and scores
     if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool:
         got = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"{op}: `index` must be a tensor of an integer dtype, got {got}.")
     if index.ndim == 0:
         raise ValueError(f"{op}: `index` must have shape (..., k), lists padded with -1, got shape ().")
-    return index.long()
+    one_a_row = index.ndim == 1 and isinstance(target, Tensor) and target.shape[:1] == index.shape
+    return index.long().unsqueeze(-1) if one_a_row else index.long()
 
 
 def _hits(op: str, index: Any, target: Any, tree: LabelTree) -> tuple[Tensor, Tensor, Tensor]:
     """Which nodes are right, which count, and which rows have labels (or something known to be wrong)."""
-    lists = _nodes(op, index)
+    lists = _nodes(op, index, target)
     batch = lists.shape[:-1]
     probe = torch.empty((), device=lists.device).expand(*batch, tree.n_leaves)
     labels = _check.target(op, target, probe)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lastlayer import decode_graph
+from lastlayer import DecodeGraph, decode_graph
 
 INF = float("inf")
 
@@ -31,6 +31,7 @@ def test_by_hand():
     index, score = decode_graph(scores, pairs, 3, background=0)
     assert index.tolist() == [[1, 0, 2], [0, 1, 1], [-1, -1, -1]]
     torch.testing.assert_close(score, torch.tensor([0.8, 0.5, -INF]))
+    assert torch.equal(DecodeGraph(3, background=0)(scores, pairs).index, index)
     free = decode_graph(scores, pairs, 3, background=0, constrained=False)
     assert free.index.tolist() == [[1, 0, 2], [1, 0, 1], [0, 1, 1]]
 

@@ -51,6 +51,14 @@ def test_mask_and_batch_shapes():
     assert torch.equal(DecodeThreshold(0.3, at_most=2)(scores).index, decode_threshold(scores, 0.3, at_most=2).index)
 
 
+def test_compiles_with_a_fixed_width():
+    def chosen(s):
+        return decode_threshold(s, 0.5, at_most=3, at_least=1)
+
+    scores = torch.rand(4, 6).round(decimals=1)
+    assert torch.equal(torch.compile(chosen, fullgraph=True, backend="aot_eager")(scores).index, chosen(scores).index)
+
+
 def f1(chosen, positive):
     right = (chosen & positive).sum().item()
     return 2 * right / max(chosen.sum().item() + positive.sum().item(), 1)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lastlayer import LabelTree, decode_tree, tree_accuracy, tune_darts
+from lastlayer import DecodeTree, LabelTree, decode_tree, tree_accuracy, tune_darts
 
 BINARY = LabelTree.from_parents([4, 4, 5, 5, 6, 6, -1])
 CHAIN = LabelTree.from_parents([3, 3, 4, 5, 6, 6, -1])  # node 3 holds 0 and 1, node 4 holds 2 alone, root 6
@@ -97,6 +97,11 @@ def test_shapes_dtypes_and_one_class():
     assert (decode_tree(nodes, BINARY, theta=0.9).index == -1).all()  # nothing is likely, nothing is chosen
     nodes = BINARY.probabilities(torch.full((4,), torch.nan))
     assert decode_tree(nodes, BINARY, method="darts").index.item() == -1
+
+
+def test_module():
+    p = torch.rand(5, 4).softmax(-1)
+    assert torch.equal(DecodeTree(BINARY, theta=0.7)(p).index, decode_tree(p, BINARY, theta=0.7).index)
 
 
 def test_tuned_darts_reaches_the_accuracy_and_hardly_more():

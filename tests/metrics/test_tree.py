@@ -25,9 +25,12 @@ def test_one_label_by_hand():
     assert tree_accuracy(index, target, TREE).item() == 0.75
     assert tree_specificity(index, target, TREE).item() == pytest.approx((1 + 0.5 + 0 + 0) / 4)
     assert tree_specificity(index, target, TREE, hits_only=False).item() == pytest.approx((1 + 0.5 + 0.5 + 0) / 4)
-    assert tree_accuracy(index.squeeze(-1)[:, None], target, TREE) == tree_accuracy(
-        Decoded(index, torch.zeros(4, 1)), target, TREE
-    )
+    for same in (index.squeeze(-1), Decoded(index, torch.zeros(4, 1))):
+        assert tree_accuracy(same, target, TREE).item() == 0.75
+        assert tree_specificity(same, target, TREE).item() == pytest.approx(0.375)
+    hot = torch.nn.functional.one_hot(target, 4)
+    assert tree_accuracy(index.squeeze(-1), hot, TREE).item() == 0.75
+    assert tree_accuracy(torch.tensor([5, 0]), torch.tensor(0), TREE).item() == 0.5  # one row, two nodes
 
 
 def test_several_labels_agree_with_sets():
