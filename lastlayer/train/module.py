@@ -231,12 +231,12 @@ class LabelSetModule(pl.LightningModule):
         return lml(logits, k, impl="torch" if torch.compiler.is_compiling() else "auto"), k
 
     def on_train_epoch_start(self) -> None:
-        """Seed dropout by the epoch, so that a resumed run repeats it."""
+        """Start the mean of the loss."""
         self._train_sum, self._train_steps = None, 0
-        torch.manual_seed(self.config.seed * 1_000_003 + self.current_epoch)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Return the loss of a batch."""
+        """Return the loss of a batch; dropout is seeded by the step, so that a resumed run repeats it."""
+        torch.manual_seed((self.config.seed * 1_000_003 + self.global_step * 1009 + self.global_rank) % 2**63)
         value, _ = self.loss(batch["input"], batch["target"])
         kept = value.detach()
         self._train_sum = kept if self._train_sum is None else self._train_sum + kept
@@ -290,6 +290,8 @@ class LabelSetModule(pl.LightningModule):
             )
         if self.optimizer_state is not None:
             optimizer.load_state_dict(self.optimizer_state)
+            for group in optimizer.param_groups:  # the schedule starts again
+                group["lr"] = group["initial_lr"] = config.lr
         warm = max(int(config.warmup * self.total_steps), 1)
 
         def factor(step: int) -> float:

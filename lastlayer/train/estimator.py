@@ -1,0 +1,324 @@
+"""The scikit-learn estimator, on the same engine as the command line."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_array, check_random_state
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from lastlayer.data import LabelData
+from lastlayer.data.labeldata import NumberNames
+from lastlayer.train.config import Config
+from lastlayer.train.engine import build, quiet, trainer
+from lastlayer.train.features import FeatureMap
+from lastlayer.train.module import EpochBatches, LabelSetData, LabelSetModule, Resolved, rows_to_input, top_metrics
+
+
+class LabelSetClassifier(ClassifierMixin, BaseEstimator):
+    """Fit label sets, or single labels, with a linear model or a multi-layer network and any loss of the package.
+
+    With an indicator matrix or one list of labels a row it is a multi-label classifier; with one label a row an
+    ordinary one, trained for its top k. Inputs are dense or sparse. Rows without labels are allowed.
+
+    Args:
+        k: The expected number of labels a row, or ``"auto"``: the mean number of labels (1 for single labels; with
+            incomplete labels the 90th percentile), or ``"predicted"``: a count head predicts it for each row.
+        loss: A loss by name: ``"lml"``, ``"binary"``, ``"two_way"``, ``"asymmetric"``, ...
+        loss_options: Its options, a dictionary.
+        labels: ``"complete"``, or ``"incomplete"``: a label that is not given may still apply.
+        observed: The share of true labels that are observed, or ``"auto"``.
+        hidden: Widths of hidden layers; none is a linear model.
+        dropout: Dropout after hidden layers.
+        epochs: Passes over the rows.
+        lr: The learning rate at its peak; with hidden layers use less, about 0.005.
+        weight_decay: Decoupled weight decay.
+        batch_size: Rows a step.
+        optimizer: ``"adamw"`` or ``"sgd"``.
+        schedule: ``"cosine"`` or ``"constant"``.
+        scale: ``"auto"`` (standardise dense, normalise sparse rows), ``"standard"``, ``"l2"`` or ``"none"``.
+        threshold: ``predict`` returns labels at least so probable.
+        random_state: Of the order of rows, dropout and first weights.
+
+    Attributes:
+        classes_: The labels: those of single labels and of lists, sorted; column numbers for an indicator.
+        n_features_in_: The number of features.
+        k_: The number of labels a row that the model expects; None if it is predicted.
+
+    Example:
+        >>> import numpy as np
+        >>> from lastlayer import LabelSetClassifier
+        >>> X = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]] * 8)
+        >>> Y = [["b"], ["a"], ["a", "b"], ["b"]] * 8
+        >>> model = LabelSetClassifier(random_state=0).fit(X, Y)
+        >>> model.predict_labels(np.array([[1.0, 0.0], [0.0, 1.0]]), k=1)
+        [['a'], ['b']]
+    """
+
+    def __init__(
+        self,
+        k: float | str = "auto",
+        *,
+        loss: str = "lml",
+        loss_options: dict[str, Any] | None = None,
+        labels: str = "complete",
+        observed: float | str = "auto",
+        hidden: Sequence[int] = (),
+        dropout: float = 0.0,
+        epochs: int = 50,
+        lr: float = 0.05,
+        weight_decay: float = 0.01,
+        batch_size: int = 128,
+        optimizer: str = "adamw",
+        schedule: str = "cosine",
+        scale: str = "auto",
+        threshold: float = 0.5,
+        random_state: Any = None,
+    ) -> None:
+        self.k = k
+        self.loss = loss
+        self.loss_options = loss_options
+        self.labels = labels
+        self.observed = observed
+        self.hidden = hidden
+        self.dropout = dropout
+        self.epochs = epochs
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.batch_size = batch_size
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.scale = scale
+        self.threshold = threshold
+        self.random_state = random_state
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_label = True
+        tags.input_tags.sparse = True
+        return tags
+
+    def fit(self, X: Any, y: Any) -> LabelSetClassifier:
+        """Train from the beginning.
+
+        Args:
+            X: Features, dense or sparse, ``(n_samples, n_features)``.
+            y: An indicator matrix (dense or sparse), a list of label lists, or one label a row.
+
+        Returns:
+            Itself.
+        """
+        X, y = self._checked(X, y, reset=True)
+        self._start(X, y, None)
+        self._train(X, self._labels(y), self.epochs)
+        self.n_iter_ = self.epochs
+        return self
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> LabelSetClassifier:
+        """Train for one more pass over some rows, at a constant learning rate; the optimiser keeps its state.
+
+        Args:
+            X: Features.
+            y: Labels, in the form of the first call.
+            classes: All labels that will occur; needed in the first call unless `y` is an indicator matrix.
+
+        Returns:
+            Itself.
+        """
+        first = not hasattr(self, "network_")
+        X, y = self._checked(X, y, reset=first)
+        if first:
+            self._start(X, y, classes)
+        elif classes is not None and not np.array_equal(np.sort(np.asarray(classes)), np.sort(self.classes_)):
+            raise ValueError("LabelSetClassifier: `classes` must be those of the first call to partial_fit.")
+        self._train(X, self._labels(y), 1, schedule="constant", warmup=0.0)
+        self.n_iter_ = getattr(self, "n_iter_", 0) + 1
+        return self
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Return the log-odds of each label, ``(n_samples, n_labels)``; for two single labels those of the second."""
+        y = self._log_odds(X)[0].numpy()
+        return y[:, 1] if self._is_binary() else y
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return probabilities, ``(n_samples, n_labels)``: rows sum to 1 for single labels, to k with the LML loss."""
+        return self._log_odds(X)[0].sigmoid().numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return an indicator matrix of the labels at or above the threshold, or the best single label."""
+        odds = self._log_odds(X)[0]
+        if not self.multilabel_:
+            return self.classes_[odds.argmax(-1).numpy()]
+        return (odds.sigmoid() >= self.threshold).numpy().astype(self.y_dtype_)
+
+    def predict_labels(self, X: Any, k: int | None = None) -> list[list[Any]]:
+        """Return the names of the `k` best labels of each row, best first; None: as many as the row expects."""
+        odds, counts = self._log_odds(X)
+        order = odds.argsort(dim=-1, descending=True, stable=True).numpy()
+        sizes = [max(round(float(c)), 1) if k is None else k for c in counts]
+        return [self.classes_[row[:size]].tolist() for row, size in zip(order, sizes, strict=True)]
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return the accuracy for single labels, the mean recall at k (rounded) for label sets."""
+        check_is_fitted(self)
+        if not self.multilabel_:
+            return super().score(X, y, sample_weight)
+        odds, counts = self._log_odds(X)
+        k = max(round(float(counts.mean())), 1)
+        labels = self._labels(_target(y))
+        target = torch.from_numpy(labels.padded(np.arange(len(labels))))
+        top = odds.topk(min(k, odds.shape[1]), -1).indices
+        values = top_metrics(top, target, (k,))[f"recall@{k}"].numpy()
+        weight = np.ones(len(values)) if sample_weight is None else np.asarray(sample_weight, float)
+        seen = np.isfinite(values)
+        return float((values[seen] * weight[seen]).sum() / max(weight[seen].sum(), 1e-300))
+
+    def _is_binary(self) -> bool:
+        return not self.multilabel_ and len(self.classes_) == 2
+
+    def _checked(self, X: Any, y: Any, reset: bool) -> tuple[Any, Any]:
+        if y is None:
+            raise ValueError("This LabelSetClassifier requires y to be passed, but the target y is None.")
+        options: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float32, np.float64], "reset": reset}
+        y = _target(y)
+        if isinstance(y, _Lists):
+            X = validate_data(self, X, **options)
+        else:
+            X, y = validate_data(self, X, y, multi_output=True, **options)
+            if getattr(y, "ndim", 1) == 2 and y.shape[1] == 1 and not sp.issparse(y):
+                import warnings
+
+                from sklearn.exceptions import DataConversionWarning
+
+                message = "A column-vector y was passed when a 1d array was expected."
+                warnings.warn(message, DataConversionWarning, stacklevel=3)
+                y = y[:, 0]
+            check_classification_targets(y)
+        if len(y) != X.shape[0] if isinstance(y, _Lists) else y.shape[0] != X.shape[0]:
+            raise ValueError(f"LabelSetClassifier: X and y must have as many rows, got {X.shape[0]} and {len(y)}.")
+        return X, y
+
+    def _config(self, **changes: Any) -> Config:
+        k = self.k if isinstance(self.k, str) else float(self.k)
+        return Config(
+            loss=self.loss, loss_options=self.loss_options or {}, labels=self.labels, k=k,  # type: ignore[arg-type]
+            observed=self.observed, hidden=tuple(self.hidden), dropout=self.dropout, epochs=self.epochs,  # type: ignore[arg-type]
+            lr=self.lr, weight_decay=self.weight_decay, batch_size=self.batch_size, optimizer=self.optimizer,
+            scale=self.scale, schedule=changes.pop("schedule", self.schedule), accelerator="cpu",
+            **changes,
+        )  # fmt: skip
+
+    def _start(self, X: Any, y: Any, classes: Any) -> None:
+        """Choose classes, scaling and k; make the network."""
+        lists = isinstance(y, _Lists)
+        self.multilabel_ = lists or type_of_target(y) == "multilabel-indicator"
+        self.y_dtype_ = np.dtype(int) if lists or not self.multilabel_ else y.dtype
+        if classes is not None:
+            self.classes_ = np.unique(np.asarray(classes))
+        elif lists:
+            names = {name for row in y.rows for name in row}
+            self.classes_ = np.array(sorted(names, key=lambda n: (str(type(n)), n)))
+        else:
+            self.classes_ = np.arange(y.shape[1]) if self.multilabel_ else np.unique(y)
+        if len(self.classes_) == 0:
+            raise ValueError("LabelSetClassifier: `y` must hold at least one label.")
+        seed = check_random_state(self.random_state).randint(2**31 - 1)
+        labels = self._labels(y)
+        config = self._config(seed=seed)
+        self.seed_ = seed
+        data = LabelData(None, X, labels.indptr, labels.indices, labels.label_names)
+        self.features_ = FeatureMap.fit(data, config)
+        resolved = Resolved.of(config, labels)
+        if not self.multilabel_ and self.k == "auto":
+            resolved = Resolved(**{**vars(resolved), "k": 1.0})
+        self.resolved_, self.k_ = resolved, resolved.k
+        module = build(config, resolved, self.features_, len(self.classes_), 1)
+        module.start_at_frequencies(labels)
+        self.network_, self.optimizer_state_ = module.network, None
+
+    def _labels(self, y: Any) -> LabelData:
+        """Return targets as label lists over `classes_`."""
+        names = NumberNames(len(self.classes_))
+        if isinstance(y, _Lists):
+            place = {name: i for i, name in enumerate(self.classes_.tolist())}
+            rows = [sorted({place[n] for n in row if n in place}) for row in y.rows]
+            return LabelData.from_lists([[str(i) for i in row] for row in rows], label_names=names)
+        if self.multilabel_:
+            table = sp.csr_matrix(y)
+            table.eliminate_zeros()
+            table.sort_indices()
+            if table.shape[1] != len(self.classes_):
+                raise ValueError(
+                    f"LabelSetClassifier: `y` must have {len(self.classes_)} columns, got {table.shape[1]}."
+                )
+            return LabelData(None, None, table.indptr.astype(np.int64), table.indices.astype(np.int64), names)
+        place_of = np.searchsorted(self.classes_, y).clip(0, len(self.classes_) - 1)
+        if (self.classes_[place_of] != y).any():
+            raise ValueError("LabelSetClassifier: `y` must hold labels among `classes`, got others.")
+        return LabelData(None, None, np.arange(len(y) + 1), place_of.astype(np.int64), names)
+
+    def _train(self, X: Any, labels: LabelData, epochs: int, **changes: Any) -> None:
+        done = getattr(self, "n_iter_", 0) if changes else 0
+        config = self._config(seed=(self.seed_ + done) % (2**31 - 1), **changes)
+        x = self.features_.transform(X)
+        steps = len(EpochBatches(len(labels), config.batch_size, seed=0)) * epochs
+        module = LabelSetModule(self.network_, config, self.resolved_, total_steps=steps)
+        module.optimizer_state = self.optimizer_state_ if changes else None
+        module.train()
+        with quiet():
+            fitter = trainer(config, epochs=epochs, logger=False, enable_checkpointing=False)
+            fitter.fit(module, datamodule=LabelSetData(x, labels, batch_size=config.batch_size, seed=config.seed))
+        self.optimizer_state_ = fitter.optimizers[0].state_dict() if changes else None
+        self.network_.eval()
+
+    def _log_odds(self, X: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-odds and expected counts, in float64, so that a row's result does not depend on its batch."""
+        from lastlayer.project.lml import lml_threshold
+
+        check_is_fitted(self)
+        X = validate_data(self, X, accept_sparse="csr", dtype=[np.float32, np.float64], reset=False)
+        x = self.features_.transform(X)
+        with torch.inference_mode():
+            network = self.network_.double()
+            try:
+                rows: Any = rows_to_input(x, np.arange(x.shape[0]))
+                rows = (rows[0], rows[1], rows[2].double()) if isinstance(rows, tuple) else rows.double()
+                logits, count = network(rows)
+            finally:
+                self.network_.float()
+            if self.multilabel_ and self.resolved_.probability == "sigmoid":
+                return logits, logits.sigmoid().sum(-1) if count is None else count.double()
+            fixed = 1.0 if not self.multilabel_ else float(self.resolved_.k or 0.0)
+            k = torch.full_like(logits[:, 0], fixed) if count is None or not self.multilabel_ else count.double()
+            return logits + lml_threshold(logits, k).unsqueeze(-1), k
+
+
+class _Lists:
+    """One list of labels a row."""
+
+    def __init__(self, rows: Sequence[Sequence[Any]]) -> None:
+        self.rows = [list(row) for row in rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _target(y: Any) -> Any:
+    """Tell label lists from arrays."""
+    if isinstance(y, _Lists) or sp.issparse(y):
+        return y
+    nested = isinstance(y, list | tuple) or (isinstance(y, np.ndarray) and y.dtype == object and y.ndim == 1)
+    if nested and len(y) and all(isinstance(row, list | tuple | set | frozenset) for row in y):
+        equal = len({len(row) for row in y}) == 1
+        numeric = all(isinstance(v, numbers.Real) for row in y for v in row)
+        if not (equal and numeric and set(np.unique([v for row in y for v in row])) <= {0, 1} and len(list(y[0])) > 1):
+            return _Lists(list(y))
+        return check_array(y)
+    return y

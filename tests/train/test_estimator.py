@@ -1,0 +1,142 @@
+import pickle
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from sklearn.model_selection import GridSearchCV, cross_val_predict
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import lastlayer as ll
+from lastlayer import LabelSetClassifier
+
+EXPECTED_FAILURES: dict[str, str] = {}  # none: every check of scikit-learn passes
+
+
+@parametrize_with_checks(
+    [LabelSetClassifier(random_state=0), LabelSetClassifier(loss="binary", hidden=(16,), lr=0.02, random_state=0)],
+    expected_failed_checks=lambda estimator: EXPECTED_FAILURES,
+)
+def test_scikit_learn_checks(estimator, check):
+    check(estimator)
+
+
+def make(n=400, features=12, labels=5, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(n, features))
+    weight = np.random.default_rng(99).normal(size=(features, labels))
+    return X, (X @ weight > 1.5).astype(np.int64)
+
+
+def test_label_sets_as_indicator_sparse_or_lists_are_the_same():
+    X, Y = make()
+    names = np.array(list("abcde"))
+    lists = [names[row == 1].tolist() for row in Y]
+    a = LabelSetClassifier(epochs=5, random_state=0).fit(X, Y)
+    b = LabelSetClassifier(epochs=5, random_state=0).fit(X, sp.csr_matrix(Y))
+    c = LabelSetClassifier(epochs=5, random_state=0).fit(X, lists)
+    np.testing.assert_array_equal(a.predict_proba(X), b.predict_proba(X))
+    np.testing.assert_array_equal(a.predict_proba(X), c.predict_proba(X))
+    assert a.classes_.tolist() == [0, 1, 2, 3, 4]
+    assert c.classes_.tolist() == list("abcde")
+    assert c.predict_labels(X[:3], k=2) == [names[r].tolist() for r in (-a.predict_proba(X[:3])).argsort(1)[:, :2]]
+
+
+def test_it_learns_and_generalises():
+    X, Y = make()
+    Z, V = make(seed=1)
+    model = LabelSetClassifier(random_state=0).fit(X, Y)
+    assert (model.predict(Z) == V).mean() > 0.9
+    assert model.predict(Z).dtype == Y.dtype
+    k = round(model.k_)
+    expected = ll.recall_at_k(torch_of(model.decision_function(Z)), torch_of(V), k)
+    assert model.score(Z, V) == pytest.approx(float(expected), abs=1e-6)
+    np.testing.assert_allclose(model.predict_proba(Z).sum(1), model.k_, atol=1e-6)
+
+
+def torch_of(array):
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def test_predicted_k_follows_the_rows():
+    X, Y = make(800)
+    model = LabelSetClassifier(k="predicted", random_state=0).fit(X, Y)
+    counts = model.predict_proba(X).sum(1)
+    assert np.corrcoef(counts, Y.sum(1))[0, 1] > 0.5
+    assert model.k_ is None
+
+
+def test_sparse_rows():
+    X, Y = make()
+    X = np.where(np.abs(X) > 1, X, 0)
+    model = LabelSetClassifier(random_state=0, scale="l2").fit(sp.csr_matrix(X), Y)
+    np.testing.assert_allclose(model.predict_proba(sp.csr_matrix(X))[:3], model.predict_proba(sp.csr_matrix(X)[:3]))
+    assert model.score(sp.csr_matrix(X), Y) > 0.8
+
+
+@pytest.mark.parametrize("loss", ["lml", "binary", "two_way", "asymmetric", "expected_positive", "multihot_softmax"])
+def test_losses_by_name(loss):
+    X, Y = make()
+    model = LabelSetClassifier(loss=loss, random_state=0).fit(X, Y)
+    assert model.score(X, Y) > 0.8
+
+
+def test_partial_fit_goes_on():
+    X, Y = make()
+    model = LabelSetClassifier(random_state=0)
+    scores = []
+    for _ in range(12):
+        for rows in np.array_split(np.arange(len(X)), 4):
+            model.partial_fit(X[rows], Y[rows])
+        scores.append(model.score(X, Y))
+    assert scores[-1] > scores[0]
+    assert model.n_iter_ == 48
+    single = LabelSetClassifier(random_state=0).partial_fit(X, Y[:, 0], classes=[0, 1])
+    with pytest.raises(ValueError, match="`classes` must be those of the first call"):
+        single.partial_fit(X, Y[:, 0], classes=[0, 2])
+
+
+def test_pipelines_search_and_cross_validation():
+    X, Y = make(160)
+    search = GridSearchCV(
+        make_pipeline(StandardScaler(), LabelSetClassifier(epochs=4, random_state=0)),
+        {"labelsetclassifier__k": ["auto", 2.0], "labelsetclassifier__loss": ["lml", "binary"]},
+        cv=2,
+        error_score="raise",
+    ).fit(X, Y)
+    assert len(search.cv_results_["params"]) == 4
+    out = cross_val_predict(LabelSetClassifier(epochs=4, random_state=0), X, Y, cv=2, method="predict_proba")
+    assert out.shape == Y.shape
+    assert cross_val_predict(LabelSetClassifier(epochs=4, random_state=0), X, Y, cv=2).shape == Y.shape
+
+
+def test_pickles():
+    X, Y = make(100)
+    model = LabelSetClassifier(epochs=3, random_state=0, hidden=(4,)).fit(X, Y)
+    back = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(back.predict_proba(X), model.predict_proba(X))
+
+
+def test_global_random_state_is_left_alone():
+    import torch
+
+    X, Y = make(60)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    LabelSetClassifier(epochs=2, hidden=(4,), dropout=0.5).fit(X, Y)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"loss": "nope"}, "`loss` must be one of"), ({"k": 99.0}, "`k` must be at most the number of labels"),
+     ({"k": -1}, "`k` must be a positive number"), ({"epochs": 0}, "`epochs` must be a whole number"),
+     ({"labels": "some"}, "`labels` must be one of"), ({"loss_options": {"nope": 1}}, "`loss_options` of lml must be")],
+)  # fmt: skip
+def test_wrong_parameters_are_named(options, message):
+    X, Y = make(40)
+    with pytest.raises(ValueError, match=message):
+        LabelSetClassifier(**options).fit(X, Y)

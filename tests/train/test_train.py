@@ -1,0 +1,272 @@
+import numpy as np
+import pytest
+import torch
+from train_tools import make_rows
+
+import lastlayer as ll
+from lastlayer.data import DataError, LabelData
+from lastlayer.train import Config, ConfigError, FeatureMap, LabelSetNetwork, RunError, RunFolder, evaluate, train
+from lastlayer.train.config import load, loss_names, make
+from lastlayer.train.engine import load as load_run
+from lastlayer.train.engine import prepare
+from lastlayer.train.measure import measure, predict
+from lastlayer.train.module import EpochBatches, Resolved, row_metrics, rows_to_input
+
+FAST = {"epochs": 8, "batch_size": 32, "lr": 0.1, "bootstrap": 20}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train({"all": make_rows(400)}, Config(**FAST), tmp_path_factory.mktemp("run") / "a")
+
+
+def test_a_run_folder_holds_what_its_format_says(run):
+    names = {p.name for p in run.path.iterdir()}
+    assert names >= {
+        "config.yaml", "environment.json", "data.json", "labels.json", "features.json", "weights.safetensors",
+        "history.csv", "metrics.json", "predictions.safetensors", "examples.json", "done.json", "checkpoints",
+    }  # fmt: skip
+    metrics, found, labels = run.metrics(), run.predictions(), run.labels()
+    n = metrics["rows"]
+    assert metrics["part"] == "test"
+    assert labels == [f"label{i}" for i in range(6)]
+    assert found["probability"].shape == (n, 6)
+    assert found["top_index"].shape == (n, 6)
+    assert found["target_indptr"][-1] == len(found["target_index"])
+    assert len(run.examples()) == n
+    assert run.examples()[0].keys() == {"row", "id", "text"}
+    assert len(run.history()) == 8
+    assert all(len(column) == 6 for column in metrics["labels"].values())
+    assert metrics["metrics"]["recall@5"]["value"] > 0.9  # the words tell the labels
+    assert run.read_json("data.json")["resolved"]["k"] == pytest.approx(2, abs=0.2)
+
+
+def test_numbers_in_a_run_folder_are_those_of_the_metrics(run):
+    found, values = run.predictions(), run.metrics()["metrics"]
+    n = len(found["row"])
+    target = torch.zeros(n, 6, dtype=torch.long)
+    for i in range(n):
+        target[i, found["target_index"][found["target_indptr"][i] : found["target_indptr"][i + 1]]] = 1
+    y = torch.from_numpy(found["probability"])
+    for k in (1, 3, 5):
+        assert values[f"precision@{k}"]["value"] == pytest.approx(float(ll.precision_at_k(y, target, k)), abs=1e-6)
+        assert values[f"recall@{k}"]["value"] == pytest.approx(float(ll.recall_at_k(y, target, k)), abs=1e-6)
+        assert values[f"ndcg@{k}"]["value"] == pytest.approx(float(ll.ndcg_at_k(y, target, k)), abs=1e-6)
+    assert values["map"]["value"] == pytest.approx(float(ll.mean_average_precision(y, target)), abs=1e-6)
+    assert values["ece@5"]["value"] == pytest.approx(float(ll.label_calibration_error(y, target, 5)), abs=1e-5)
+    assert values["ece"]["value"] == pytest.approx(float(ll.label_calibration_error(y, target)), abs=1e-5)
+    for name, value in values.items():
+        if value["low"] is not None and name != "ece@5":
+            assert value["low"] <= value["value"] + 1e-9
+            assert value["value"] <= value["high"] + 1e-9
+
+
+def test_bootstrap_intervals_agree_with_drawing_rows_again():
+    rng = np.random.default_rng(0)
+    labels = LabelData.from_lists([[str(j) for j in rng.choice(8, 2, replace=False)] for _ in range(300)])
+    y = torch.rand(300, 8, generator=torch.Generator().manual_seed(0))
+    target = torch.from_numpy(labels.padded(np.arange(300)))
+    from lastlayer.train.measure import Predictions
+
+    top = y.sort(descending=True)
+    found = measure(Predictions(top.indices, top.values, y.sum(-1), y, labels), (1, 3), resamples=400)["metrics"]
+    generator = torch.Generator().manual_seed(1)
+    for name, function in [
+        ("recall@3", lambda s, t: ll.recall_at_k(s, t, 3)),
+        ("map", ll.mean_average_precision),
+        ("ece@3", lambda s, t: ll.label_calibration_error(s, t, 3)),
+    ]:
+        slow = ll.bootstrap(function, y, target, n_resamples=400, generator=generator)
+        width = float(slow.high - slow.low)
+        assert found[name]["value"] == pytest.approx(float(slow.value), abs=1e-5)
+        assert found[name]["low"] == pytest.approx(float(slow.low), abs=0.3 * width)
+        assert found[name]["high"] == pytest.approx(float(slow.high), abs=0.3 * width)
+
+
+def test_loading_predicts_the_same(run):
+    model = load_run(run)
+    data = make_rows(50, seed=3).with_labels(model.labels)[0]
+    found = predict(model.module, model.features(data), data)
+    again = predict(model.module, model.features(data), data, batch_size=7)
+    torch.testing.assert_close(found.probability, again.probability)
+    out = evaluate(run.path, make_rows(50, seed=3))
+    assert out["unknown_labels"] == 0
+    assert out["metrics"]["recall@5"]["value"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"loss": "binary"}, {"k": "predicted"}, {"hidden": [16], "dropout": 0.1, "lr": 0.02}, {"vectorizer": "hashing"},
+     {"labels": "incomplete", "keep": 0.5}, {"optimizer": "sgd", "lr": 2.0, "clip_norm": 1.0}, {"precision": "bf16"},
+     {"single_positive": True, "labels": "incomplete", "loss": "expected_positive"}, {"schedule": "constant"}],
+)  # fmt: skip
+def test_choices_train(tmp_path, changes):
+    values = {**FAST, **changes}
+    run = train({"all": make_rows(300)}, make(values), tmp_path / "a")
+    assert run.metrics()["metrics"]["recall@5"]["value"] > 0.85
+    assert load_run(run).config.to_dict() == make(values).to_dict()
+
+
+def test_dense_and_sparse_features(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(200, 5)).astype(np.float32) + 100  # far from 0: standardised
+    lists = [[str(j) for j in range(5) if row[j] > 100] for row in x]
+    import scipy.sparse as sp
+
+    for name, features in [("dense", x), ("sparse", sp.csr_matrix(np.maximum(x - 100, 0)))]:
+        data = LabelData.from_lists(lists, features=features)
+        run = train({"all": data}, make({**FAST, "epochs": 20}), tmp_path / name)
+        assert run.metrics()["metrics"]["precision@1"]["value"] > 0.9
+
+
+def test_early_stopping_and_loggers(tmp_path):
+    config = make({**FAST, "epochs": 200, "patience": 2, "loggers": "csv,tensorboard"})
+    run = train({"all": make_rows(200)}, config, tmp_path / "a")
+    assert len(run.history()) < 100
+    assert (run / "csv/metrics.csv").exists()
+    assert list((run / "tensorboard").glob("events*"))
+    best = run.metrics()["best_epoch"]
+    scores = [row["ndcg@5"] for row in run.history()]
+    assert scores[best] == max(scores)
+
+
+def test_the_network_is_the_same_dense_and_sparse():
+    import scipy.sparse as sp
+
+    x = sp.random(6, 9, 0.5, format="csr", dtype=np.float32, random_state=0)
+    network = LabelSetNetwork(9, 4, hidden=(5,), sparse=True, count_head=True)
+    a, ka = network(rows_to_input(x, np.arange(6)))
+    b, kb = network(torch.from_numpy(x.toarray()))
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(ka, kb)
+    assert sum(p.numel() for p in network.parameters()) == LabelSetNetwork.count_parameters(9, 5, (5,))
+
+
+def test_batches_depend_on_seed_and_epoch_alone_and_ranks_share_them():
+    a, b = EpochBatches(10, 3, seed=1), EpochBatches(10, 3, seed=1)
+    b.set_epoch(0)
+    assert list(a) == list(b)
+    b.set_epoch(1)
+    assert list(a) != list(b)
+    assert sorted(sum(a, [])) == list(range(10))  # noqa: RUF017
+    ranks = [list(EpochBatches(10, 2, seed=1, rank=r, world=2)) for r in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == len(EpochBatches(10, 2, seed=1, world=2))
+    assert sorted(i for rank in ranks for batch in rank for i in batch) == list(range(10))
+
+
+def test_row_metrics_are_those_of_the_package():
+    scores, target = torch.randn(40, 12), torch.randint(-1, 12, (40, 4))
+    target = torch.stack(
+        [torch.cat([u := r[r >= 0].unique(), -torch.ones(5 - len(u), dtype=torch.long)]) for r in target]
+    )
+    found = row_metrics(scores, target, (1, 3, 7))
+    for k in (1, 3, 7):
+        for name, function in [("precision", ll.precision_at_k), ("recall", ll.recall_at_k), ("ndcg", ll.ndcg_at_k)]:
+            expected = float(function(scores, target, k))
+            assert float(found[f"{name}@{k}"].nanmean()) == pytest.approx(expected, abs=1e-6)
+
+
+def test_auto_follows_the_labels():
+    data = LabelData.from_lists([["a", "b"], ["a"], ["b", "c"], ["d"]])
+    complete = Resolved.of(Config(), data)
+    assert (complete.k, complete.observed, complete.monitor) == (1.5, 0.0, "ndcg@3")
+    incomplete = Resolved.of(Config(labels="incomplete"), data)
+    assert (incomplete.k, incomplete.observed, incomplete.monitor) == (2.0, 0.75, "recall@3")
+    assert Resolved.of(Config(loss="binary"), data).probability == "sigmoid"
+    assert Resolved.of(Config(loss="two_way"), data).probability == "lml"
+
+
+def test_parts_are_split_and_hidden_as_asked():
+    parts = prepare({"all": make_rows(600)}, Config(keep=0.5))
+    assert sorted(parts) == ["test", "train", "valid"]
+    assert parts["train"].row_counts().mean() < 1.3
+    assert parts["test"].row_counts().mean() > 1.7  # complete
+    with pytest.raises(DataError, match="no rows to train on"):
+        prepare({"test": make_rows(5)}, Config())
+    with pytest.raises(DataError, match="no training row has a label"):
+        prepare({"all": LabelData.from_lists([[], []], texts=["a", "b"], label_names=["x"])}, Config())
+
+
+def test_feature_state_is_plain_and_comes_back():
+    import json
+
+    data = make_rows(50)
+    for config in (Config(), Config(vectorizer="hashing", n_features=64), Config(ngrams=2)):
+        features = FeatureMap.fit(data, config)
+        back = FeatureMap(json.loads(json.dumps(features.state)))
+        assert (features(data) != back(data)).nnz == 0
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    theirs = TfidfVectorizer(max_features=20000, min_df=2, sublinear_tf=True).fit_transform(data.texts)
+    np.testing.assert_allclose(FeatureMap.fit(data, Config())(data).toarray(), theirs.toarray(), atol=1e-6)
+    with pytest.raises(DataError, match=r"features\.json: damaged"):
+        FeatureMap({"kind": "tfidf", "n_features": 3, "vocabulary": ["a"], "idf": [1.0]})
+
+
+def test_too_large_a_network_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"would have \d+ parameters"):
+        train({"all": make_rows(50)}, Config(max_parameters=10), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"lr": "fast"}, "`lr` must be a number"), ({"lrr": 1}, "unknown field 'lrr'. Did you mean 'lr'"),
+     ({"epochs": 1.5}, "`epochs` must be a whole number"), ({"hidden": "a"}, "`hidden` must be a list of whole"),
+     ({"k": "many"}, "`k` must be a positive number or auto or predicted"), ({"observed": 1}, "`observed` must be"),
+     ({"single_positive": "perhaps"}, "must be true or false"), ({"loss_options": "a"}, "name=value"),
+     ({"loss_options": {"observed": 0.5}}, "must be among"), ({"labels": 3}, "`labels` must be a word"),
+     ({"valid_fraction": 0.6, "test_fraction": 0.6}, "less than 1"), ({"loggers": "wandb"}, "csv or tensorboard"),
+     ({"seed": True}, "`seed` must be a number"), ({"at": []}, "positive numbers"), ({"lr": float("nan")}, "number")],
+)  # fmt: skip
+def test_wrong_fields_are_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        make(values)
+
+
+def test_config_files_come_back_and_bombs_do_not(tmp_path):
+    config = Config(hidden=(3, 4), loss="two_way", loss_options={"positive_temperature": 2.0}, k="3")
+    (tmp_path / "a.yaml").write_bytes(config.to_yaml())
+    assert make(load(tmp_path / "a.yaml")) == config
+    for text, message in [
+        ("a: &x [1, 2]\nb: *x\n", "aliases"),
+        ("!!python/object/apply:os.system [ls]", "must be YAML"),
+        ("- 1\n", "fields and"),
+        ("a: [", "must be YAML"),
+        ("\xff", "must be YAML"),
+    ]:
+        (tmp_path / "b.yaml").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path / "b.yaml")
+
+
+def test_monitor_must_exist():
+    with pytest.raises(ConfigError, match="`monitor` must be one of"):
+        Resolved.of(Config(monitor="recall@77"), make_rows(20))
+
+
+def test_known_losses():
+    assert {"lml", "binary", "two_way", "asymmetric", "expected_positive", "hill", "multihot_softmax"} <= set(
+        loss_names()
+    )
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "features.json", "labels.json", "data.json", "config.yaml"])
+def test_damaged_runs_are_named(run, tmp_path, name):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy)
+    (copy / name).write_bytes((copy / name).read_bytes()[:25] + b"\xff{")
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        load_run(copy)
+    (copy / name).unlink()
+    with pytest.raises(ValueError, match=r"not there|not a run"):
+        load_run(copy)
+
+
+def test_unfinished_runs_are_not_loaded(run, tmp_path):
+    with pytest.raises(RunError, match="not a run folder"):
+        load_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("{}")
+    with pytest.raises(RunError, match="not finished"):
+        load_run(RunFolder(tmp_path))
