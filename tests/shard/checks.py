@@ -136,7 +136,8 @@ def check_projections() -> None:
                     else:
                         options = {"mask": mask, "temperature": 2.0} if isinstance(k, int) else {}
                         compare(function, split, x, k, **options)
-            compare(ll.lml, split, x[:5], 3, temperature=torch.tensor([1.0, 0.5, 2.0, 3.0, 1.0], dtype=dtype))
+            if dtype == torch.float64:  # the derivative in the temperature sums large terms
+                compare(ll.lml, split, x[:5], 3, temperature=torch.tensor([1.0, 0.5, 2.0, 3.0, 1.0], dtype=dtype))
 
 
 def check_capped() -> None:
