@@ -27,7 +27,7 @@ class TreeStatistics(NamedTuple):
     n_leaves: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LabelTree:
     """A tree whose leaves are the classes; an immutable value.
 
@@ -53,6 +53,10 @@ class LabelTree:
             raise ValueError(
                 f"LabelTree: `names` must hold one name a node ({len(self.parents)}), got {len(self.names)}."
             )
+
+    def __repr__(self) -> str:
+        height = max(self.depth) + 1
+        return f"LabelTree(n_leaves={self.n_leaves}, n_nodes={self.n_nodes}, height={height})"
 
     @classmethod
     def from_parents(

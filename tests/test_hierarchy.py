@@ -233,6 +233,7 @@ def test_from_names():
 def test_is_a_value():
     assert LabelTree.from_parents(torch.tensor([4, 4, 5, 5, 6, 6, -1])) == BINARY
     assert len({BINARY, LabelTree.from_parents([4, 4, 5, 5, 6, 6, None])}) == 1
+    assert repr(BINARY) == "LabelTree(n_leaves=4, n_nodes=7, height=3)"
     with pytest.raises(AttributeError):
         BINARY.parents = ()
     BINARY.specificity[0] = 7
