@@ -61,4 +61,8 @@ def test_graphs_and_errors():
     same(ll.graph_mean_recall_at_k, index, target, 5, n_predicates=3, **places)
     same(ll.graph_zero_shot_recall_at_k, index, target, 5, seen=torch.tensor([[0, 0, 1]]), **places)
     scores, labels = torch.rand(30, 12, dtype=torch.float64), (torch.rand(30, 12) < 0.3).long()
-    assert ll.label_set_errors(scores.cuda(), labels.cuda()) == ll.label_set_errors(scores, labels)
+    found, expected = ll.label_set_errors(scores.cuda(), labels.cuda()), ll.label_set_errors(scores, labels)
+    assert (found.confusions, found.cooccurrence) == (expected.confusions, expected.cooccurrence)
+    for a, b in zip(found.kinds, expected.kinds, strict=True):
+        assert (a.name, a.false_alarms, a.misses) == (b.name, b.false_alarms, b.misses)
+        assert abs(a.gain - b.gain) < 1e-12  # sums in another order
