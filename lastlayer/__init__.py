@@ -19,7 +19,10 @@ from lastlayer.decode.tree import decode_tree as decode_tree
 from lastlayer.decode.tree import tune_darts as tune_darts
 from lastlayer.head.linear import ShardedLinear as ShardedLinear
 from lastlayer.head.linear import linear_lml_loss as linear_lml_loss
+from lastlayer.head.prototype import PrototypeHead as PrototypeHead
+from lastlayer.head.prototype import ReciprocalPointHead as ReciprocalPointHead
 from lastlayer.head.quasibinary import QuasibinaryHead as QuasibinaryHead
+from lastlayer.head.sphere import SphericalHead as SphericalHead
 from lastlayer.hierarchy import LabelTree as LabelTree
 from lastlayer.hierarchy import TreeStatistics as TreeStatistics
 from lastlayer.loss.incomplete import AssumeNegativeLoss as AssumeNegativeLoss
@@ -55,11 +58,14 @@ from lastlayer.loss.ranking import RMLLoss as RMLLoss
 from lastlayer.loss.ranking import WARPLoss as WARPLoss
 from lastlayer.loss.ranking import rml_loss as rml_loss
 from lastlayer.loss.ranking import warp_loss as warp_loss
+from lastlayer.loss.reciprocal import reciprocal_point_loss as reciprocal_point_loss
 from lastlayer.loss.relabel import LargeLoss as LargeLoss
 from lastlayer.loss.relabel import SPLCLoss as SPLCLoss
 from lastlayer.loss.relabel import large_loss as large_loss
 from lastlayer.loss.relabel import large_loss_corrections as large_loss_corrections
 from lastlayer.loss.relabel import splc_loss as splc_loss
+from lastlayer.loss.sphere import SphericalLoss as SphericalLoss
+from lastlayer.loss.sphere import spherical_loss as spherical_loss
 from lastlayer.loss.topk import SmoothTopKSVMLoss as SmoothTopKSVMLoss
 from lastlayer.loss.topk import TopKDistillationLoss as TopKDistillationLoss
 from lastlayer.loss.topk import TruncatedEntropyLoss as TruncatedEntropyLoss

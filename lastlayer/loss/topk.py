@@ -109,7 +109,7 @@ def smooth_topk_svm_loss(
     k = _places(op, k, logits.shape[-1])
     tau, alpha = _positive(op, "tau", tau), _check.number(op, "alpha", alpha)
     x, labels, live = _rows.enter(op, logits, target)
-    here = _first(labels)
+    here = first_label(labels)
     has_label = here >= 0
     own = torch.arange(x.shape[-1], device=x.device) == here
     scores = torch.where(live, x, -torch.inf) / (k * tau)
@@ -192,7 +192,7 @@ def _positive(op: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def _first(labels: Labels) -> Tensor:
+def first_label(labels: Labels) -> Tensor:
     """Return the lowest class among each row's labels, -1 where there is none, shape ``(*batch, 1)``."""
     if labels.index is not None:
         found = torch.where(labels.index < 0, labels.n_classes, labels.index)

@@ -1,0 +1,151 @@
+"""Heads whose classes are points of the feature space: prototypes, and reciprocal points."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lastlayer import _check
+from lastlayer._check import Reduction
+from lastlayer.loss.multilabel import binary_loss, multihot_softmax_loss
+from lastlayer.loss.reciprocal import reciprocal_point_loss, squared_distances
+
+
+class PrototypeHead(nn.Module):
+    r"""Classify by the distance to a prototype of each class (the RBF layer of Liao, 2021, chapter 5).
+
+    .. math:: p_k = \mathrm{softmax}(-d)_k, \quad d_k = \|w_k - f\|^2 / \gamma_k
+              \qquad \text{or, multi-label,} \qquad p_k = \sigma(d_k^- - d_k^+)
+
+    In place of the last linear layer. After training, classes that are confused have prototypes near each other, so
+    that the tree :meth:`LabelTree.from_prototypes <lastlayer.LabelTree.from_prototypes>` groups them. With
+    ``multilabel=True`` each class has two prototypes, of presence and of absence. Use no weight decay on this layer.
+
+    Args:
+        in_features: The size of a feature vector.
+        n_classes: The number of classes.
+        multilabel: Whether a row may have any number of labels.
+        gamma: The widths :math:`\gamma`, a positive number or a tensor of one a class; not trained.
+
+    Attributes:
+        weight: The prototypes (of presence), shape ``(n_classes, in_features)``; at first normal, of deviation 0.005.
+        absent: The prototypes of absence, or None.
+
+    Example:
+        >>> head = PrototypeHead(8, 3)
+        >>> features = torch.randn(5, 8)
+        >>> head.loss(features, torch.tensor([0, 2, 1, 1, 0])).backward()
+        >>> head.predict(features).shape
+        torch.Size([5, 3])
+    """
+
+    gamma: Tensor
+
+    def __init__(
+        self, in_features: int, n_classes: int, *, multilabel: bool = False, gamma: float | Tensor = 1.0
+    ) -> None:
+        super().__init__()
+        self.multilabel = multilabel
+        self.weight = nn.Parameter(torch.empty(n_classes, in_features))
+        self.absent = nn.Parameter(torch.empty(n_classes, in_features)) if multilabel else None
+        if not isinstance(gamma, Tensor) and not 0 < _check.number("PrototypeHead", "gamma", gamma) < math.inf:
+            raise ValueError(f"PrototypeHead: `gamma` must be positive and finite, got {gamma}.")
+        self.register_buffer("gamma", torch.as_tensor(gamma, dtype=torch.get_default_dtype()).expand(n_classes).clone())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the prototypes anew."""
+        for points in (self.weight, self.absent):
+            if points is not None:
+                nn.init.normal_(points, std=0.005)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the logits, shape ``(*batch, n_classes)``: ``-d``, or ``d- - d+``."""
+        if self.absent is None:
+            return (-squared_distances(features, self.weight) / self.gamma).to(features.dtype)
+        # |w- - f|^2 - |w+ - f|^2 without the squares of f, which would cancel.
+        gap = self.weight - self.absent
+        shift = self.absent.square().sum(-1) - self.weight.square().sum(-1)
+        return (2 * features @ gap.T + shift) / self.gamma
+
+    def loss(self, features: Tensor, target: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+        """Return the cross-entropy, or with ``multilabel=True`` :func:`~lastlayer.binary_loss`."""
+        function = binary_loss if self.multilabel else multihot_softmax_loss
+        return function(self(features), target, reduction=reduction)
+
+    def predict(self, features: Tensor) -> Tensor:
+        """Return probabilities, shape ``(*batch, n_classes)``."""
+        logits = self(features)
+        return logits.sigmoid() if self.multilabel else logits.softmax(-1)
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        n_classes, in_features = self.weight.shape
+        return f"in_features={in_features}, n_classes={n_classes}, multilabel={self.multilabel}"
+
+
+class ReciprocalPointHead(nn.Module):
+    r"""Classify by the distance from what a class is not (Chen et al., 2020), and tell known classes from unknown.
+
+    .. math:: p_k = \mathrm{softmax}(\gamma d)_k, \qquad d_k = \frac1M \sum_i \|f - p_i^k\|^2
+
+    Features of unknown classes end up near all points: :meth:`known_score` is low there.
+
+    Args:
+        in_features: The size of a feature vector.
+        n_classes: The number of known classes.
+        n_points: The number :math:`M` of points a class.
+        gamma: The scale of the distances.
+        weight: The weight of the open-space term of :func:`~lastlayer.reciprocal_point_loss`.
+
+    Attributes:
+        points: The reciprocal points, shape ``(n_classes, n_points, in_features)``; at first normal, of deviation 0.1.
+        radius: The learned distances, shape ``(n_classes,)``; at first 0.
+
+    Example:
+        >>> head = ReciprocalPointHead(8, 3)
+        >>> features = torch.randn(5, 8)
+        >>> head.loss(features, torch.tensor([0, 2, 1, 1, 0])).backward()
+        >>> head.known_score(features).shape
+        torch.Size([5])
+    """
+
+    def __init__(
+        self, in_features: int, n_classes: int, *, n_points: int = 1, gamma: float = 1.0, weight: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.gamma = _check.number("ReciprocalPointHead", "gamma", gamma)
+        self.weight = _check.number("ReciprocalPointHead", "weight", weight, 0)
+        self.points = nn.Parameter(torch.empty(n_classes, n_points, in_features))
+        self.radius = nn.Parameter(torch.zeros(n_classes))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the points anew and set the distances to 0."""
+        nn.init.normal_(self.points, std=0.1)
+        nn.init.zeros_(self.radius)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the logits, shape ``(*batch, n_classes)``."""
+        return (self.gamma * squared_distances(features, self.points).mean(-1)).to(features.dtype)
+
+    def loss(self, features: Tensor, target: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+        """Return :func:`~lastlayer.reciprocal_point_loss`."""
+        return reciprocal_point_loss(
+            features, self.points, self.radius, target, gamma=self.gamma, weight=self.weight, reduction=reduction
+        )
+
+    def predict(self, features: Tensor) -> Tensor:
+        """Return probabilities of the known classes, shape ``(*batch, n_classes)``."""
+        return self(features).softmax(-1)
+
+    def known_score(self, features: Tensor) -> Tensor:
+        """Return the largest distance, shape ``batch``: the larger, the more likely a known class."""
+        return squared_distances(features, self.points).mean(-1).amax(-1).to(features.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        n_classes, n_points, in_features = self.points.shape
+        return f"in_features={in_features}, n_classes={n_classes}, n_points={n_points}"
