@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from lastlayer._check import Labels, Reduction
 from lastlayer.project import lml as projection
 from lastlayer.shard import ClassShard, limited, local_part, reduce, spread, unwrap, wrap_rows
 
-_TILE = {"cpu": 1 << 21, "cuda": 1 << 23}  # logits that are there at a time; a dozen temporaries of that size
+_TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits that are there at a time, with up to a dozen temporaries
 _CANDIDATES = 1024  # up to this k the largest logits of a row are kept for the start
 _SAMPLE = 4096  # above it, the start is the solution on so many classes
 _PASSES = 40  # a bound: three or four end the search on all but built rows
@@ -135,24 +137,61 @@ def _largest_rank(k: float | Tensor) -> int:
 
 
 class _Layer:
-    """The layer as blocks of logits, in the dtype of the arithmetic."""
+    """The layer as blocks of logits, and what is done with a block: in plain torch, or by kernels where they apply."""
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.features = features.to(dtype)
         self.weight, self.bias, self.dtype = weight, bias, dtype
         self.work = torch.promote_types(dtype, torch.float32)
         self.rows, self.n = features.shape[0], weight.shape[0]
+        self.kernels = _kernels(self.features)
         self.step = max(256, _TILE.get(features.device.type, 1 << 23) // max(self.rows, 1))
 
     def logits(self, classes: slice) -> Tensor:
         bias = None if self.bias is None else self.bias[classes].to(self.dtype)
         with torch.autocast(self.features.device.type, enabled=False):
-            return F.linear(self.features, self.weight[classes].to(self.dtype), bias).to(self.work)
+            return F.linear(self.features, self.weight[classes].to(self.dtype), bias)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         for start in range(0, self.n, self.step):
             classes = slice(start, min(start + self.step, self.n))
             yield classes, self.logits(classes)
+
+    def counts(self, x: Tensor) -> Sequence[Tensor]:
+        """Return how many logits of a block are finite, ``+inf`` and nan."""
+        if self.kernels is not None:
+            return self.kernels.counts(x)
+        return [flag.sum(-1, keepdim=True).to(self.work) for flag in (x.isfinite(), x == torch.inf, x.isnan())]
+
+    def sums(self, x: Tensor, center: Tensor, delta: Tensor, peak: Tensor) -> list[Tensor]:
+        """Return the sums of :func:`~lastlayer.project.lml.small_parts` of a block, and that of the squares of h."""
+        if self.kernels is not None:
+            return self.kernels.block_sums(x, center, delta, peak)
+        d = _finite(x.to(self.work)) - center
+        a, b, *others = projection.small_parts(d, peak, delta)
+        squares = (a + b).square() * peak.exp()
+        return [p.sum(-1, keepdim=True) for p in (a, b, *others, squares)]
+
+    def grad(self, x: Tensor, center: Tensor, delta: Tensor, log_mass: Tensor, pulled: Tensor) -> Tensor:
+        """Return ``pulled * h / sum h`` for a block."""
+        if self.kernels is not None:
+            return self.kernels.grad_block(x, center, delta, log_mass, pulled)
+        depth = -((x.to(self.work) - center) + delta).abs()
+        share = (depth - 2 * depth.exp().log1p() - log_mass).exp()
+        dx = torch.where(x.isfinite() & ~delta.isinf(), share, 0) * pulled
+        return torch.where(delta.isnan(), delta, dx)
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    from lastlayer._triton import unavailable
+
+    if x.dtype == torch.float64 or unavailable(x.device):
+        return None
+    return importlib.import_module("lastlayer._triton.linear")
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
 
 
 def _within(index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
@@ -172,18 +211,16 @@ class _Scan:
         self.high, self.low = zero - torch.inf, zero + torch.inf
         for classes, x in layer.blocks():
             inside, place = _within(index, classes)
-            self.labels = torch.where(inside, x.gather(-1, place), self.labels)
-            finite = x.isfinite()
-            self.n = self.n + finite.sum(-1, keepdim=True)
-            self.n_top = self.n_top + (x == torch.inf).sum(-1, keepdim=True)
-            self.n_nan = self.n_nan + x.isnan().sum(-1, keepdim=True)
-            x = torch.where(finite, x, -torch.inf)
-            self.high = torch.maximum(self.high, x.amax(-1, keepdim=True))
+            self.labels = torch.where(inside, x.gather(-1, place).to(layer.work), self.labels)
+            n, n_top, n_nan = layer.counts(x)
+            self.n, self.n_top, self.n_nan = self.n + n, self.n_top + n_top, self.n_nan + n_nan
             if limit <= _CANDIDATES:
-                best = torch.cat([self.top, x.topk(min(limit, x.shape[-1]), -1).values], -1)
+                best = _finite(x).topk(min(limit, x.shape[-1]), -1).values.to(layer.work)
+                best = torch.cat([self.top, best], -1)
                 self.top = best.topk(min(limit, best.shape[-1]), -1).values
             else:
-                self.low = torch.minimum(self.low, torch.where(finite, x, torch.inf).amin(-1, keepdim=True))
+                self.high = torch.maximum(self.high, _finite(x).amax(-1, keepdim=True))
+                self.low = torch.minimum(self.low, -_finite(-x).amax(-1, keepdim=True))
 
 
 def _start(
@@ -192,10 +229,10 @@ def _start(
     """Return ``(center, lo, hi, near)`` as :func:`~lastlayer.project.lml.bracket` does; near is None if unknown."""
     if limit <= _CANDIDATES:
         return projection.bracket(scan.top, k, n, solvable, limited(shard, limit - 1))
-    sample = layer.logits(slice(0, layer.n, max(1, layer.n // _SAMPLE)))
+    sample = layer.logits(slice(0, layer.n, max(1, layer.n // _SAMPLE))).to(layer.work)
     held = reduce(sample.isfinite().to(k.dtype), "sum", shard)
     share = torch.where(solvable, k * held / n.clamp(min=1), 0)
-    center, delta = projection.solve(torch.where(sample.isfinite(), sample, -torch.inf), share, shard)
+    center, delta = projection.solve(_finite(sample), share, shard)
     high, low = reduce([scan.high, -scan.low], "max", shard)
     center = torch.where(delta.isfinite(), center - delta, (high - low) / 2).clamp(-low, high)
     middle = torch.where(solvable, k.log() - (n - k).log(), 0)
@@ -213,14 +250,11 @@ def _sums(
     peak = torch.full_like(center, -torch.inf) if fixed is None else fixed
     sums = [torch.zeros_like(center) for _ in range(6)]
     for _, x in layer.blocks():
-        d = torch.where(x.isfinite(), x, -torch.inf) - center
         if fixed is None:
-            moved = torch.maximum(peak, (-d.abs()).amax(-1, keepdim=True))
+            nearest = -(_finite(x.to(layer.work)) - center).abs().amin(-1, keepdim=True)
+            moved = torch.maximum(peak, nearest)
             sums, peak = _rescaled(sums, peak, moved), moved
-        scale = torch.where(peak.isfinite(), peak, 0)
-        a, b, *others = projection.small_parts(d, scale, delta)
-        squares = (a + b).square() * scale.exp()
-        parts = (p.sum(-1, keepdim=True) for p in (a, b, *others, squares))
+        parts = layer.sums(x, center, delta, torch.where(peak.isfinite(), peak, 0))
         sums = [s + p for s, p in zip(sums, parts, strict=True)]
     if shard is not None:
         if fixed is None:
@@ -312,7 +346,7 @@ class _LinearLML(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if wants_weight else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
         for classes, x in layer.blocks():
-            dx = _grad_block(x, center, delta, log_mass, pulled)
+            dx = layer.grad(x, center, delta, log_mass, pulled)
             inside, place = _within(index, classes)
             dx.scatter_add_(-1, place, torch.where(inside, toward, 0))
             if grad_bias is not None:
@@ -326,14 +360,6 @@ class _LinearLML(torch.autograd.Function):
         if grad_features is not None:
             grad_features = grad_features.to(features.dtype)
         return grad_features, grad_weight, grad_bias, grad_k, None, None, None, None
-
-
-def _grad_block(x: Tensor, center: Tensor, delta: Tensor, log_mass: Tensor, pulled: Tensor) -> Tensor:
-    """Return ``pulled * h / sum h`` for a block of logits."""
-    depth = -((x - center) + delta).abs()
-    share = (depth - 2 * depth.exp().log1p() - log_mass).exp()
-    dx = torch.where(x.isfinite() & ~delta.isinf(), share, 0) * pulled
-    return torch.where(delta.isnan(), delta, dx)
 
 
 class ShardedLinear(nn.Module):

@@ -127,6 +127,26 @@ def test_autocast_computes_as_linear_does():
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5000), (40, 1030)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_are_plain(shape, dtype):
+    """On a GPU, or with TRITON_INTERPRET=1."""
+    layer = linear._Layer(torch.zeros(1, 1, device=DEVICE, dtype=dtype), torch.zeros(1, 1), None, dtype)
+    if layer.kernels is None:
+        pytest.skip("no kernels here")
+    x = (3 * torch.randn(shape, device=DEVICE)).to(dtype)
+    x[0, ::7], x[0, ::11], x[-1, ::13] = -torch.inf, torch.inf, torch.nan
+    center, delta, peak = torch.randn(3, shape[0], 1, device=DEVICE) * 0.1
+    delta[shape[0] // 2] = torch.nan if shape[0] > 3 else 0.2
+    delta[shape[0] // 3] = torch.inf if shape[0] > 3 else 0.1
+    kernels, found = layer.kernels, []
+    for layer.kernels in (kernels, None):
+        usual = torch.where(delta.isfinite(), delta, 0)
+        found.append([*layer.counts(x), *layer.sums(x, center, usual, peak), layer.grad(x, center, delta, peak, peak)])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-5, equal_nan=True)
+
+
 def test_never_holds_the_logits(monkeypatch):
     """No tensor of a quarter of the logits is made, forward or backward."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,0 +1,138 @@
+"""Time and peak memory of `linear_lml_loss` against the number of classes, beside the ways that hold the logits.
+
+    python -m benchmarks.linear [--rows 1024] [--features 512] [--dtype float32] [--classes 10000 100000 1000000]
+
+Every case runs in a process of its own. Memory is what a step (forward and backward) needs at its peak beyond
+features, weight and their gradients: on a GPU by the allocator, on a CPU by the resident set. A way that does not fit
+is reported as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lastlayer as ll
+
+WAYS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+    "linear_lml_loss": lambda x, w, t, k: ll.linear_lml_loss(x, w, t, k),
+    "F.linear + lml_loss": lambda x, w, t, k: ll.lml_loss(F.linear(x, w), t, k),
+    "F.linear + F.cross_entropy": lambda x, w, t, k: F.cross_entropy(F.linear(x, w), t[:, 0]),
+}
+
+
+def measure(way: str, n: int, rows: int, size: int, dtype: str, k: float, repeats: int) -> dict[str, float]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    features = torch.randn(rows, size, device=device).to(getattr(torch, dtype)).requires_grad_()
+    weight = (torch.randn(n, size, device=device) / size**0.5).to(features.dtype).requires_grad_()
+    target = torch.randint(n, (rows, 5), device=device)
+    features.grad, weight.grad = torch.zeros_like(features), torch.zeros_like(weight)
+
+    def step() -> Tensor:
+        features.grad = weight.grad = None
+        loss = WAYS[way](features, weight, target, k)
+        loss.backward()
+        return loss.detach()
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    before = _memory(device, start=True)
+    loss = step()
+    wait()
+    peak = _memory(device) - before
+    seconds = []
+    for _ in range(repeats):
+        began = perf_counter()
+        step()
+        wait()
+        seconds.append(perf_counter() - began)
+    materialised = 2 * rows * n * features.element_size()
+    norms = {"features": float(features.grad.double().norm()), "weight": float(weight.grad.double().norm())}
+    return {
+        "loss": float(loss),
+        **{f"gradient_{name}": value for name, value in norms.items()},
+        "ms": 1e3 * sorted(seconds)[len(seconds) // 2] if seconds else float("nan"),
+        "peak_bytes": peak,
+        "of_materialised": peak / materialised,
+    }
+
+
+def _memory(device: torch.device, start: bool = False) -> int:
+    if device.type == "cuda":
+        if start:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated()
+        return torch.cuda.max_memory_allocated()
+    if start and Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+    status = Path("/proc/self/status")
+    if status.exists():
+        word = "VmRSS:" if start else "VmHWM:"
+        line = next(line for line in status.read_text().splitlines() if line.startswith(word))
+        return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--classes", type=int, nargs="+", default=[10_000, 30_000, 100_000, 300_000, 1_000_000])
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--features", type=int, default=512)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--k", type=float, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        arguments = (options.rows, options.features, options.dtype, options.k, options.repeats)
+        print(json.dumps(measure(options.case, options.classes[0], *arguments)))
+        return
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{device}, {options.rows} rows x {options.features} features, {options.dtype}, k = {options.k:g}")
+    found = []
+    for n in options.classes:
+        for way in options.ways:
+            row = _in_a_process(way, n, options)
+            found.append({"way": way, "classes": n, **row})
+            words = row.get("error") or (
+                f"{row['ms']:10.1f} ms  {row['peak_bytes'] / 1e6:10.1f} MB  {row['of_materialised']:6.3f} of logits + "
+                f"gradient  loss {row['loss']:.6g}  |dw| {row['gradient_weight']:.6g}"
+            )
+            print(f"{n:>9} {way:<28} {words}", flush=True)
+    if options.json:
+        shape = {"rows": options.rows, "features": options.features, "dtype": options.dtype, "k": options.k}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(
+            json.dumps({"device": device, "torch": torch.__version__, **shape, "cases": found}, indent=1)
+        )
+
+
+def _in_a_process(way: str, n: int, options: argparse.Namespace) -> dict[str, float]:
+    given = {"rows": options.rows, "features": options.features, "dtype": options.dtype, "k": options.k}
+    words = [w for name, value in {**given, "repeats": options.repeats}.items() for w in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "benchmarks.linear", "--case", way, "--classes", str(n), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["killed"])[-1]
+        return {"error": f"failed: {last[:100]}"}  # type: ignore[dict-item]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
