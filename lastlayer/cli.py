@@ -421,9 +421,8 @@ def _cell(found: dict[str, Any] | None) -> str:
 
 
 def _say_metrics(found: dict[str, Any], title: str) -> None:
-    print_table(
-        {f"{title} ({found['part']}, {found['rows']} rows)": found},
-        list(found["metrics"])[:9:3] + _headline(found["metrics"])[2:],
-    )
+    names = [name for name in found["metrics"] if name.startswith(("precision@", "recall@", "ndcg@"))]
+    print(f"{title}: {found['part']} part, {found['rows']} rows")
+    print_table({Path(title).name[:30]: found}, list(dict.fromkeys(names[:6:3] + _headline(found["metrics"]))))
     for note in found.get("notes", []):
         print(note)

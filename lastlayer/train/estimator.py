@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from lastlayer.data.labeldata import NumberNames
 from lastlayer.train.config import Config
 from lastlayer.train.engine import build, quiet, trainer
 from lastlayer.train.features import FeatureMap
-from lastlayer.train.module import EpochBatches, LabelSetData, LabelSetModule, Resolved, rows_to_input, top_metrics
+from lastlayer.train.module import EpochBatches, LabelSetData, LabelSetModule, Resolved, rows_to_input
 
 
 class LabelSetClassifier(ClassifierMixin, BaseEstimator):
@@ -166,19 +167,21 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         return [self.classes_[row[:size]].tolist() for row, size in zip(order, sizes, strict=True)]
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """Return the accuracy for single labels, the mean recall at k (rounded) for label sets."""
+        """Return the accuracy for single labels, the mean average precision of the rows for label sets.
+
+        The latter does not depend on `k`, so that a search may compare several; rows without labels do not count.
+        """
+        from lastlayer.metrics.average_precision import mean_average_precision
+
         check_is_fitted(self)
         if not self.multilabel_:
             return super().score(X, y, sample_weight)
-        odds, counts = self._log_odds(X)
-        k = max(round(float(counts.mean())), 1)
-        labels = self._labels(_target(y))
+        odds, labels = self._log_odds(X)[0], self._labels(_target(y))
         target = torch.from_numpy(labels.padded(np.arange(len(labels))))
-        top = odds.topk(min(k, odds.shape[1]), -1).indices
-        values = top_metrics(top, target, (k,))[f"recall@{k}"].numpy()
-        weight = np.ones(len(values)) if sample_weight is None else np.asarray(sample_weight, float)
+        values = mean_average_precision(odds, target, per="sample", average="none").numpy()
         seen = np.isfinite(values)
-        return float((values[seen] * weight[seen]).sum() / max(weight[seen].sum(), 1e-300))
+        weight = np.ones(len(values)) if sample_weight is None else np.asarray(sample_weight, float)
+        return float(np.average(values[seen], weights=weight[seen])) if seen.any() else 0.0
 
     def _is_binary(self) -> bool:
         return not self.multilabel_ and len(self.classes_) == 2
@@ -285,14 +288,10 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=[np.float32, np.float64], reset=False)
         x = self.features_.transform(X)
-        with torch.inference_mode():
-            network = self.network_.double()
-            try:
-                rows: Any = rows_to_input(x, np.arange(x.shape[0]))
-                rows = (rows[0], rows[1], rows[2].double()) if isinstance(rows, tuple) else rows.double()
-                logits, count = network(rows)
-            finally:
-                self.network_.float()
+        with torch.no_grad():
+            rows: Any = rows_to_input(x, np.arange(x.shape[0]))
+            rows = (rows[0], rows[1], rows[2].double()) if isinstance(rows, tuple) else rows.double()
+            logits, count = copy.deepcopy(self.network_).double()(rows)
             if self.multilabel_ and self.resolved_.probability == "sigmoid":
                 return logits, logits.sigmoid().sum(-1) if count is None else count.double()
             fixed = 1.0 if not self.multilabel_ else float(self.resolved_.k or 0.0)

@@ -1,0 +1,206 @@
+"""The commands end to end on tiny data; wrong input is one line and exit status 2."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from train_tools import make_rows
+
+from lastlayer.cli import main
+
+FAST = ["--epochs", "20", "--batch-size", "32", "--lr", "0.1", "--bootstrap", "20", "--quiet"]
+
+
+def write(path, data, header=True):
+    rows = [f"{data.ids[i]}\t{data.texts[i]}\t{','.join(data.names(i))}\n" for i in range(len(data))]
+    path.write_text(("id\ttext\tlabels\n" if header else "") + "".join(rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    data = write(folder / "tags.tsv", make_rows(300))
+    run = str(folder / "run")
+    assert main(["train", data, "--out", run, *FAST]) == 0
+    return folder, data, run
+
+
+def error_of(capsys, argv) -> str:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    last = captured.err.strip().splitlines()[-1]
+    assert last.startswith("lastlayer: error: ")
+    assert "Traceback" not in captured.err
+    return last
+
+
+def test_train_prints_a_table(trained, capsys, tmp_path):
+    assert main(["train", trained[1], "--out", str(tmp_path / "run"), *FAST]) == 0
+    out = capsys.readouterr()
+    assert "recall@5" in out.out
+    assert "±" in out.out
+    assert f"run: {tmp_path / 'run'}" in out.out
+    assert "300 rows, 6 labels" in out.err
+
+
+def test_evaluate(trained, capsys, tmp_path):
+    other = write(tmp_path / "other.tsv", make_rows(80, seed=5))
+    assert main(["evaluate", trained[2], other, "--json", str(tmp_path / "m.json")]) == 0
+    assert "all part, 80 rows" in capsys.readouterr().out
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert found["metrics"]["recall@5"]["value"] > 0.9
+
+
+def test_predict_jsonl_and_csv(trained, capsys, tmp_path):
+    rows = make_rows(40, seed=6)
+    other = write(tmp_path / "other.tsv", rows)
+    assert main(["predict", trained[2], other, "-k", "3"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["id"] for line in lines] == rows.ids
+    assert all(len(line["labels"]) == 3 for line in lines)
+    first = [line["labels"][0]["label"] for line in lines]
+    assert np.mean([name in rows.names(i) for i, name in enumerate(first)]) > 0.9
+    assert all(0 <= p["probability"] <= 1 for line in lines for p in line["labels"])
+    assert main(["predict", trained[2], other, "--format", "csv", "--out", str(tmp_path / "p.csv")]) == 0
+    with open(tmp_path / "p.csv") as file:
+        table = list(csv.DictReader(file))
+    assert {row["id"] for row in table} == set(rows.ids)
+    assert table[0]["label"] == first[0]
+
+
+def test_wrong_lines_stop_or_are_skipped(trained, capsys, tmp_path):
+    file = tmp_path / "bad.tsv"
+    write(file, make_rows(100))
+    file.write_text(file.read_text() + "only one cell\n")
+    assert "line 102: must have 3 columns, has 1, got 'only one cell'" in error_of(
+        capsys, ["train", str(file), "--out", str(tmp_path / "run"), *FAST]
+    )
+    assert not (tmp_path / "run").exists()
+    assert main(["train", str(file), "--out", str(tmp_path / "run"), "--on-error", "skip", *FAST]) == 0
+    said = capsys.readouterr().err
+    assert "skipped 1 wrong line(s)" in said
+    assert "line 102" in said
+    noted = json.loads((tmp_path / "run/data.json").read_text())
+    assert noted["parts"]["train"]["skipped"] == 1
+
+
+@pytest.mark.parametrize("kind", ["torch", "onnx"])
+def test_export(trained, capsys, tmp_path, kind):
+    import torch
+
+    from lastlayer.train.engine import load
+
+    out = tmp_path / f"model.{kind}"
+    if kind == "onnx":
+        pytest.importorskip("onnxscript")
+        runtime = pytest.importorskip("onnxruntime")
+    assert main(["export", trained[2], "--format", kind, "--out", str(out)]) == 0
+    model = load(trained[2])
+    x = torch.from_numpy(model.features(make_rows(7, seed=8)).toarray())
+    with torch.no_grad():
+        logits, _ = model.module.network(x)
+        probabilities, _ = model.module.probabilities(x)
+    if kind == "torch":
+        found = torch.export.load(out).module()(x)
+    else:
+        session = runtime.InferenceSession(str(out))
+        found = [torch.from_numpy(v) for v in session.run(["logits", "probabilities"], {"features": x.numpy()})]
+    torch.testing.assert_close(found[0], logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1], probabilities, atol=1e-5, rtol=1e-5)
+    assert "already there" in error_of(capsys, ["export", trained[2], "--format", kind, "--out", str(out)])
+
+
+def test_tune_resumes(trained, capsys, tmp_path):
+    study = str(tmp_path / "study")
+    argv = ["tune", trained[1], "--out", study, "--losses", "lml,binary", *FAST[:-1]]
+    assert main([*argv, "--trials", "2"]) == 0
+    before = (tmp_path / "study/trial_000/done.json").stat().st_mtime_ns
+    assert (tmp_path / "study/best/done.json").exists()
+    assert main([*argv, "--trials", "3"]) == 0
+    assert (tmp_path / "study/trial_000/done.json").stat().st_mtime_ns == before
+    found = json.loads((tmp_path / "study/trials.json").read_text())
+    assert [t["loss"] for t in found["trials"]] == ["lml", "binary", "lml"]
+    assert "other settings" in error_of(capsys, [*argv, "--trials", "2", "--seed", "4"])
+
+
+def test_config_files_and_flags(trained, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("loss: binary\nepochs: 3\nhidden: [8]\n")
+    argv = ["train", trained[1], "--out", str(tmp_path / "run"), "--config", str(tmp_path / "run.yaml")]
+    assert main([*argv, "--epochs", "2", "--quiet"]) == 0
+    text = (tmp_path / "run/config.yaml").read_text()
+    assert "loss: binary" in text
+    assert "epochs: 2" in text
+    capsys.readouterr()
+    (tmp_path / "run.yaml").write_text("los: binary\n")
+    assert "unknown field 'los'. Did you mean 'loss'" in error_of(capsys, argv)
+    (tmp_path / "run.yaml").write_text("{{{")
+    assert "must be YAML" in error_of(capsys, argv)
+
+
+def test_errors_are_one_line_and_exit_2(trained, capsys, tmp_path):
+    folder, data, run = trained
+    out = str(tmp_path / "out")
+    for argv, message in [
+        (["train", str(tmp_path / "none.tsv"), "--out", out], "no such file"),
+        (["train", data], "--out"),
+        (["nonsense"], "invalid choice"),
+        (["train", data, "--out", out, "--loss", "nope"], "`loss` must be one of"),
+        (["train", data, "--out", out, "--lr", "fast"], "`lr` must be a number"),
+        (["train", data, "--out", run], "holds a finished run"),
+        (["train", data, "--out", str(folder)], "not empty and not a run"),
+        (["evaluate", str(tmp_path), data], "not a run folder"),
+        (["evaluate", run, data, "--part", "valid"], "has no part 'valid'"),
+        (["predict", run, data, "-k", "0"], "-k must be at least 1"),
+        (["report", str(tmp_path)], "not a finished run"),
+        (["demo", "--keep", "7"], "--keep must be"),
+        (["tune", data, "--out", out, "--trials", "0"], "--trials must be"),
+    ]:
+        assert message in error_of(capsys, argv)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bench_outside_of_a_checkout(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if not os.path.exists(os.path.join(p or ".", "benchmarks"))])
+    monkeypatch.delitem(sys.modules, "benchmarks", raising=False)
+    assert "in a checkout of the repository" in error_of(capsys, ["bench"])
+
+
+def test_svm_files_keep_their_numbering(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    text = "".join(f"{j} {j + 1}:1 {rng.integers(5, 9)}:0.2\n" for j in rng.integers(0, 4, 200))
+    (tmp_path / "a.svm").write_text(text)
+    assert main(["train", str(tmp_path / "a.svm"), "--out", str(tmp_path / "run"), *FAST]) == 0
+    (tmp_path / "b.svm").write_text("3 4:1\n0 1:1\n")
+    capsys.readouterr()
+    assert main(["predict", str(tmp_path / "run"), str(tmp_path / "b.svm"), "-k", "1"]) == 0
+    found = [json.loads(line)["labels"][0]["label"] for line in capsys.readouterr().out.splitlines()]
+    assert found == ["3", "0"]
+
+
+def test_a_killed_command_resumes_and_damage_is_one_line(trained, tmp_path):
+    argv = [sys.executable, "-m", "lastlayer", "train", trained[1], "--out", str(tmp_path / "run")]
+    argv += ["--epochs", "3000", "--batch-size", "32", "--quiet"]
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "run/checkpoints/last.ckpt").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (tmp_path / "run/checkpoints/last.ckpt").exists()
+    assert not (tmp_path / "run/done.json").exists()
+    file = tmp_path / "run/checkpoints/last.ckpt"
+    file.write_bytes(file.read_bytes()[:-100])
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "last.ckpt: damaged checkpoint" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
