@@ -66,6 +66,9 @@ from lastlayer.loss.relabel import large_loss_corrections as large_loss_correcti
 from lastlayer.loss.relabel import splc_loss as splc_loss
 from lastlayer.loss.sphere import SphericalLoss as SphericalLoss
 from lastlayer.loss.sphere import spherical_loss as spherical_loss
+from lastlayer.loss.surrogate import MetricRefactoring as MetricRefactoring
+from lastlayer.loss.surrogate import MetricSurrogateLoss as MetricSurrogateLoss
+from lastlayer.loss.surrogate import metric_surrogate_loss as metric_surrogate_loss
 from lastlayer.loss.topk import SmoothTopKSVMLoss as SmoothTopKSVMLoss
 from lastlayer.loss.topk import TopKDistillationLoss as TopKDistillationLoss
 from lastlayer.loss.topk import TruncatedEntropyLoss as TruncatedEntropyLoss
