@@ -2,9 +2,9 @@
 
     python -m benchmarks.linear [--rows 1024] [--features 512] [--dtype float32] [--classes 10000 100000 1000000]
 
-Every case runs in a process of its own. Memory is what a step (forward and backward) needs at its peak beyond
-features, weight and their gradients: on a GPU by the allocator, on a CPU by the resident set. A way that does not fit
-is reported as such.
+Every case runs in a process of its own. Memory is what a step needs at its peak beyond features, weight and, in
+backward, their gradients: on a GPU by the allocator, on a CPU by the resident set (some 20 MB of it is the first call
+of a library). A way that does not fit is reported as such.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def measure(way: str, n: int, rows: int, size: int, dtype: str, k: float, repeat
     features = torch.randn(rows, size, device=device).to(getattr(torch, dtype)).requires_grad_()
     weight = (torch.randn(n, size, device=device) / size**0.5).to(features.dtype).requires_grad_()
     target = torch.randint(n, (rows, 5), device=device)
-    features.grad, weight.grad = torch.zeros_like(features), torch.zeros_like(weight)
 
     def step() -> Tensor:
         features.grad = weight.grad = None
@@ -50,9 +49,15 @@ def measure(way: str, n: int, rows: int, size: int, dtype: str, k: float, repeat
             torch.cuda.synchronize()
 
     before = _memory(device, start=True)
-    loss = step()
+    loss = WAYS[way](features, weight, target, k)
     wait()
-    peak = _memory(device) - before
+    forward = _memory(device) - before
+    _memory(device, start=True)
+    loss.backward()
+    wait()
+    backward = _memory(device) - before - features.nbytes - weight.nbytes
+    peak = max(forward, backward)
+    loss = loss.detach()
     seconds = []
     for _ in range(repeats):
         began = perf_counter()
