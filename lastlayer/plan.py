@@ -23,7 +23,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # float32 numbers an optimizer keeps for each weight
 BLOCK_COPIES = 12  # temporaries of the size of a block that are alive at once
 TILE = 1 << 23  # logits of a block on a GPU, as in head/linear.py
-TOUCHES = 36  # numbers read and written for each logit and pass, counted in the operations of a block
+TOUCHES = {"scan": 9, "pass": 2, "backward": 7}  # numbers read and written for each logit, counted in the code
 WORK = 4  # bytes of the numbers a row is reduced in
 
 
@@ -147,7 +147,8 @@ def plan(problem: Problem) -> Plan:
     wire = sum(m.sent(p.devices) for m in messages)
     logits = p.rows * classes
     products = 2 * logits * p.features * (1 + p.passes + 1 + 2) / p.flops
-    blocks = logits * TOUCHES * WORK * (p.passes + 1.5) / p.bandwidth
+    touched = TOUCHES["scan"] + TOUCHES["pass"] * p.passes + TOUCHES["backward"]
+    blocks = logits * touched * WORK / p.bandwidth
     sending = wire / p.link + len(messages) * p.latency
     return Plan(
         classes_a_device=classes,
