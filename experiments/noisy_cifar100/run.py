@@ -244,7 +244,7 @@ def prepared(raw: dict[str, np.ndarray], setting: dict[str, Any], held_out: int,
 
 def tables(rows: list[common.Row]) -> dict[str, str]:
     found = {}
-    for network in ("resnet", "densenet"):
+    for network in dict.fromkeys(row["network"] for row in rows):
         for noise in ("blocks", "coarse"):
             part = [row for row in rows if row["network"] == network and row["noise"] in (noise, "none")]
             for value in ("test_top5", "test_top1"):
