@@ -113,15 +113,19 @@ class Tree:
         first, second = tilted.absent, tilted.present
         if self.flipped:
             first, second = second, first
+        if self.n == 0:  # the empty product
+            first, second = F.pad(first, (0, 1), value=1.0), F.pad(second, (0, 1))
         planes = [first, second][: self.degree + 1]
         self.planes = [planes]
         while planes[0].shape[-1] > 1 and len(planes) <= 3:
             planes = _multiply_planes(*_halves(planes), self.degree + 1)
             self.planes.append(planes)
         level = torch.stack(planes, -1)
-        self.levels = [level]
+        self.levels, self.spectra = [level], [torch.empty(0)]
         while level.shape[-2] > 1:
-            level = _multiply(*split(level), self.degree + 1)
+            spectrum = _spectrum(level)  # the way down needs it again
+            level = _multiply(level, spectrum, self.degree + 1)
+            self.spectra[-1:] = [spectrum, torch.empty(0)]
             self.levels.append(level)
 
     def places(self, wanted: Sequence[int]) -> list[int]:
@@ -146,16 +150,15 @@ class Tree:
             sum((weights[..., i] for i, p in enumerate(places) if p == c), start=none) for c in range(root.shape[-1])
         ]
         outer = torch.stack(onset, -1).unsqueeze(-2).to(root.dtype)
-        for level in reversed(self.levels[:-1]):
-            left, right = split(level)
-            outer = torch.cat([_correlate(outer, right), _correlate(outer, left)], -2)[..., : level.shape[-2], :]
+        for level, spectrum in zip(reversed(self.levels[:-1]), reversed(self.spectra[:-1]), strict=True):
+            outer = _correlate(outer, level, spectrum)[..., : level.shape[-2], :]
         below = list(outer.unbind(-1))
         for planes in reversed(self.planes[:-1]):
             first, second = _halves(planes)
             pairs = zip(_correlate_planes(below, second), _correlate_planes(below, first), strict=True)
             below = [torch.cat(pair, -1)[..., : planes[0].shape[-1]] for pair in pairs]
         place = 0 if self.flipped else 1
-        return below[place] if place < len(below) else torch.zeros_like(below[0])
+        return (below[place] if place < len(below) else torch.zeros_like(below[0]))[..., : self.n]
 
 
 def _halves(planes: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -193,33 +196,52 @@ def _correlate_planes(outer: list[Tensor], other: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def _multiply(a: Tensor, b: Tensor, longest: int) -> Tensor:
-    """Multiply polynomials of equal length, the coefficients last, and cut the product off."""
-    size = a.shape[-1]
-    full = 2 * size - 1
-    length = min(full, longest)
+def _spectrum(level: Tensor) -> Tensor:
+    """Return the Fourier transform of polynomials too long for direct products, for the products of two."""
+    size = level.shape[-1]
     if size <= _DIRECT:
+        return level.new_empty(0)
+    # In double precision the rounding of the transform, relative to the largest coefficient, stays out of sight.
+    return torch.fft.rfft(level.double(), _fast_size(2 * size - 1))
+
+
+def _multiply(level: Tensor, spectrum: Tensor, longest: int) -> Tensor:
+    """Multiply the two halves of a level, and cut the products off."""
+    size = level.shape[-1]
+    length = min(2 * size - 1, longest)
+    if size <= _DIRECT:
+        a, b = split(level)
         windows = F.pad(b, (size - 1, length - size)).unfold(-1, size, 1)
         return (windows @ a.flip(-1).unsqueeze(-1)).squeeze(-1)
-    points = _fast_size(full)
-    # In double precision the rounding of the transform, relative to the largest coefficient, stays out of sight.
-    return torch.fft.irfft(torch.fft.rfft(a.double(), points) * torch.fft.rfft(b.double(), points), points)[
-        ..., :length
-    ]
+    a, b = _split_spectrum(spectrum)
+    return torch.fft.irfft(a * b, _fast_size(2 * size - 1))[..., :length]
 
 
-def _correlate(outer: Tensor, other: Tensor) -> Tensor:
-    """Return ``sum_j outer[i + j] other[j]`` for each i below the length of `other`."""
-    size = other.shape[-1]
+def _correlate(outer: Tensor, level: Tensor, spectrum: Tensor) -> Tensor:
+    """Return ``sum_j outer[i + j] other[j]`` for each node of a level, `other` being the node it is multiplied by."""
+    size = level.shape[-1]
     if size <= _DIRECT:
+        a, b = split(level)
         windows = F.pad(outer, (0, 2 * size - 1 - outer.shape[-1])).unfold(-1, size, 1)
-        return (windows @ other.to(outer.dtype).unsqueeze(-1)).squeeze(-1)
+        both = windows @ torch.stack([b, a], -1).to(outer.dtype)
+        return torch.cat(both.unbind(-1), -2)
     points = _fast_size(2 * size - 1)
-    spectrum = torch.fft.rfft(outer.double(), points) * torch.fft.rfft(other.double(), points).conj()
-    return torch.fft.irfft(spectrum, points)[..., :size]
+    a, b = _split_spectrum(spectrum)
+    above = torch.fft.rfft(outer.double(), points)
+    halves = [torch.fft.irfft(above * other.conj(), points)[..., :size] for other in (b, a)]
+    return torch.cat(halves, -2)
+
+
+def _split_spectrum(spectrum: Tensor) -> tuple[Tensor, Tensor]:
+    n = spectrum.shape[-2]
+    half = (n + 1) // 2
+    second = spectrum[..., half:, :]
+    if n % 2:  # the transform of the polynomial 1
+        second = torch.cat([second, torch.ones_like(spectrum[..., :1, :])], -2)
+    return spectrum[..., :half, :], second
 
 
 def _fast_size(size: int) -> int:
-    """Return the least number of the form 2^a or 3 * 2^a that is large enough."""
+    """Return the least number that is large enough among 2^a, 3 * 2^a, 5 * 2^a and 9 * 2^a."""
     power = 1 << (size - 1).bit_length()
-    return power * 3 // 4 if power * 3 // 4 >= size else power
+    return min(n for n in (power, power * 3 // 4, power * 5 // 8, power * 9 // 16) if n >= size)

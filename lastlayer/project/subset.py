@@ -164,7 +164,7 @@ def _draw(tree: Tree, k: int, generator: torch.Generator | None) -> Tensor:
         uniform = torch.rand(count.shape, generator=generator, dtype=torch.float64, device=root.device)
         first = (total <= uniform.unsqueeze(-1) * total[..., -1:]).sum(-1).clamp(max=size - 1)
         count = torch.cat([first, count - first], -1)[..., : level.shape[-2]]
-    return (count > 0) != tree.flipped
+    return ((count > 0) != tree.flipped)[..., : tree.n]
 
 
 class SampleSubset(FunctionModule):

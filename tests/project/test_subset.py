@@ -261,6 +261,13 @@ def test_compile_export_vmap_jvp():
     torch.testing.assert_close(forward, reverse)  # a covariance is symmetric
 
 
+def test_no_classes():
+    x = torch.zeros(2, 0)
+    assert subset_marginals(x, 0).shape == (2, 0)
+    assert sample_subset(x, 0).shape == (2, 0)
+    assert subset_log_prob(x, 0, torch.zeros(2, 0)).tolist() == [0.0, 0.0]
+
+
 def test_modules():
     x = torch.randn(2, 5)
     torch.testing.assert_close(SubsetMarginals(2)(x), subset_marginals(x, 2))
