@@ -16,6 +16,12 @@ def _load(x_ptr, row, stride, cols, n):
 
 
 @triton.jit
+def _add(ptr, values):
+    """Add to a number that no other program touches: blocks follow one another."""
+    tl.store(ptr, tl.load(ptr) + tl.sum(values))
+
+
+@triton.jit
 def _counts_kernel(x_ptr, out_ptr, n, stride, span, splits, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     finite, top, broken = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -25,9 +31,9 @@ def _counts_kernel(x_ptr, out_ptr, n, stride, span, splits, BLOCK: tl.constexpr)
         top += tl.where(x == float("inf"), 1.0, 0.0)
         broken += tl.where(x != x, 1.0, 0.0)
     here = out_ptr + (row * splits + part) * 3
-    tl.store(here, tl.sum(finite))
-    tl.store(here + 1, tl.sum(top))
-    tl.store(here + 2, tl.sum(broken))
+    _add(here, finite)
+    _add(here + 1, top)
+    _add(here + 2, broken)
 
 
 @triton.jit
@@ -56,12 +62,12 @@ def _sums_kernel(x_ptr, center_ptr, delta_ptr, peak_ptr, out_ptr, n, stride, spa
         cubic += tl.where(above, -bend, bend)
         squares += h * h
     here = out_ptr + (row * splits + part) * 6
-    tl.store(here, tl.sum(a))
-    tl.store(here + 1, tl.sum(b))
-    tl.store(here + 2, tl.sum(above_sum))
-    tl.store(here + 3, tl.sum(residual))
-    tl.store(here + 4, tl.sum(cubic))
-    tl.store(here + 5, tl.sum(squares) * unit)
+    _add(here, a)
+    _add(here + 1, b)
+    _add(here + 2, above_sum)
+    _add(here + 3, residual)
+    _add(here + 4, cubic)
+    _add(here + 5, squares * unit)
 
 
 @triton.jit
@@ -78,35 +84,35 @@ def _grad_kernel(x_ptr, center_ptr, delta_ptr, mass_ptr, pulled_ptr, out_ptr, n,
     tl.store(out_ptr + row * n + cols, out, mask=cols < n)
 
 
-def _split(x: Tensor) -> tuple[int, int]:
-    """How many programs share a row, and how many classes each takes."""
+def partial_sums(x: Tensor, numbers: int) -> Tensor:
+    """Return zeros for the sums of blocks like `x`: ``(rows, programs a row, numbers)``."""
     rows, n = x.shape
     splits = max(1, min(_PROGRAMS // max(rows, 1), triton.cdiv(n, 4 * _BLOCK)))
-    span = triton.cdiv(triton.cdiv(n, splits), _BLOCK) * _BLOCK
-    return triton.cdiv(n, span), span
+    return torch.zeros(rows, splits, numbers, device=x.device)
 
 
-def counts(x: Tensor) -> tuple[Tensor, ...]:
-    """Return how many logits of a block are finite, ``+inf`` and nan, each ``(rows, 1)``."""
-    splits, span = _split(x)
-    out = torch.empty(x.shape[0], splits, 3, device=x.device)
-    _counts_kernel[(x.shape[0], splits)](x, out, x.shape[1], x.stride(0), span, splits, BLOCK=_BLOCK)
-    return out.sum(1).split(1, -1)
+def _span(x: Tensor, splits: int) -> int:
+    return triton.cdiv(triton.cdiv(x.shape[1], splits), _BLOCK) * _BLOCK
 
 
-def block_sums(x: Tensor, center: Tensor, delta: Tensor, peak: Tensor) -> list[Tensor]:
-    """Return the sums of `lastlayer.head.linear._block_sums`, each ``(rows, 1)``."""
-    splits, span = _split(x)
-    out = torch.empty(x.shape[0], splits, 6, device=x.device)
-    rows = (center.contiguous(), delta.contiguous(), peak.contiguous())
-    _sums_kernel[(x.shape[0], splits)](x, *rows, out, x.shape[1], x.stride(0), span, splits, BLOCK=_BLOCK)
-    return list(out.sum(1).split(1, -1))
+def add_counts(sums: Tensor, x: Tensor) -> None:
+    """Add how many logits of a block are finite, ``+inf`` and nan."""
+    splits = sums.shape[1]
+    grid = (x.shape[0], splits)
+    _counts_kernel[grid](x, sums, x.shape[1], x.stride(0), _span(x, splits), splits, BLOCK=_BLOCK)
+
+
+def add_sums(sums: Tensor, x: Tensor, center: Tensor, delta: Tensor, peak: Tensor) -> None:
+    """Add the sums of a pass over a block; the rows' numbers are contiguous."""
+    splits = sums.shape[1]
+    grid = (x.shape[0], splits)
+    span = _span(x, splits)
+    _sums_kernel[grid](x, center, delta, peak, sums, x.shape[1], x.stride(0), span, splits, BLOCK=_BLOCK)
 
 
 def grad_block(x: Tensor, center: Tensor, delta: Tensor, log_mass: Tensor, pulled: Tensor) -> Tensor:
     """Return ``pulled * h / sum h`` of a block in float32."""
     out = torch.empty(x.shape, device=x.device)
-    rows = (center.contiguous(), delta.contiguous(), log_mass.contiguous(), pulled.contiguous())
     grid = (x.shape[0], triton.cdiv(x.shape[1], _BLOCK))
-    _grad_kernel[grid](x, *rows, out, x.shape[1], x.stride(0), BLOCK=_BLOCK)
+    _grad_kernel[grid](x, center, delta, log_mass, pulled, out, x.shape[1], x.stride(0), BLOCK=_BLOCK)
     return out

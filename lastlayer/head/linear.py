@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from lastlayer._check import Labels, Reduction
 from lastlayer.project import lml as projection
 from lastlayer.shard import ClassShard, limited, local_part, reduce, spread, unwrap, wrap_rows
 
-_TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits that are there at a time, with up to a dozen temporaries
+_TILE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits that are there at a time, with up to a dozen temporaries
 _CANDIDATES = 1024  # up to this k the largest logits of a row are kept for the start
 _SAMPLE = 4096  # above it, the start is the solution on so many classes
 _PASSES = 40  # a bound: three or four end the search on all but built rows
@@ -145,7 +145,7 @@ class _Layer:
         self.work = torch.promote_types(dtype, torch.float32)
         self.rows, self.n = features.shape[0], weight.shape[0]
         self.kernels = _kernels(self.features)
-        self.step = max(256, _TILE.get(features.device.type, 1 << 23) // max(self.rows, 1))
+        self.step = max(256, _TILE.get(features.device.type, 1 << 24) // max(self.rows, 1))
 
     def logits(self, classes: slice) -> Tensor:
         bias = None if self.bias is None else self.bias[classes].to(self.dtype)
@@ -157,20 +157,30 @@ class _Layer:
             classes = slice(start, min(start + self.step, self.n))
             yield classes, self.logits(classes)
 
-    def counts(self, x: Tensor) -> Sequence[Tensor]:
-        """Return how many logits of a block are finite, ``+inf`` and nan."""
+    def zeros(self, numbers: int) -> Tensor:
+        """Return what the blocks' sums are added to: ``(rows, parts, numbers)``."""
         if self.kernels is not None:
-            return self.kernels.counts(x)
-        return [flag.sum(-1, keepdim=True).to(self.work) for flag in (x.isfinite(), x == torch.inf, x.isnan())]
+            return self.kernels.partial_sums(self.features[:, :1].expand(-1, min(self.step, max(self.n, 1))), numbers)
+        return self.features.new_zeros(self.rows, 1, numbers, dtype=self.work)
 
-    def sums(self, x: Tensor, center: Tensor, delta: Tensor, peak: Tensor) -> list[Tensor]:
-        """Return the sums of :func:`~lastlayer.project.lml.small_parts` of a block, and that of the squares of h."""
+    def add_counts(self, sums: Tensor, x: Tensor) -> None:
+        """Add how many logits of a block are finite, ``+inf`` and nan."""
         if self.kernels is not None:
-            return self.kernels.block_sums(x, center, delta, peak)
+            self.kernels.add_counts(sums, x)
+        else:
+            for i, flag in enumerate((x.isfinite(), x == torch.inf, x.isnan())):
+                sums[:, 0, i] += flag.sum(-1)
+
+    def add_sums(self, sums: Tensor, x: Tensor, center: Tensor, delta: Tensor, peak: Tensor) -> None:
+        """Add the sums of :func:`~lastlayer.project.lml.small_parts` of a block, and that of the squares of h."""
+        if self.kernels is not None:
+            self.kernels.add_sums(sums, x, center, delta, peak)
+            return
         d = _finite(x.to(self.work)) - center
         a, b, *others = projection.small_parts(d, peak, delta)
         squares = (a + b).square() * peak.exp()
-        return [p.sum(-1, keepdim=True) for p in (a, b, *others, squares)]
+        for i, part in enumerate((a, b, *others, squares)):
+            sums[:, 0, i] += part.sum(-1)
 
     def grad(self, x: Tensor, center: Tensor, delta: Tensor, log_mass: Tensor, pulled: Tensor) -> Tensor:
         """Return ``pulled * h / sum h`` for a block."""
@@ -205,15 +215,14 @@ class _Scan:
 
     def __init__(self, layer: _Layer, index: Tensor, limit: int) -> None:
         zero = layer.features.new_zeros(layer.rows, 1, dtype=layer.work)
-        self.n, self.n_top, self.n_nan = zero, zero, zero
+        counts = layer.zeros(3)
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
         self.top = zero[:, :0]
         self.high, self.low = zero - torch.inf, zero + torch.inf
         for classes, x in layer.blocks():
             inside, place = _within(index, classes)
             self.labels = torch.where(inside, x.gather(-1, place).to(layer.work), self.labels)
-            n, n_top, n_nan = layer.counts(x)
-            self.n, self.n_top, self.n_nan = self.n + n, self.n_top + n_top, self.n_nan + n_nan
+            layer.add_counts(counts, x)
             if limit <= _CANDIDATES:
                 best = _finite(x).topk(min(limit, x.shape[-1]), -1).values.to(layer.work)
                 best = torch.cat([self.top, best], -1)
@@ -221,6 +230,7 @@ class _Scan:
             else:
                 self.high = torch.maximum(self.high, _finite(x).amax(-1, keepdim=True))
                 self.low = torch.minimum(self.low, -_finite(-x).amax(-1, keepdim=True))
+        self.n, self.n_top, self.n_nan = counts.sum(1).split(1, -1)
 
 
 def _start(
@@ -248,25 +258,28 @@ def _sums(
     """Return the sums of a pass over ``exp(peak)``, the last of them that of the squares of h, and the peak."""
     fixed = None if near is None else (-(near - center).abs()).amax(-1, keepdim=True)
     peak = torch.full_like(center, -torch.inf) if fixed is None else fixed
-    sums = [torch.zeros_like(center) for _ in range(6)]
+    sums = layer.zeros(6)
+    center, delta = center.contiguous(), delta.contiguous()
     for _, x in layer.blocks():
         if fixed is None:
             nearest = -(_finite(x.to(layer.work)) - center).abs().amin(-1, keepdim=True)
             moved = torch.maximum(peak, nearest)
             sums, peak = _rescaled(sums, peak, moved), moved
-        parts = layer.sums(x, center, delta, torch.where(peak.isfinite(), peak, 0))
-        sums = [s + p for s, p in zip(sums, parts, strict=True)]
-    if shard is not None:
-        if fixed is None:
-            moved = reduce(peak, "max", shard)
-            sums, peak = _rescaled(sums, peak, moved), moved
-        sums = list(reduce(sums, "sum", shard))
-    return sums, torch.where(peak.isfinite(), peak, 0)
+        layer.add_sums(sums, x, center, delta, peak if near is not None else _usable(peak))
+    if shard is not None and fixed is None:
+        moved = reduce(peak, "max", shard)
+        sums, peak = _rescaled(sums, peak, moved), moved
+    return list(reduce(sums.sum(1).split(1, -1), "sum", shard)), _usable(peak)
 
 
-def _rescaled(sums: list[Tensor], peak: Tensor, moved: Tensor) -> list[Tensor]:
-    factor = torch.where(peak.isfinite(), (peak - moved).exp(), 0)
-    return [s if i == 2 else s * factor for i, s in enumerate(sums)]  # the third is a count
+def _usable(peak: Tensor) -> Tensor:
+    return torch.where(peak.isfinite(), peak, 0)
+
+
+def _rescaled(sums: Tensor, peak: Tensor, moved: Tensor) -> Tensor:
+    factor = torch.where(peak.isfinite(), (peak - moved).exp(), 0).unsqueeze(-1)
+    counts = torch.arange(sums.shape[-1], device=sums.device) == 2  # a count has no scale
+    return torch.where(counts, sums, sums * factor)
 
 
 def _search(
@@ -326,6 +339,7 @@ class _LinearLML(torch.autograd.Function):
             "sum",
             shard,
         )
+        center, delta, log_mass = center.contiguous(), delta.contiguous(), log_mass.contiguous()
         ctx.save_for_backward(
             features, weight, bias, index, center, delta, log_mass, pull, torch.where(live, z, torch.inf)
         )
@@ -339,7 +353,7 @@ class _LinearLML(torch.autograd.Function):
         features, weight, bias, index, center, delta, log_mass, pull, z = ctx.saved_tensors
         layer = _Layer(features, weight, bias, ctx.dtype)
         grad = grad.unsqueeze(-1).to(layer.work)
-        pulled = grad * pull
+        pulled = (grad * pull).contiguous()
         toward = -grad * (-z).sigmoid()
         wants_features, wants_weight, wants_bias, wants_k = ctx.needs_input_grad[:4]
         grad_features = torch.zeros_like(features, dtype=layer.work) if wants_features else None

@@ -139,10 +139,15 @@ def test_kernels_are_plain(shape, dtype):
     center, delta, peak = torch.randn(3, shape[0], 1, device=DEVICE) * 0.1
     delta[shape[0] // 2] = torch.nan if shape[0] > 3 else 0.2
     delta[shape[0] // 3] = torch.inf if shape[0] > 3 else 0.1
+    layer.features, layer.rows, layer.n, layer.step = x[:, :1], *shape, shape[1]
     kernels, found = layer.kernels, []
+    usual = torch.where(delta.isfinite(), delta, 0)
     for layer.kernels in (kernels, None):
-        usual = torch.where(delta.isfinite(), delta, 0)
-        found.append([*layer.counts(x), *layer.sums(x, center, usual, peak), layer.grad(x, center, delta, peak, peak)])
+        counts, sums = layer.zeros(3), layer.zeros(6)
+        for _ in range(2):  # sums add up
+            layer.add_counts(counts, x)
+            layer.add_sums(sums, x, center, usual, peak)
+        found.append([counts.sum(1), sums.sum(1), layer.grad(x, center, delta, peak, peak)])
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-5, equal_nan=True)
 
