@@ -21,7 +21,7 @@ from lastlayer.shard import digit_bits, gathers
 
 BYTES = {"float32": 4, "bfloat16": 2}
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # float32 numbers an optimizer keeps for each weight
-BLOCK_COPIES = 12  # temporaries of the size of a block that are alive at once
+BLOCK_COPIES = 5  # temporaries of the size of a block that are alive at once; measured on an H200
 TILE = 1 << 23  # logits of a block on a GPU, as in head/linear.py
 TOUCHES = {"scan": 9, "pass": 2, "backward": 7}  # numbers read and written for each logit, counted in the code
 WORK = 4  # bytes of the numbers a row is reduced in

@@ -18,7 +18,7 @@ from lastlayer._check import Labels, Reduction
 from lastlayer.project import lml as projection
 from lastlayer.shard import ClassShard, limited, local_part, reduce, spread, unwrap, wrap_rows
 
-_TILE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits that are there at a time, with up to a dozen temporaries
+_TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits that are there at a time, with up to a dozen temporaries
 _CANDIDATES = 1024  # up to this k the largest logits of a row are kept for the start
 _SAMPLE = 4096  # above it, the start is the solution on so many classes
 _PASSES = 40  # a bound: three or four end the search on all but built rows
@@ -145,7 +145,7 @@ class _Layer:
         self.work = torch.promote_types(dtype, torch.float32)
         self.rows, self.n = features.shape[0], weight.shape[0]
         self.kernels = _kernels(self.features)
-        self.step = max(256, _TILE.get(features.device.type, 1 << 24) // max(self.rows, 1))
+        self.step = max(256, _TILE.get(features.device.type, 1 << 23) // max(self.rows, 1))
 
     def logits(self, classes: slice) -> Tensor:
         bias = None if self.bias is None else self.bias[classes].to(self.dtype)

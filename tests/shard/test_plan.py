@@ -40,7 +40,7 @@ def test_start_takes_the_shorter_way():
 def test_command(capsys):
     assert main(SMALL) == 0
     assert "classes a device                  125,000" in capsys.readouterr().out
-    assert main([*SMALL, "--json", "--memory", "1"]) == 0
+    assert main([*SMALL, "--json", "--memory", "0.5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["fits"] is False
     assert found["problem"]["labels"] == 10**6
