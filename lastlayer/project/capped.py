@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer.project.lml import enter, scores
+from lastlayer.project.lml import _may_stop, enter, scores
 from lastlayer.shard import ClassShard, kth_largest, reduce, unwrap
 
 Kind = Literal["softmax", "sparsemax"]
@@ -201,11 +201,6 @@ def _search_sparsemax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | N
         if _may_stop(d) and bool(done.all()):
             break
     return delta
-
-
-def _may_stop(x: Tensor) -> bool:
-    """Whether reading a value costs nothing: an ordinary CPU tensor, outside of any trace."""
-    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _weights(
