@@ -124,8 +124,8 @@ def lml_fenchel_young_loss(
     z = _live_points(scores, center, delta)
     nu = (delta - center).squeeze(-1)
     # softplus(z) - z over the labels is softplus(-z): what is left is small where the fit is good.
-    soft = F.softplus(z)
-    loss = soft.sum(-1) + labels.sum_over_positives(lambda z, s: F.softplus(-z) - s, z, soft)
+    soft = -F.logsigmoid(-z)  # F.softplus drops the tail beyond 20
+    loss = soft.sum(-1) + labels.sum_over_positives(lambda z, s: -F.logsigmoid(z) - s, z, soft)
     loss = loss + (count - size.squeeze(-1)) * torch.where(nu.isinf(), 0, nu)
 
     # At both ends the projection is a vertex, and the loss linear: <lml(x, k) - target, x>.
