@@ -24,7 +24,7 @@ from experiments import common
 HERE = Path(__file__).parent
 SETS = ("bibtex", "delicious", "corel5k", "medical", "yeast", "birds", "stackex_chess", "langlog", "slashdot")
 KEEP = ("1", "0.5", "0.2", "0.1", "one")
-RATES, DECAYS, CARDINALITIES = (0.003, 0.01, 0.03), (0.01, 0.3), (2.0, 3.0, 5.0)
+RATES, DECAYS, CARDINALITIES = (0.01, 0.05, 0.2), (0.0, 0.1), (2.0, 3.0, 5.0)
 
 Loss = Callable[[Tensor, Tensor, float, int], Tensor]  # logits, target, k, epoch -> a loss a row
 
@@ -79,7 +79,9 @@ def load(folder: Path, name: str, device: str) -> Data:
         cut = round(0.7 * len(x))
         found = {"train": (x[order[:cut]], y[order[:cut]]), "test": (x[order[cut:]], y[order[cut:]])}
     (train_x, train_y), (test_x, test_y) = found["train"], found["test"]
-    if not ((train_x == 0) | (train_x == 1)).all():
+    if ((train_x == 0) | (train_x == 1)).all():  # bags of words: rows of length 1
+        train_x, test_x = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1) for x in (train_x, test_x))
+    else:
         mean, spread = train_x.mean(0), train_x.std(0) + 1e-6
         train_x, test_x = (train_x - mean) / spread, ((test_x - mean) / spread).clip(-10, 10)
     tensors = [torch.as_tensor(v, device=device) for v in (train_x, train_y, test_x, test_y)]
