@@ -1,11 +1,12 @@
 """Sphinx settings; `make docs` builds with warnings as errors."""
 
-import runpy
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
+
+import figures  # noqa: E402
 
 import lastlayer  # noqa: E402
 
@@ -21,6 +22,8 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "mathml",
+    "playground",
+    "reference",
 ]
 exclude_patterns = ["_build", "_ext", "_generated"]
 html_theme = "furo"
@@ -40,5 +43,4 @@ autodoc_default_options = {"show-inheritance": False}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
-# The figures of the papers, drawn by the example that also prints them.
-runpy.run_path(str(HERE.parent / "examples" / "projection.py"))["save"](HERE / "_static" / "figures")
+figures.draw_all()
