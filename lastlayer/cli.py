@@ -99,7 +99,9 @@ def parser() -> argparse.ArgumentParser:
 
     made = add("report", _report, "write one HTML page about one run or several")
     made.add_argument("run_folders", metavar="RUN", nargs="+")
-    made.add_argument("--out", default=None, help="file (default: report.html in the first run)")
+    made.add_argument(
+        "--out", default=None, help="file (default: report.html in the first run); .md and .json choose these forms"
+    )
 
     made = add("export", _export, "write the network for other runtimes")
     made.add_argument("run_folder", metavar="RUN")

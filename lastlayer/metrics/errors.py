@@ -183,6 +183,23 @@ def label_set_errors(
     )
 
 
+def error_kinds(scores: Tensor, target: Tensor, predicted: Tensor) -> dict[str, Tensor]:
+    """Mark the errors of each kind, for pages that show them row by row.
+
+    Args:
+        scores: Shape ``(rows, n_classes)``.
+        target: In any of the three forms.
+        predicted: The predictions as index lists padded with -1.
+
+    Returns:
+        A Boolean tensor of the shape of `scores` for each kind of :func:`label_set_errors`; no two overlap.
+    """
+    op = "error_kinds"
+    x, true, known = _rows(op, scores, target)
+    said = _said(op, x, scores, None, 0.5, predicted) & known
+    return _mended(x, true, known, said, None).kinds
+
+
 @dataclass(frozen=True)
 class _Mended:
     """The errors of each kind (Boolean, as the scores), the confused pairs, and two other ways to decode."""

@@ -39,6 +39,9 @@ and renamed, so that a reader finds a whole file or the previous one. Format 1:
     ``{"format": 1, "rows": [{"row", "id", "text"}]}``: up to 2000 held-out rows in the order of
     ``predictions.safetensors``; ``row`` is the position there, ``text`` null for rows without one (cut at 2000
     characters).
+``errors.json``
+    Not written by training. An own analysis, ``{"format": 1, **label_set_errors(...).to_dict()}``, for instance with a
+    label tree; the report shows it in place of its own.
 ``checkpoints/last.ckpt``, ``checkpoints/best.ckpt``
     The whole state of training after an epoch (:mod:`lastlayer.train.checkpoint`); ``last.ckpt`` is what a killed run
     resumes from.

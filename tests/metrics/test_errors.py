@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lastlayer import Decoded, LabelTree, decode_threshold, decode_top_k, label_set_errors
+from lastlayer.metrics.errors import error_kinds
 
 TREE = LabelTree.from_dict({"pet": ["cat", "dog"], "car": ["van", "bus"]})
 
@@ -209,3 +210,12 @@ def test_takes_a_pair_of_lists_and_scores():
     decoded = decode_top_k(scores, 1)
     assert isinstance(decoded, Decoded)
     assert label_set_errors(scores, target, predicted=decoded) == label_set_errors(scores, target, 1)
+
+
+def test_the_kinds_of_single_errors_add_up_to_the_counts():
+    scores, target = random_case()
+    found = label_set_errors(scores, target, 2)
+    marked = error_kinds(scores, target, decode_top_k(scores, 2)[0])
+    assert list(marked) == [kind.name for kind in found.kinds]
+    assert [int(m.sum()) for m in marked.values()] == [kind.false_alarms + kind.misses for kind in found.kinds]
+    assert int(torch.stack(list(marked.values())).sum(0).max()) == 1  # no error has two kinds

@@ -1,0 +1,78 @@
+"""From run folders to one page: HTML that needs no network, Markdown, or JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lastlayer.report.folder import ReportError as ReportError
+from lastlayer.report.folder import Run, read
+
+
+def write(run_dirs: Sequence[str | Path] | str | Path, out: str | Path) -> Path:
+    """Write the report of one run or several, side by side.
+
+    Args:
+        run_dirs: Folders of finished runs.
+        out: The file. Its ending chooses the form: ``.md`` is Markdown, ``.json`` is JSON, anything else is one HTML
+            page that holds all it needs: it opens without a network and sends nothing.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ReportError: A folder is not there or damaged; one line says which file.
+
+    Example:
+        >>> from lastlayer import report
+        >>> report.write("no/such/run", "report.html")
+        Traceback (most recent call last):
+        lastlayer.report.folder.ReportError: no/such/run: must be the folder of a finished run, and is not there. ...
+    """
+    path = Path(out)
+    runs = read([run_dirs] if isinstance(run_dirs, str | Path) else list(run_dirs))
+    if path.suffix == ".json":
+        text = json.dumps(_summary(runs), ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+    elif path.suffix in (".md", ".markdown"):
+        from lastlayer.report.markdown import markdown
+
+        text = markdown(_summary(runs))
+    else:
+        from lastlayer.report.page import page
+
+        text = page(runs)
+    _replace(path, text)
+    return path
+
+
+def summary(run_dirs: Sequence[str | Path] | str | Path) -> dict[str, Any]:
+    """Return the numbers of the report as dictionaries, lists and numbers.
+
+    Args:
+        run_dirs: Folders of finished runs.
+
+    Returns:
+        ``{"format", "lastlayer", "runs", "comparison"}``; docs/report.md lists what a run holds.
+    """
+    return _summary(read([run_dirs] if isinstance(run_dirs, str | Path) else list(run_dirs)))
+
+
+def _summary(runs: list[Run]) -> dict[str, Any]:
+    from lastlayer.report.digest import summarise
+
+    return summarise(runs)[0]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        # Lone surrogates, which JSON can carry, are no text: a question mark stands for them.
+        temporary.write_bytes(text.encode("utf-8", "replace"))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,89 @@
+"""The report as Markdown, for pull requests and notebooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lastlayer.report import digest as words
+from lastlayer.report.compare import p_value
+
+SPECIAL = "\\`*_{}[]<>()#|~$!&"
+
+
+def text(value: object) -> str:
+    """Return a user's words on one line, with what Markdown and HTML would read as markup escaped."""
+    return "".join(f"\\{c}" if c in SPECIAL else c for c in " ".join(str(value).split()))
+
+
+def markdown(found: dict[str, Any], *, labels: int = 20) -> str:
+    """Return the summary of :func:`lastlayer.report.summary` as Markdown, with the `labels` most frequent labels."""
+    runs = found["runs"]
+    lines = ["# lastlayer report", "", " ".join(text(s) for s in found["sentences"]), ""]
+    notes = dict.fromkeys(note for run in runs for note in run["notes"])
+    lines += [line for note in notes for line in (f"> {text(note)}", "")]
+    names = list(dict.fromkeys(name for run in runs for name in run["metrics"]))
+    heads = [text(run["name"]) for run in runs]
+    lines += ["## Metrics", "", "Value and 95 % interval over rows.", ""]
+    lines += _table(["metric", *heads], [[words.title(m), *_values(runs, m)] for m in names])
+    if found["comparison"]:
+        lines += _comparison(found["comparison"], heads)
+    for run in runs:
+        of = f": {text(run['name'])}" if len(runs) > 1 else ""
+        if run["errors"]:
+            lines += [f"## Errors{of}", "", *_errors(run["errors"])]
+        lines += [f"## Labels{of}", "", *_labels(run["labels"], labels)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return [f"| {' | '.join(row)} |" for row in (head, rule, *rows)] + [""]
+
+
+def _values(runs: list[dict[str, Any]], metric: str) -> list[str]:
+    leader = words.best(runs, metric) if len(runs) > 1 else None
+    cells = [words.percent(run["metrics"].get(metric)) for run in runs]
+    return [f"**{cell}**" if i == leader else cell for i, cell in enumerate(cells)]
+
+
+def _comparison(found: dict[str, Any], heads: list[str]) -> list[str]:
+    lines = ["## Differences", ""]
+    if found["why"]:
+        return [*lines, text(found["why"]), ""]
+    rows = []
+    for metric in found["metrics"]:
+        cells = []
+        for other in range(1, len(heads)):
+            one = found["pairs"][other][0][metric]
+            ends = f"{100 * one['low']:+.1f} to {100 * one['high']:+.1f}"
+            cells.append(f"{100 * one['difference']:+.1f} ({ends}; {p_value(one['p'], found['least'])})")
+        rows.append([words.title(metric), *cells])
+    lines += [f"Percentage points, each run less {heads[0]}. {found['test']}", ""]
+    return lines + _table(["metric", *heads[1:]], rows)
+
+
+def _errors(found: dict[str, Any]) -> list[str]:
+    total = max(found["n_false_alarms"] + found["n_misses"], 1)
+    rows = [
+        [
+            text(kind["name"]),
+            str(kind["false_alarms"]),
+            str(kind["misses"]),
+            f"{(kind['false_alarms'] + kind['misses']) / total:.0%}",
+            f"{kind['gain']:+.4f}",
+        ]
+        for kind in sorted(found["kinds"], key=lambda kind: -kind["gain"])
+    ]
+    return _table(["error", "false alarms", "misses", "share", f"gain of {text(found['metric'])}"], rows)
+
+
+def _labels(found: dict[str, Any], most: int) -> list[str]:
+    support = found["support"] or [0] * len(found["name"])
+    order = sorted(range(len(support)), key=lambda c: (-(support[c] or 0), c))[:most]
+    columns = [name for name in ("support", "predicted", "precision", "recall", "f1", "threshold") if found.get(name)]
+
+    def cell(value: float | int | None) -> str:
+        return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
+
+    rows = [[text(found["name"][c]), *(cell(found[name][c]) for name in columns)] for c in order]
+    return _table(["label", *columns], rows)

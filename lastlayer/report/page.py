@@ -1,0 +1,220 @@
+"""One HTML file: the template, its style and script, and the numbers, with nothing to fetch."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shlex
+from importlib.resources import files
+from pathlib import PurePath
+from typing import Any
+
+from lastlayer.report import digest as words
+from lastlayer.report.folder import Run
+from lastlayer.report.numbers import KINDS, Analysis, hits
+
+LABELS = 20_000  # in the table; the rest is in the JSON
+EXAMPLES = 2_000
+NEXT = 4  # labels shown after those put out
+COLUMNS = ("train", "support", "predicted", "precision", "recall", "f1", "average_precision", "threshold")
+HALF = ("half_precision", "half_recall", "half_f1")
+
+
+def page(runs: list[Run]) -> str:
+    """Return the page about runs."""
+    import jinja2
+
+    found, analyses = words.summarise(runs)
+    folder = files("lastlayer.report")
+    style, early, plots, sections = (
+        (folder / name).read_text("utf-8") for name in ("page.css", "theme.js", "plots.js", "page.js")
+    )
+    script = f'"use strict";\n(() => {{\n{plots}{sections}}})();\n'
+    # Everything of the user's goes through autoescape, or through JSON that the script turns into text nodes.
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"percent": words.percent, "title": words.title, "meaning": words.meaning}
+    template = environment.from_string((folder / "page.html").read_text("utf-8"))
+    return template.render(
+        found=found,
+        table=_table(found),
+        leader=words.leader(found["runs"]) or 0,
+        settings=_settings(found["runs"]),
+        commands=[_command(run) for run in found["runs"]],
+        has={
+            key: any(run[key] for run in found["runs"])
+            for key in ("curve", "reliability", "errors", "together", "history")
+        },
+        style=_safe(style),
+        early=_safe(early),
+        script=_safe(script),
+        data=_safe(embedded(_data(runs, found, analyses))),
+        policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(early)} {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'",
+    )
+
+
+def _safe(text: str) -> Any:
+    import markupsafe
+
+    return markupsafe.Markup(text)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def embedded(value: Any) -> str:
+    """Return JSON that no text in it can end: it stands inside a script element."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for letter in "<>&\u2028\u2029":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text
+
+
+def _table(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The headline table: for each metric one cell a run, with its interval on the metric's own scale."""
+    runs, comparison = found["runs"], found["comparison"]
+    out = []
+    for metric in dict.fromkeys(name for run in runs for name in run["headline"]):
+        cells = [run["metrics"].get(metric) or {"value": None} for run in runs]
+        ends = [v for c in cells for v in (c.get("low"), c["value"], c.get("high")) if v is not None]
+        low, high = (min(ends), max(ends)) if ends else (0.0, 1.0)
+        low, high = (low, high) if high > low else (low - 0.01, high + 0.01)
+        leader = words.best(runs, metric) if len(runs) > 1 else None
+        tested = comparison and metric in comparison["metrics"]
+        out.append(
+            {
+                "metric": metric,
+                "lower": words.lower_is_better(metric),
+                "cells": [
+                    {
+                        **cell,
+                        "best": i == leader,
+                        "tied": bool(
+                            tested and leader not in (None, i) and comparison["pairs"][i][leader][metric]["p"] >= 0.05
+                        ),
+                        "at": {
+                            key: round(100 * (cell[key] - low) / (high - low), 2)
+                            for key in ("low", "value", "high")
+                            if cell.get(key) is not None
+                        },
+                    }
+                    for i, cell in enumerate(cells)
+                ],
+            }
+        )
+    return out
+
+
+def _settings(runs: list[dict[str, Any]]) -> list[tuple[str, list[str], bool]]:
+    """Every field of the runs' settings: name, value for each run, whether they differ; those that differ first."""
+    rows = []
+    for name in dict.fromkeys(key for run in runs for key in run["config"]):
+        values = [str(run["config"].get(name, "-")) for run in runs]
+        rows.append((name, values, len(set(values)) > 1))
+    return sorted(rows, key=lambda row: not row[2])
+
+
+def _command(run: dict[str, Any]) -> str:
+    command = run["environment"].get("command")
+    if not isinstance(command, list) or not command:
+        return ""
+    first = PurePath(str(command[0])).name
+    first = "lastlayer" if first in ("__main__.py", "lastlayer") else first
+    return shlex.join([first, *map(str, command[1:])])
+
+
+class _Names:
+    """One list of the label names that the page shows, whatever the runs' own numbering."""
+
+    def __init__(self) -> None:
+        self.place: dict[str, int] = {}
+
+    def __call__(self, name: str) -> int:
+        return self.place.setdefault(name, len(self.place))
+
+
+def _data(runs: list[Run], found: dict[str, Any], analyses: list[Analysis | None]) -> dict[str, Any]:
+    names = _Names()
+    texts: dict[tuple[int, str | None, str | None], int] = {}
+    out = []
+    for run, numbers, analysis in zip(runs, found["runs"], analyses, strict=True):
+        together = numbers["together"]
+        out.append(
+            {
+                "name": run.name,
+                "labels": _labels(run, numbers["labels"], names),
+                "curve": numbers["curve"],
+                "reliability": numbers["reliability"],
+                "errors": numbers["errors"],
+                "note": numbers["errors_note"],
+                "together": together and {**together, "labels": [names(run.labels[c]) for c in together["labels"]]},
+                "history": numbers["history"],
+                "monitor": numbers["resolved"].get("monitor") if isinstance(numbers["resolved"], dict) else None,
+                "best": numbers["best_epoch"],
+                "examples": _examples(run, analysis, names, texts),
+            }
+        )
+    return {
+        "runs": out,
+        "comparison": found["comparison"],
+        "titles": {m: words.title(m) for run in found["runs"] for m in run["metrics"]},
+        "kinds": list(KINDS),
+        "texts": [{"row": row, "id": name, "text": text} for row, name, text in texts],
+        "names": list(names.place),
+    }
+
+
+def _labels(run: Run, found: dict[str, Any], names: _Names) -> dict[str, Any]:
+    support = found["support"] or [0] * len(run.labels)
+    said = found.get("predicted") or [0] * len(run.labels)
+    order = sorted(range(len(run.labels)), key=lambda c: (-(support[c] or 0), -said[c], c))[:LABELS]
+    out: dict[str, Any] = {"all": len(run.labels), "name": [names(run.labels[c]) for c in order]}
+    for column in COLUMNS + HALF:
+        if found.get(column):
+            out[column] = [found[column][c] if found[column][c] is None else round(found[column][c], 4) for c in order]
+    return out
+
+
+def _examples(
+    run: Run, analysis: Analysis | None, names: _Names, texts: dict[tuple[int, str | None, str | None], int]
+) -> list[dict[str, Any]]:
+    """For each row: x its text; t true; p, q labels and thousandths; n how many are put out; a kinds; m misses."""
+    if run.held is None or analysis is None:
+        return []
+    held, right, out = run.held, hits(run.held), []
+    listed = run.examples or [{"row": i, "id": None, "text": None} for i in range(len(held))]
+    for one in listed[:EXAMPLES]:
+        row = one["row"]
+        if not 0 <= row < len(held):
+            continue
+        key = (row, _text(one.get("id")), _text(one.get("text")))
+        true = held.index[held.indptr[row] : held.indptr[row + 1]].tolist()
+        n = int(held.size[row])
+        best = held.top_index[row, : n + NEXT].tolist()
+        missed = [c for c in true if c not in best[:n]]
+        shown = dict(zip(held.top_index[row].tolist(), held.top_probability[row].tolist(), strict=True))
+        if held.probability is not None:
+            shown |= {c: float(held.probability[row, c]) for c in missed}
+        out.append(
+            {
+                "x": texts.setdefault(key, len(texts)),
+                "t": [names(run.labels[c]) for c in true],
+                "p": [names(run.labels[c]) for c in best],
+                "q": [round(1000 * v) for v in held.top_probability[row, : n + NEXT].tolist()],
+                "n": n,
+                "a": [-1 if ok else analysis.kind(row, c) for c, ok in zip(best[:n], right[row, :n], strict=True)],
+                "m": [
+                    [names(run.labels[c]), round(1000 * shown[c]) if c in shown else None, analysis.kind(row, c)]
+                    for c in missed
+                ],
+            }
+        )
+    return out
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
