@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check docs bench clean
+.PHONY: demo test check docs bench sanitize clean
 
 demo: $(VENV)/.demo  ## the main job on data that ships with the package
 	$(BIN)/python -m lastlayer demo
@@ -22,6 +22,14 @@ docs: $(VENV)/.dev  ## the documentation, in docs/_build/html
 
 bench: $(VENV)/.dev  ## the benchmark table of this machine
 	$(BIN)/python -m benchmarks.run
+
+SANITIZED ?= build/sanitized
+
+sanitize:  ## the C code under the address and undefined-behaviour sanitizers
+	mkdir -p $(dir $(SANITIZED))
+	$(CC) -std=gnu11 -g -O1 -Wall -Wextra -Werror -fno-math-errno -fno-trapping-math -fopenmp-simd -pthread \
+		-fsanitize=address,undefined -fno-sanitize-recover=all tests/_native/sanitize.c -o $(SANITIZED) -lm
+	$(SANITIZED)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

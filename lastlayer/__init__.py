@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from lastlayer.config import show_config as show_config
 from lastlayer.decode.graph import DecodeGraph as DecodeGraph
 from lastlayer.decode.graph import decode_graph as decode_graph
 from lastlayer.decode.reject import DecodeReject as DecodeReject

@@ -67,17 +67,36 @@ def lml_loss(
     labels = _check.target(op, local_part(target), x, shard)
     if impl == "auto" and projection.transformed():
         chosen = "torch"
+    contributes = _contributes(labels, rho, _check.work_dtype(x), shard)
+    if chosen == "triton" and reduction in ("mean", "sum") and _wants_gradient(x):
+        # The kernel writes the gradient with the loss, in one pass over the logits: it must know what becomes of it.
+        rows = contributes.sum().clamp(min=1).float()
+        weight = rows.reciprocal() if reduction == "mean" else torch.ones_like(rows)
+        loss = _LMLLossAndGradient.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight)
+        return loss.to(logits.dtype)
     if chosen == "torch":
         loss = _plain(x, k, mask, divisor, rho, labels, shard)
     else:
         loss = _LMLLoss.apply(x, k, mask, divisor, rho, labels.index, labels.dense, chosen)[0]
-    contributes = reduce(labels.count().unsqueeze(-1).to(loss.dtype), "sum", shard).squeeze(-1) > 0
-    if rho > 0 and labels.dense is not None:
-        known = (labels.dense >= 0).any(-1, keepdim=True)
-        contributes = contributes | (reduce(known.to(loss.dtype), "sum", shard).squeeze(-1) > 0)
-    elif rho > 0:
-        contributes = torch.ones_like(contributes)
     return _check.reduced(op, loss, reduction, contributes).to(logits.dtype)
+
+
+def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassShard | None) -> Tensor:
+    """Which rows the mean is over: those with a label, and with `observed` those with a known class."""
+    found = reduce(labels.count().unsqueeze(-1).to(dtype), "sum", shard).squeeze(-1) > 0
+    if rho == 0:
+        return found
+    if labels.dense is None:
+        return torch.ones_like(found)
+    known = (labels.dense >= 0).any(-1, keepdim=True)
+    return found | (reduce(known.to(dtype), "sum", shard).squeeze(-1) > 0)
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    """Whether an ordinary backward pass may follow: no trace, no transform."""
+    return (
+        torch.is_grad_enabled() and x.requires_grad and not (torch.compiler.is_compiling() or projection.transformed())
+    )
 
 
 def lml_fenchel_young_loss(
@@ -208,8 +227,55 @@ class _LMLLoss(torch.autograd.Function):
             arguments = (logits, mask, ctx.temperature, ctx.rho, index, dense, center, delta, log_mass, pull, grads[0])
             if torch.compiler.is_compiling():
                 grad_logits, grad_k = torch.ops.lastlayer.lml_loss_backward(*arguments, ctx.impl)
+            elif projection.batched(grads[0]):  # linear in the gradient, one number a row
+                one = torch.ones_like(delta.squeeze(-1))
+                found = projection.kernels(ctx.impl).loss_backward(*arguments[:-1], one)
+                grad_logits, grad_k = (grads[0].unsqueeze(-1) * f for f in found)
             else:
                 grad_logits, grad_k = projection.kernels(ctx.impl).loss_backward(*arguments)
+        return grad_logits, grad_k, None, None, None, None, None, None
+
+
+class _LMLLossAndGradient(torch.autograd.Function):
+    """The reduced loss ``weight * sum(loss)`` by a kernel that writes its gradient at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        temperature: float,
+        rho: float,
+        index: Tensor | None,
+        dense: Tensor | None,
+        weight: Tensor,
+    ) -> Tensor:
+        arguments = (logits, k, mask, temperature, rho, index, dense)
+        loss, *rows, ctx.grad = projection.kernels("triton").loss_forward_with_grad(*arguments, weight)
+        ctx.save_for_backward(logits, k, mask, index, dense, weight, *rows)
+        ctx.temperature, ctx.rho = temperature, rho
+        return loss.sum() * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, k, mask, index, dense, weight, center, delta, log_mass, pull = ctx.saved_tensors
+        batch = grads[0] * weight
+        if torch.is_grad_enabled() or projection.transformed(*grads):  # for second derivatives, through plain torch
+            labels = Labels(index, dense, logits.shape[-1])
+            loss = _plain(logits, k, mask, ctx.temperature, ctx.rho, labels, None)
+            inputs = [t for t, needed in zip((logits, k), ctx.needs_input_grad, strict=False) if needed]
+            found = iter(torch.autograd.grad(loss.sum(), inputs, batch, create_graph=True))
+            grad_logits, grad_k = (next(found) if needed else None for needed in ctx.needs_input_grad[:2])
+            return grad_logits, grad_k, None, None, None, None, None, None
+        kernels = projection.kernels("triton")
+        grad, ctx.grad = ctx.grad, None  # handed over once; a second backward pass computes it again
+        if grad is not None:
+            grad_logits = kernels.scale_rows_(grad, grads[0])
+            grad_k = batch * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
+        else:
+            rows = (center, delta, log_mass, pull, batch.expand(logits.shape[:-1]))
+            grad_logits, grad_k = kernels.loss_backward(logits, mask, ctx.temperature, ctx.rho, index, dense, *rows)
         return grad_logits, grad_k, None, None, None, None, None, None
 
 

@@ -474,7 +474,7 @@ class _LML(torch.autograd.Function):
         if grad_out is None and grad_delta is None:
             return (None,) * 7
         arguments = (logits, mask, ctx.temperature, center, delta, grad_out, grad_delta, ctx.kind)
-        if ctx.impl == "torch" or torch.is_grad_enabled() or transformed():
+        if ctx.impl == "torch" or torch.is_grad_enabled() or transformed(grad_out, grad_delta):
             grad_logits, grad_k = _plain_backward(*arguments, ctx.shard)
         elif torch.compiler.is_compiling():
             grad_logits, grad_k = torch.ops.lastlayer.lml_backward(*arguments, ctx.impl)
@@ -518,8 +518,15 @@ class _LMLForwardMode(_LML):
         return out_t, None, delta_t
 
 
-def transformed() -> bool:
-    """Whether a torch.func transform or forward mode is active, which kernels cannot see through."""
+def batched(gradient: Tensor) -> bool:
+    """Whether this is a batch of gradients that poses as one: ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    return not torch._C._has_storage(gradient)
+
+
+def transformed(*gradients: Tensor | None) -> bool:
+    """Whether a transform, forward mode or a batch of gradients is at work, which kernels cannot see through."""
+    if not torch.compiler.is_compiling() and any(batched(g) for g in gradients if g is not None):
+        return True
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 

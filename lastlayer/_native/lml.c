@@ -1,0 +1,317 @@
+/* The LML projection and loss on the CPU: rows on several threads, the instruction set chosen at run time.
+
+   Plain C, called through ctypes; lastlayer/project/lml.py has the same in torch, and the reasons. */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "pool.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { KIND_Y, KIND_LOG, KIND_NU };
+enum { DEGENERATE, SOLVED, HARD, CLOSE, OPEN };
+
+#define PART 16384       /* scores a thread takes at a time from a long row */
+#define COPY_BELOW 2048  /* rows up to here are copied and padded */
+#define SERIAL_BELOW 32768 /* scores; less is not worth a second thread */
+
+/* What the passes over a row sum; each pass says what the fields mean there. */
+struct sums {
+    double a, b, f, square, above, low, high;
+};
+
+static void add_sums(struct sums *total, const struct sums *part) {
+    total->a += part->a;
+    total->b += part->b;
+    total->f += part->f;
+    total->square += part->square;
+    total->above += part->above;
+    total->low = fmin(total->low, part->low);
+    total->high = fmax(total->high, part->high);
+}
+
+/* The parts of a start that depend on k and n alone. */
+struct start {
+    double k, n, logit, small_logit, log_p, quantile;
+};
+
+/* A call: what ctypes hands over. */
+struct call {
+    int64_t rows, n;
+    const void *logits, *k;
+    const uint8_t *mask;
+    int64_t mask_stride;
+    double temperature;
+    int kind, threads;
+    void *out, *center, *delta;
+    const void *grad, *grad_delta;
+    void *grad_k;
+    double observed;
+    const int64_t *index;
+    int64_t m;
+    const void *dense;
+    int dense_type;
+    void *log_mass, *pull;
+};
+
+/* The memory of one thread. */
+struct space {
+    void *copy, *e;
+    double *workspace;
+    int8_t *sign;
+    struct sums *parts;
+    struct start start;
+    int threads; /* for the parts of a row */
+};
+
+static double log_sigmoid(double z) { return fmin(z, 0) - log1p(exp(-fabs(z))); }
+
+static double log_h(double z) { return -fabs(z) - 2 * log1p(exp(-fabs(z))); }
+
+/* The quantile of the normal distribution for p <= 1/2 to 3e-3 (Abramowitz and Stegun 26.2.22). */
+static double normal_quantile(double log_p) {
+    double u = sqrt(-2 * log_p);
+    return (2.30753 + 0.27061 * u) / (1 + u * (0.99229 + 0.04481 * u)) - u;
+}
+
+static void start_prepare(struct start *start, double k, double n) {
+    if (start->k == k && start->n == n) return;
+    double less = k < n - k ? k : n - k;
+    start->k = k;
+    start->n = n;
+    start->logit = log(k / (n - k));
+    start->small_logit = -fabs(start->logit);
+    start->log_p = log(less / n);
+    start->quantile = normal_quantile(start->log_p);
+}
+
+/* A guess of nu as if the scores were normal. In the tail sigmoid(z) is exp(z), with the mean exp(mean + variance / 2);
+   where the variance is large it is a step, smoothed as a normal distribution function of variance 8 / pi would be. */
+static double start_guess(const struct start *start, double mean, double variance, double lo, double hi) {
+    double guess = (lo + hi) / 2;
+    if (variance < 0) variance = 0;
+    if (variance < 1e30) {
+        double root = sqrt(variance);
+        double tail = start->small_logit - variance / 2, soft = sqrt(1 + 0.3926990817 * variance) * start->small_logit;
+        double step = sqrt(variance + 2.5464790895) * start->quantile;
+        double weight = 0.5 + 0.35 * ((start->log_p + variance / 2) / (root + 1e-30) + 1.2);
+        weight = weight < 0 ? 0 : weight > 1 ? 1 : weight;
+        guess = (1 - weight) * (tail > soft ? tail : soft) + weight * step;
+        guess = (start->logit < 0 ? guess : -guess) - mean;
+    }
+    return guess < lo ? lo : guess > hi ? hi : guess;
+}
+
+/* A step of nu from the sums at `at` (see SUM_POINT), of fourth order. CLOSE if it ends the search, HARD if the sums
+   have underflowed. Far from the solution the step is kept within exact bounds, known to `slack`. */
+static int take_step(const struct sums *m, double k, double at, double *lo, double *hi, double eps, double slack,
+                     double least, double *step) {
+    double a = m->a, b = m->b, sum_h = a + b, f = m->f + (m->above - k);
+    if (!(sum_h > least)) return HARD;
+    double over = 1 / sum_h, r = f * over, rho = (b - a) * over, tau = 1 - 6 * m->square * over, size = fabs(r);
+    *step = -r * (1 - r * rho / 2) / (1 - r * rho + r * r * tau / 6);
+    if (size < 0.5 && r * r * r * r / 3 <= eps / 2) return CLOSE;
+    if (size < 0.3) return OPEN;
+    /* The root of b q^2 + c q - a in q = exp(step) never passes the solution. */
+    double c = f - (b - a), root = sqrt(c * c + 4 * a * b);
+    double safe = log(c > 0 ? 2 * a / (c + root) : (root - c) / (2 * b));
+    if (!isfinite(safe)) return HARD;
+    if ((safe < 0) != (f > 0)) safe = 0;
+    *lo = fmax(*lo, at + (f < 0 ? safe : log1p(-fmin(r, 1))) - slack);
+    *hi = fmin(*hi, at + (f > 0 ? safe : -log1p(fmax(r, -1))) + slack);
+    if (size >= 1 || fabs(*step) < fabs(safe)) *step = safe;
+    if (!(at + *step >= *lo && at + *step <= *hi)) *step = (*lo + *hi) / 2 - at;
+    return OPEN;
+}
+
+/* The rank-th largest (1 is the largest), by selection in place: what is not less comes to stand before it. */
+static double kth_largest(double *x, int64_t n, int64_t rank) {
+    int64_t first = 0, last = n - 1, at = rank - 1;
+    while (first < last) {
+        double low = x[first], mid = x[first + (last - first) / 2], high = x[last];
+        double pivot = fmax(fmin(low, mid), fmin(fmax(low, mid), high));
+        int64_t i = first, j = last;
+        while (i <= j) {
+            while (x[i] > pivot) i++;
+            while (x[j] < pivot) j--;
+            if (i <= j) {
+                double swap = x[i];
+                x[i++] = x[j];
+                x[j--] = swap;
+            }
+        }
+        if (at <= j)
+            last = j;
+        else if (at >= i)
+            first = i;
+        else
+            break;
+    }
+    return x[at];
+}
+
+/* A dense target as signs: 1 label, 0 not observed, -1 unknown. */
+#define SIGNS(type)                                                                               \
+    {                                                                                             \
+        const type *d = (const type *)call->dense + index * n;                                    \
+        for (int64_t i = 0; i < n; i++) sign[i] = (int8_t)((d[i] > 0) - (d[i] < 0));              \
+        break;                                                                                    \
+    }
+
+enum { DENSE_F32, DENSE_F64, DENSE_I8, DENSE_U8, DENSE_I16, DENSE_I32, DENSE_I64, DENSE_HALF };
+
+static void signs_of_row(const struct call *call, int64_t index, int8_t *restrict sign) {
+    int64_t n = call->n;
+    switch (call->dense_type) {
+        case DENSE_F32: SIGNS(float)
+        case DENSE_F64: SIGNS(double)
+        case DENSE_I8: SIGNS(int8_t)
+        case DENSE_U8: SIGNS(uint8_t)
+        case DENSE_I16: SIGNS(int16_t)
+        case DENSE_I32: SIGNS(int32_t)
+        case DENSE_I64: SIGNS(int64_t)
+        default: { /* float16 and bfloat16 alike: a sign bit, and 0 where the rest is 0 */
+            const uint16_t *d = (const uint16_t *)call->dense + index * n;
+            for (int64_t i = 0; i < n; i++)
+                sign[i] = (int8_t)((d[i] & 0x7fff) == 0 ? 0 : d[i] & 0x8000 ? -1 : 1);
+        }
+    }
+}
+
+/* ---- One copy of lml_rows.h for each type and instruction set. ---- */
+
+#define JOIN(x, type, isa) x##_##type##_##isa
+#define JOINED(x, type, isa) JOIN(x, type, isa)
+#define NAME(x) JOINED(x, TYPE, ISA)
+#define SOLVE_HARD JOINED(solve_hard, f64, ISA)
+
+#define ISA baseline
+#define TARGET
+#define VECTOR 16
+#include "lml_types.h"
+#undef ISA
+#undef TARGET
+#undef VECTOR
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define DISPATCH 1
+
+#define ISA avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define VECTOR 32
+#include "lml_types.h"
+#undef ISA
+#undef TARGET
+#undef VECTOR
+
+#define ISA avx512
+#ifdef __clang__
+#define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma"), min_vector_width(512)))
+#else
+#define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma,prefer-vector-width=512")))
+#endif
+#define VECTOR 64
+#include "lml_types.h"
+#undef ISA
+#undef TARGET
+#undef VECTOR
+#else
+#define DISPATCH 0
+#endif
+
+/* ---- The calls. ---- */
+
+typedef void (*row_work)(const struct call *, int64_t, struct space *);
+enum { FORWARD, BACKWARD, LOSS_FORWARD, LOSS_BACKWARD };
+
+#define ROWS(type, isa)                                                                                     \
+    { forward_row_##type##_##isa, backward_row_##type##_##isa, loss_forward_row_##type##_##isa,             \
+      loss_backward_row_##type##_##isa }
+
+static const row_work works[3][2][4] = {
+    {ROWS(f32, baseline), ROWS(f64, baseline)},
+#if DISPATCH
+    {ROWS(f32, avx2), ROWS(f64, avx2)},
+    {ROWS(f32, avx512), ROWS(f64, avx512)},
+#endif
+};
+
+static int isa_limit = 2;
+
+/* The instruction set in use: 0 baseline, 1 AVX2, 2 AVX-512. */
+EXPORT int lastlayer_isa(void) {
+    int isa = 0;
+#if DISPATCH
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) isa = 1;
+    if (isa && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        isa = 2;
+#endif
+    return isa < isa_limit ? isa : isa_limit;
+}
+
+/* For tests: use no more than this instruction set. */
+EXPORT void lastlayer_limit_isa(int limit) { isa_limit = limit; }
+
+EXPORT int lastlayer_call_size(void) { return (int)sizeof(struct call); }
+
+struct job {
+    const struct call *call;
+    row_work work;
+    struct space *spaces;
+    int64_t rows_a_part;
+};
+
+static void job_part(void *job, int64_t part, int slot) {
+    const struct job *j = job;
+    int64_t first = part * j->rows_a_part, last = first + j->rows_a_part;
+    if (last > j->call->rows) last = j->call->rows;
+    for (int64_t i = first; i < last; i++) j->work(j->call, i, j->spaces + slot);
+}
+
+static size_t round_up(size_t bytes) { return (bytes + 127) / 64 * 64; }
+
+/* Run a call; 0, or 1 where there is no memory. */
+EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
+    if (call->rows == 0) return 0;
+    int64_t n = call->n, threads = call->threads > POOL_MAX ? POOL_MAX : call->threads;
+    if (threads < 1 || call->rows * n < SERIAL_BELOW) threads = 1;
+    int split = threads > 1 && n >= 4 * PART && call->rows < 4 * threads; /* rows one by one, each over all threads */
+    int64_t spaces = split || threads > call->rows ? (split ? 1 : call->rows) : threads;
+
+    size_t real = type ? 8 : 4, width = (size_t)n + 64;
+    int forward = operation == FORWARD || operation == LOSS_FORWARD, loss = operation >= LOSS_FORWARD;
+    size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up(width * real);
+    size_t e = forward ? copy : 0, workspace = forward ? round_up(width * 8) : 0, sign = loss ? round_up(width) : 0;
+    size_t one = parts + copy + e + workspace + sign;
+    char *memory = malloc(one * (size_t)spaces + 64);
+    struct space *space = calloc((size_t)spaces, sizeof *space);
+    if (!memory || !space) {
+        free(memory);
+        free(space);
+        return 1;
+    }
+    for (int64_t i = 0; i < spaces; i++) {
+        char *at = (char *)(((uintptr_t)memory + 63) / 64 * 64) + one * (size_t)i;
+        space[i].parts = (struct sums *)at;
+        space[i].copy = at += parts;
+        space[i].e = at += copy;
+        space[i].workspace = (double *)(at += e);
+        space[i].sign = (int8_t *)(at += workspace);
+        space[i].threads = split ? (int)threads : 1;
+        if (loss) memset(space[i].sign, 0, width);
+    }
+
+    struct job job = {call, works[lastlayer_isa()][type][operation], space, 1};
+    int64_t grain = SERIAL_BELOW / 2 / (n + 1) + 1;
+    job.rows_a_part = grain;
+    int64_t count = (call->rows + grain - 1) / grain;
+    pool_run(job_part, &job, count, split ? 1 : (int)spaces);
+    free(memory);
+    free(space);
+    return 0;
+}

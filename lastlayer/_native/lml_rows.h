@@ -1,0 +1,737 @@
+/* The arithmetic of one row, for one type and one instruction set; lml.c includes this file once for each.
+
+   Takes: REAL and its constants (see lml.c), LANES (numbers in a vector), TARGET (the instruction set), NAME(x).
+   Loops are plain scalar code for the compiler to vectorise: no branches, no calls, reductions marked as such. Sums of
+   the search run over BLOCKs in REAL, so that no lane adds up more than 32 numbers (8 where lanes are few), and from
+   there on in double. */
+
+#define BLOCK ((VECTOR < 32 ? 8 : 32) * LANES)
+#define FN TARGET static
+#define INLINE __attribute__((always_inline)) TARGET static inline
+#define PRAGMA(text) _Pragma(#text)
+
+/* A row: its scores (logits over the temperature, -inf where masked), the points of the search, and what the passes
+   over its parts need and find. */
+typedef struct {
+    int64_t n, width; /* width: n, rounded up to whole vectors where the scores are a copy */
+    const REAL *logits, *x, *u;
+    const uint8_t *mask;
+    const int8_t *sign;
+    REAL *copy, *e, *out;
+    REAL temperature, pivot;
+    REAL c, s, t, scale, shift, rho, rest, weight; /* rest = 1 - rho */
+    int kind, threads;
+    struct sums *parts;
+} NAME(row);
+
+INLINE REAL NAME(from_bits)(BITS i) {
+    REAL f;
+    __builtin_memcpy(&f, &i, sizeof f);
+    return f;
+}
+
+INLINE BITS NAME(to_bits)(REAL f) {
+    BITS i;
+    __builtin_memcpy(&i, &f, sizeof i);
+    return i;
+}
+
+/* exp to about one unit in the last place, for EXP_LOW <= x <= EXP_HIGH and as at these ends beyond. */
+INLINE REAL NAME(exp)(REAL x) {
+    x = x > EXP_HIGH ? EXP_HIGH : x;
+    x = x < EXP_LOW ? EXP_LOW : x;
+    REAL shifted = x * R(1.44269504088896340736) + ROUNDER;
+    REAL m = shifted - ROUNDER;
+    REAL r = (x - m * LN2_HIGH) - m * LN2_LOW;
+    REAL power = NAME(from_bits)((NAME(to_bits)(shifted) << MANTISSA) + NAME(to_bits)(R(1.0)));
+    return EXP_POLYNOMIAL(r) * power;
+}
+
+/* log(u + low), for 0 < u <= 2 and |low| at most half an ulp of u. What low adds is low / u, of which the first terms
+   about u = 1 do: elsewhere it is lost in log u. */
+INLINE REAL NAME(log)(REAL u, REAL low) {
+    BITS bits = NAME(to_bits)(u) - NAME(to_bits)(R(0.70710678118654752440));
+    REAL e = NAME(exponent)(bits);
+    REAL m = NAME(from_bits)((bits & MANTISSA_MASK) + NAME(to_bits)(R(0.70710678118654752440)));
+    REAL x = m - R(1.0), z = x * x;
+    REAL y = x * z * LOG_RATIO(x);
+    y = y - e * R(2.121944400546905827679e-4) + low * (R(1.5) - R(0.5) * u);
+    y = y - R(0.5) * z;
+    return (x + y) + e * R(0.693359375);
+}
+
+INLINE REAL NAME(log1p)(REAL a) {
+    REAL u = R(1.0) + a;
+    return NAME(log)(u, a - (u - R(1.0)));
+}
+
+INLINE REAL NAME(abs)(REAL x) { return ABS(x); }
+
+INLINE int NAME(finite)(REAL x) { return NAME(abs)(x) <= LARGEST; }
+
+/* x + nu; an infinite score keeps its sign. */
+INLINE REAL NAME(point)(REAL x, REAL c, REAL t) { return (x - c) + t; }
+
+/* ---- Passes: each works on the scores first <= i < last of a row. ---- */
+
+FN void NAME(prepare_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict logits = row->logits;
+    const uint8_t *restrict mask = row->mask;
+    REAL *restrict copy = row->copy;
+    REAL temperature = row->temperature;
+    (void)sums;
+    int64_t end = last < row->n ? last : row->n;
+    if (mask)
+        for (int64_t i = first; i < end; i++) {
+            REAL x = logits[i] / temperature;
+            copy[i] = mask[i] ? x : -INFINITE;
+        }
+    else if (temperature != R(1.0))
+        for (int64_t i = first; i < end; i++) copy[i] = logits[i] / temperature;
+    else
+        memcpy(copy + first, logits + first, (size_t)(end - first) * sizeof(REAL));
+    for (int64_t i = end; i < last; i++) copy[i] = -INFINITE;
+}
+
+/* Moments about the first score; nan or inf in a row shows in them. */
+FN void NAME(moments_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    REAL pivot = row->pivot, low = 0, high = 0;
+    double total = 0, squares = 0;
+    if (last > row->n) last = row->n;
+    for (int64_t b = first; b < last; b += BLOCK) {
+        int64_t end = b + BLOCK < last ? b + BLOCK : last;
+        REAL sum = 0, square = 0;
+        PRAGMA(omp simd reduction(+ : sum, square) reduction(min : low) reduction(max : high))
+        for (int64_t i = b; i < end; i++) {
+            REAL d = x[i] - pivot;
+            sum += d;
+            square += d * d;
+            low = d < low ? d : low;
+            high = d > high ? d : high;
+        }
+        total += sum;
+        squares += square;
+    }
+    *sums = (struct sums){.a = total, .b = squares, .low = low, .high = high};
+}
+
+/* The same about 0 for the finite scores, with counts of the others. */
+FN void NAME(census_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    double sum = 0, square = 0, count = 0, top = 0, nan = 0;
+    REAL low = INFINITE, high = -INFINITE;
+    if (last > row->n) last = row->n;
+    PRAGMA(omp simd reduction(+ : sum, square, count, top, nan) reduction(min : low) reduction(max : high))
+    for (int64_t i = first; i < last; i++) {
+        REAL v = x[i];
+        int finite = NAME(finite)(v);
+        double d = finite ? (double)v : 0.0;
+        REAL small = finite ? v : INFINITE, large = finite ? v : -INFINITE;
+        sum += d;
+        square += d * d;
+        count += finite ? 1.0 : 0.0;
+        top += v == INFINITE ? 1.0 : 0.0;
+        nan += v != v ? 1.0 : 0.0;
+        low = small < low ? small : low;
+        high = large > high ? large : high;
+    }
+    *sums = (struct sums){.a = sum, .b = square, .f = count, .square = top, .above = nan, .low = low, .high = high};
+}
+
+/* What a pass of the search sums, with q = (1 - y) / y: a = sum y h, b = sum (1 - y) h, h = y (1 - y); f = sum y -
+   #{y > 1/2}, from the lesser of y and 1 - y; square = sum h^2; above = #{y > 1/2}. */
+#define SUM_POINT(q)                           \
+    REAL y = R(1.0) / (R(1.0) + q), v = q * y; \
+    REAL h = y * v;                            \
+    a += h * y;                                \
+    b += h * v;                                \
+    square += h * h;                           \
+    f += y > v ? -v : y;                       \
+    above += y > v ? R(1.0) : R(0.0);
+
+/* E = exp(c - x), kept for the passes to come, and the sums at nu = -c. */
+FN void NAME(start_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    REAL *restrict e = row->e;
+    REAL c = row->c;
+    *sums = (struct sums){0};
+    for (int64_t begin = first; begin < last; begin += BLOCK) {
+        int64_t end = begin + BLOCK < last ? begin + BLOCK : last;
+        REAL a = 0, b = 0, f = 0, square = 0, above = 0;
+        PRAGMA(omp simd reduction(+ : a, b, f, square, above))
+        for (int64_t i = begin; i < end; i++) {
+            REAL q = NAME(exp)(c - x[i]);
+            e[i] = q;
+            SUM_POINT(q)
+        }
+        sums->a += a, sums->b += b, sums->f += f, sums->square += square, sums->above += above;
+    }
+}
+
+/* The sums at exp(-nu) = s exp(c). */
+FN void NAME(search_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict e = row->e;
+    REAL s = row->s;
+    *sums = (struct sums){0};
+    for (int64_t begin = first; begin < last; begin += BLOCK) {
+        int64_t end = begin + BLOCK < last ? begin + BLOCK : last;
+        REAL a = 0, b = 0, f = 0, square = 0, above = 0;
+        PRAGMA(omp simd reduction(+ : a, b, f, square, above))
+        for (int64_t i = begin; i < end; i++) {
+            REAL q = e[i] * s;
+            SUM_POINT(q)
+        }
+        sums->a += a, sums->b += b, sums->f += f, sums->square += square, sums->above += above;
+    }
+}
+
+FN void NAME(write_y_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict e = row->e;
+    REAL *restrict out = row->out;
+    REAL s = row->s;
+    (void)sums;
+    if (last > row->n) last = row->n;
+    PRAGMA(omp simd)
+    for (int64_t i = first; i < last; i++) out[i] = e[i] < EXP_CEILING ? R(1.0) / (R(1.0) + e[i] * s) : R(0.0);
+}
+
+FN void NAME(write_log_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    REAL *restrict out = row->out;
+    REAL c = row->c, t = row->t;
+    (void)sums;
+    if (last > row->n) last = row->n;
+    PRAGMA(omp simd)
+    for (int64_t i = first; i < last; i++) {
+        REAL z = NAME(point)(x[i], c, t);
+        REAL e = NAME(exp)(-NAME(abs)(z));
+        e = NAME(abs)(z) > -EXP_LOW ? R(0.0) : e;
+        out[i] = (z < 0 ? z : R(0.0)) - NAME(log1p)(e);
+    }
+}
+
+/* Backward: h to `out`, and the sums of h (a) and h u (b), or of (1 - y) u (b) for the logarithm. */
+#define POINT_H                                                  \
+    REAL z = NAME(point)(x[i], c, t);                            \
+    REAL e = NAME(exp)(-NAME(abs)(z));                           \
+    e = NAME(abs)(z) > -EXP_LOW ? R(0.0) : e;                    \
+    REAL over = R(1.0) / (R(1.0) + e);                           \
+    REAL h = e * over * over;
+
+FN void NAME(weigh_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x, *restrict u = row->u;
+    REAL *restrict out = row->out;
+    REAL c = row->c, t = row->t;
+    double a = 0, b = 0;
+    if (last > row->n) last = row->n;
+    if (row->kind == KIND_Y)
+        PRAGMA(omp simd reduction(+ : a, b))
+        for (int64_t i = first; i < last; i++) {
+            POINT_H
+            out[i] = h;
+            a += h;
+            b += (double)h * (double)(NAME(finite)(x[i]) ? u[i] : R(0.0));
+        }
+    else if (row->kind == KIND_LOG)
+        PRAGMA(omp simd reduction(+ : a, b))
+        for (int64_t i = first; i < last; i++) {
+            POINT_H
+            a += h;
+            b += NAME(finite)(x[i]) ? (z < 0 ? over : e * over) * u[i] : R(0.0);
+        }
+    else
+        PRAGMA(omp simd reduction(+ : a))
+        for (int64_t i = first; i < last; i++) {
+            POINT_H
+            out[i] = h;
+            a += h;
+        }
+    *sums = (struct sums){.a = a, .b = b};
+}
+
+/* h (u - shift) scale for y; (1 - y) u scale - h shift for the logarithm; -h shift for nu. */
+FN void NAME(spread_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x, *restrict u = row->u;
+    REAL *restrict out = row->out;
+    REAL c = row->c, t = row->t, shift = row->shift, scale = row->scale;
+    int kind = row->kind;
+    (void)sums;
+    if (last > row->n) last = row->n;
+    if (kind == KIND_Y)
+        PRAGMA(omp simd)
+        for (int64_t i = first; i < last; i++) {
+            REAL g = NAME(finite)(x[i]) ? u[i] : R(0.0);
+            out[i] = out[i] * (g - shift) * scale;
+        }
+    else if (kind == KIND_LOG)
+        PRAGMA(omp simd)
+        for (int64_t i = first; i < last; i++) {
+            POINT_H
+            REAL v = NAME(finite)(x[i]) ? (z < 0 ? over : e * over) * u[i] : R(0.0);
+            out[i] = v * scale - h * shift;
+        }
+    else
+        PRAGMA(omp simd)
+        for (int64_t i = first; i < last; i++) out[i] = -out[i] * shift;
+}
+
+/* At a point of the loss: keep = 1 - rho y, and the derivative d of the loss in z. h / keep is formed without the e
+   that both hold, and which may be 0 where rho is 1. */
+#define POINT_LOSS                                                                                     \
+    POINT_H                                                                                            \
+    REAL y = z < 0 ? e * over : over, miss = z < 0 ? over : e * over;                                  \
+    REAL keep = (z < 0 ? R(1.0) + rest * e : rest + e) * over;                                         \
+    REAL share = z < 0 ? e / (R(1.0) + rest * e) : rest == 0 ? R(1.0) : e / (rest + e);                \
+    REAL d = sign[i] > 0 ? -miss : sign[i] == 0 ? rho * share * over : R(0.0);                          \
+    d = NAME(finite)(x[i]) ? d : R(0.0);
+
+/* b = sum dz, f = the loss. */
+FN void NAME(loss_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    const int8_t *restrict sign = row->sign;
+    REAL c = row->c, t = row->t, rho = row->rho, rest = row->rest;
+    double b = 0, f = 0;
+    if (last > row->n) last = row->n;
+    PRAGMA(omp simd reduction(+ : b, f))
+    for (int64_t i = first; i < last; i++) {
+        POINT_LOSS
+        (void)h;
+        REAL soft = NAME(log1p)(e), log_y = (z < 0 ? z : R(0.0)) - soft;
+        REAL minus = -rho * y, sum = R(1.0) + minus;
+        REAL log_keep = NAME(log)(z < 0 ? sum : keep, z < 0 ? minus - (sum - R(1.0)) : R(0.0));
+        log_keep = rest == 0 ? (z < 0 ? R(0.0) : -z) - soft : log_keep;
+        b += d;
+        f -= sign[i] > 0 ? log_y : sign[i] == 0 ? log_keep : R(0.0);
+    }
+    *sums = (struct sums){.b = b, .f = f};
+}
+
+/* (dz - h weight) scale; without `sign` no class has a dz. */
+FN void NAME(loss_spread_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    const int8_t *restrict sign = row->sign;
+    REAL *restrict out = row->out;
+    REAL c = row->c, t = row->t, rho = row->rho, rest = row->rest, weight = row->weight, scale = row->scale;
+    (void)sums;
+    if (last > row->n) last = row->n;
+    if (!sign)
+        PRAGMA(omp simd)
+        for (int64_t i = first; i < last; i++) {
+            POINT_H
+            out[i] = -h * weight * scale;
+        }
+    else
+        PRAGMA(omp simd)
+        for (int64_t i = first; i < last; i++) {
+            POINT_LOSS
+            (void)y, (void)keep;
+            out[i] = (d - h * weight) * scale;
+        }
+}
+
+/* ---- A pass over a whole row, its parts on several threads where there are any. ---- */
+
+typedef void (*NAME(part))(NAME(row) *, int64_t, int64_t, struct sums *);
+
+typedef struct {
+    NAME(row) * row;
+    NAME(part) part;
+} NAME(pass_job);
+
+FN void NAME(pass_work)(void *job, int64_t part, int slot) {
+    NAME(pass_job) *pass = job;
+    NAME(row) *row = pass->row;
+    int64_t first = part * PART, last = first + PART < row->width ? first + PART : row->width;
+    (void)slot;
+    pass->part(row, first, last, row->parts + part);
+}
+
+__attribute__((noinline)) FN struct sums NAME(long_pass)(NAME(row) * row, NAME(part) part) {
+    NAME(pass_job) job = {row, part};
+    int64_t parts = (row->width + PART - 1) / PART;
+    memset(row->parts, 0, (size_t)parts * sizeof *row->parts);
+    pool_run(NAME(pass_work), &job, parts, row->threads);
+    struct sums total = row->parts[0];
+    for (int64_t i = 1; i < parts; i++) add_sums(&total, row->parts + i);
+    return total;
+}
+
+INLINE struct sums NAME(pass)(NAME(row) * row, NAME(part) part) {
+    struct sums sums = {0};
+    if (row->width > PART) return NAME(long_pass)(row, part);
+    part(row, 0, row->width, &sums);
+    return sums;
+}
+
+#ifdef WITH_HARD
+
+/* The sums of a pass in logarithms: all parts are scaled by the largest, exp(peak), so that they do not underflow
+   across a wide gap. a = sum y^2 (1 - y), b = sum y (1 - y)^2, f = the signed small parts w, square = sum of the
+   signed w^2 (3 - 2 w). */
+FN struct sums NAME(hard_sums)(const double *restrict x, int64_t n, double c, double peak) {
+    double a = 0, b = 0, f = 0, cubic = 0, above = 0, unit = exp(peak);
+    PRAGMA(omp simd reduction(+ : a, b, f, cubic, above))
+    for (int64_t i = 0; i < n; i++) {
+        double d = x[i] - c, tail = NAME(exp)(-NAME(abs)(d) - peak), over = 1.0 / (1.0 + tail * unit);
+        double w = tail * unit * over, part = tail * over, o = 1.0 - w;
+        double outer = part * o * o, inner = part * o * w, bend = part * w * (3.0 - 2.0 * w);
+        a += d > 0 ? outer : inner;
+        b += d > 0 ? inner : outer;
+        f += d > 0 ? -part : part;
+        cubic += d > 0 ? -bend : bend;
+        above += d > 0 ? 1.0 : 0.0;
+    }
+    return (struct sums){.a = a, .b = b, .f = f, .square = cubic, .above = above};
+}
+
+/* The search that holds on any row: exact bounds from two order statistics, sums in logarithms. nu = t - c. */
+FN void NAME(solve_hard)(double *x, int64_t n, double k, double *center, double *last) {
+    int64_t upper_rank = (int64_t)ceil(k), lower_rank = (int64_t)floor(k) + 1;
+    double upper = kth_largest(x, n, upper_rank), lower = upper;
+    if (lower_rank != upper_rank) {
+        lower = x[upper_rank];
+        for (int64_t i = upper_rank; i < n; i++) lower = x[i] > lower ? x[i] : lower;
+    }
+    double middle = lower + (upper - lower) / 2;
+    double lo = log(k - (double)upper_rank + 1) - log((double)n - k) - (upper - middle);
+    double hi = log(k) - log((double)lower_rank - k) + (middle - lower);
+    double c = middle - (lo + hi) / 2, slack = 8 * DBL_EPSILON * (1 + fabs(c) + fabs(lo) + fabs(hi));
+    lo += c - middle - slack, hi += c - middle + slack;
+    *last = 0;
+    for (int i = 0; i < 64; i++) {
+        double peak = -INFINITY;
+        for (int64_t j = 0; j < n; j++) peak = fmax(peak, -fabs(x[j] - c));
+        struct sums m = NAME(hard_sums)(x, n, c, peak);
+        double surplus = m.above - k, exponent = surplus == 0 ? 0 : peak, unit = exp(exponent);
+        double f = surplus + m.f * unit, cubic = surplus + m.square * unit, r = f / ((m.a + m.b) * unit);
+        double root = sqrt(cubic * cubic + 4 * (m.a * unit) * (m.b * unit));
+        double safe = cubic > 0 ? log(2) + log(m.a) + exponent - log(cubic + root)
+                                : log(root - cubic) - log(2) - log(m.b) - exponent;
+        if ((safe < 0) != (f > 0)) safe = 0;
+        double halley = -r / (1 - r * ((m.b - m.a) / (m.a + m.b)) / 2);
+        if (fabs(r) < 0.5 && 0.42 * fabs(r * r * r) <= DBL_EPSILON / 2) {
+            *last = halley;
+            break;
+        }
+        double step = fabs(r) < 1 && fabs(halley) > fabs(safe) ? halley : safe;
+        lo = fmax(lo, (f < 0 ? safe : log1p(-fmin(r, 1))) - 4 * DBL_EPSILON);
+        hi = fmin(hi, (f > 0 ? safe : -log1p(fmax(r, -1))) + 4 * DBL_EPSILON);
+        if (!(step >= lo && step <= hi)) step = (lo + hi) / 2;
+        double moved = c - step;
+        lo += moved - c, hi += moved - c;
+        c = moved;
+    }
+    *center = c;
+}
+
+#endif
+
+/* ---- A row. ---- */
+
+/* Point the row at its scores, which are the logits themselves where nothing is masked or divided. Short rows are
+   copied all the same: padded to whole vectors they are faster. */
+FN void NAME(prepare)(NAME(row) * row, int pad) {
+    int direct = !row->mask && row->temperature == R(1.0) && (!pad || row->n > COPY_BELOW);
+    row->width = row->n;
+    row->x = row->logits;
+    if (direct) return;
+    row->width = (row->n + LANES - 1) / LANES * LANES;
+    NAME(pass)(row, NAME(prepare_part));
+    row->x = row->copy;
+}
+
+/* nu = t - c as a pair whose second part is small: a long t would be rounded where it shows. */
+FN void NAME(split)(NAME(row) * row, double c, double t) {
+    row->c = (REAL)(fabs(t) < 0.03 ? c : c - t);
+    row->t = (REAL)(((double)row->c - c) + t);
+}
+
+/* Solve the row for nu = t - c, and return how: SOLVED with `e` and `s` set, so that y = 1 / (1 + e s); HARD where it
+   took the search in logarithms; DEGENERATE where t is infinite or nan. The last step of the search enters through `s`:
+   the sums are right at the points returned, to rounding. `sum_h` is of the last pass, moved to the solution, or nan
+   where the last step was too long for that. */
+FN int NAME(solve)(NAME(row) * row, double k, struct space *space, double *sum_h) {
+    struct sums m = {0};
+    double n = (double)row->n, pivot = 0, top = 0;
+    row->c = row->t = 0;
+    if (row->n > 0 && NAME(finite)(row->x[0])) {
+        row->pivot = row->x[0];
+        m = NAME(pass)(row, NAME(moments_part));
+        pivot = row->pivot;
+    } else {
+        m.a = NAN;
+    }
+    if (!(fabs(m.a) <= DBL_MAX) || !(m.b <= DBL_MAX)) {
+        m = (struct sums){.low = INFINITY, .high = -INFINITY};
+        if (row->n > 0) m = NAME(pass)(row, NAME(census_part));
+        pivot = 0;
+        n = m.f;
+        k -= top = m.square;
+        if (m.above > 0) k = NAN;
+    }
+    if (!(k > 0 && k < n)) {
+        row->t = (REAL)(k == 0 ? -INFINITY : k == n ? INFINITY : NAN);
+        return DEGENERATE;
+    }
+
+    double mean = m.a / n, variance = m.b / n - mean * mean;
+    mean += pivot;
+    start_prepare(&space->start, k, n);
+    /* nu is kept as a distance `at` from -c, and its bounds with it: far from 0 a sum would lose digits. */
+    double lo = space->start.logit - (m.high + pivot), hi = space->start.logit - (m.low + pivot), t = 0;
+    double at = start_guess(&space->start, mean, variance, lo, hi);
+    for (int i = 0; i < 16; i++) {
+        if (i == 0 || fabs(at) > 4) {
+            double moved = (double)(REAL)((double)row->c - at) - (double)row->c;
+            row->c = (REAL)((double)row->c - at);
+            lo += moved, hi += moved, at = 0;
+            m = NAME(pass)(row, NAME(start_part));
+        } else {
+            row->s = (REAL)exp(-at);
+            m = NAME(pass)(row, NAME(search_part));
+        }
+        double slack = 16 * EPS * (1 + fabs((double)row->c));
+        int state = take_step(&m, k + top, at, &lo, &hi, EPS, slack, SMALLEST_SUM, &t);
+        if (state == HARD) break;
+        at += t;
+        if (state == CLOSE) {
+            *sum_h = m.a + m.b;
+            *sum_h += t * ((m.b - m.a) + t / 2 * (*sum_h - 6 * m.square));
+            if (fabs(t * t * t) > EPS) *sum_h = NAN;
+            row->s = (REAL)exp(-at);
+            NAME(split)(row, (double)row->c, at);
+            return SOLVED;
+        }
+    }
+
+    int64_t finite = 0;
+    for (int64_t i = 0; i < row->n; i++)
+        if (NAME(finite)(row->x[i])) space->workspace[finite++] = (double)row->x[i];
+    double c;
+    SOLVE_HARD(space->workspace, finite, k, &c, &t);
+    NAME(split)(row, c, t);
+    *sum_h = NAN;
+    return HARD;
+}
+
+/* ---- Calls: each works on one row. ---- */
+
+FN void NAME(load)(NAME(row) * row, const struct call *call, int64_t index, struct space *space, int pad) {
+    int64_t n = call->n;
+    memset(row, 0, sizeof *row);
+    row->n = n;
+    row->logits = (const REAL *)call->logits + index * n;
+    row->mask = call->mask ? call->mask + index * call->mask_stride : 0;
+    row->temperature = (REAL)call->temperature;
+    row->copy = space->copy;
+    row->e = space->e;
+    row->parts = space->parts;
+    row->threads = space->threads;
+    row->rho = (REAL)call->observed;
+    row->rest = (REAL)(1 - call->observed);
+    row->kind = call->kind;
+    NAME(prepare)(row, pad);
+}
+
+FN void NAME(forward_row)(const struct call *call, int64_t index, struct space *space) {
+    NAME(row) row;
+    double sum_h;
+    NAME(load)(&row, call, index, space, 1);
+    int state = NAME(solve)(&row, ((const REAL *)call->k)[index], space, &sum_h);
+    ((REAL *)call->center)[index] = row.c;
+    ((REAL *)call->delta)[index] = row.t;
+    if (call->kind == KIND_NU) return;
+    row.out = (REAL *)call->out + index * row.n;
+    if (state == DEGENERATE) {
+        for (int64_t i = 0; i < row.n; i++) {
+            REAL y = row.x[i] == INFINITE ? 1 : row.x[i] == -INFINITE ? 0 : row.t > 0;
+            y = call->kind == KIND_Y ? y : y > 0 ? R(0.0) : -INFINITE;
+            row.out[i] = row.t != row.t ? row.t : y;
+        }
+        return;
+    }
+    if (call->kind == KIND_LOG) {
+        NAME(pass)(&row, NAME(write_log_part));
+        return;
+    }
+    if (state == HARD) { /* no `e` yet */
+        NAME(pass)(&row, NAME(start_part));
+        row.s = (REAL)exp(-(double)row.t);
+    }
+    NAME(pass)(&row, NAME(write_y_part));
+}
+
+/* log sum h, where the sum itself may underflow. */
+FN double NAME(log_mass)(NAME(row) * row) {
+    double c = row->c, t = row->t, peak = -INFINITY, sum = 0;
+    for (int64_t i = 0; i < row->n; i++)
+        if (NAME(finite)(row->x[i])) peak = fmax(peak, log_h(((double)row->x[i] - c) + t));
+    for (int64_t i = 0; i < row->n; i++)
+        if (NAME(finite)(row->x[i])) sum += exp(log_h(((double)row->x[i] - c) + t) - peak);
+    return peak + log(sum);
+}
+
+/* The gradient where sum h underflows: as in backward_row, in logarithms. Returns that of k. */
+FN double NAME(backward_hard)(NAME(row) * row, double given) {
+    double c = row->c, t = row->t, total = 0;
+    double log_mass = NAME(log_mass)(row);
+    for (int64_t i = 0; i < row->n && row->kind != KIND_NU; i++) {
+        if (!NAME(finite)(row->x[i])) continue;
+        double z = ((double)row->x[i] - c) + t, u = row->u[i];
+        total += row->kind == KIND_Y ? exp(log_h(z) - log_mass) * u : exp(log_sigmoid(-z)) * u;
+    }
+    double sum = row->kind == KIND_LOG ? given + total : given;
+    for (int64_t i = 0; i < row->n; i++) {
+        double z = ((double)row->x[i] - c) + t, g = 0, u = row->u ? (double)row->u[i] : 0;
+        if (NAME(finite)(row->x[i])) {
+            g = -exp(log_h(z) - log_mass) * sum;
+            if (row->kind == KIND_Y) g += exp(log_h(z)) * (u - total);
+            if (row->kind == KIND_LOG) g += exp(log_sigmoid(-z)) * u;
+        }
+        row->out[i] = (REAL)(g / (double)row->temperature);
+    }
+    return (row->kind == KIND_Y ? total : 0) + (sum == 0 ? 0 : sum * exp(-log_mass));
+}
+
+FN void NAME(backward_row)(const struct call *call, int64_t index, struct space *space) {
+    NAME(row) row;
+    REAL *grad_k = (REAL *)call->grad_k + index;
+    double given = call->grad_delta ? ((const REAL *)call->grad_delta)[index] : 0;
+    NAME(load)(&row, call, index, space, 0);
+    row.c = ((const REAL *)call->center)[index];
+    row.t = ((const REAL *)call->delta)[index];
+    row.u = call->grad ? (const REAL *)call->grad + index * row.n : 0;
+    row.out = (REAL *)call->out + index * row.n;
+    if (!NAME(finite)(row.t)) {
+        REAL fill = row.t != row.t ? row.t : R(0.0);
+        for (int64_t i = 0; i < row.n; i++) row.out[i] = fill;
+        *grad_k = fill;
+        return;
+    }
+    struct sums m = NAME(pass)(&row, NAME(weigh_part));
+    if (!(m.a > SMALLEST_SUM)) {
+        *grad_k = (REAL)NAME(backward_hard)(&row, given);
+        return;
+    }
+    double total = row.kind == KIND_LOG ? (given + m.b) / m.a : (m.b + given) / m.a;
+    row.scale = (REAL)(1 / (double)row.temperature);
+    row.shift = row.kind == KIND_Y ? (REAL)total : (REAL)(total / (double)row.temperature);
+    *grad_k = (REAL)total;
+    NAME(pass)(&row, NAME(spread_part));
+}
+
+/* Where an index list is told as signs: 1 for the labels, 0 elsewhere. */
+FN void NAME(mark)(const struct call *call, int64_t index, int8_t *sign, int8_t value) {
+    const int64_t *list = call->index + index * call->m;
+    for (int64_t i = 0; i < call->m; i++)
+        if (list[i] >= 0 && list[i] < call->n) sign[list[i]] = value;
+}
+
+/* The loss of one class, and its derivative dz; in double, for the few classes of an index list and for rows that are
+   hard or degenerate. */
+FN double NAME(loss_term)(const NAME(row) * row, int64_t i, int sign, double *d) {
+    double x = row->x[i], rho = row->rho, rest = row->rest, t = row->t;
+    double z = isinf(x) && isinf(t) ? x : (x - (double)row->c) + t;
+    double y = exp(log_sigmoid(z)), out = exp(log_sigmoid(-z));
+    int live = isfinite(x) && isfinite(t);
+    *d = !live || sign < 0 ? 0 : sign > 0 ? -out : rest == 0 ? y : rho * y * out / (rest + rho * out);
+    if (sign < 0) return 0;
+    if (sign > 0 || rest == 0) return -log_sigmoid(sign > 0 ? z : -z);
+    return y < 0.5 ? -log1p(-rho * y) : -log(rest + rho * out);
+}
+
+FN void NAME(loss_forward_row)(const struct call *call, int64_t index, struct space *space) {
+    NAME(row) row;
+    double sum_h, log_mass, loss = 0, pull = 0, d;
+    NAME(load)(&row, call, index, space, 1);
+    int state = NAME(solve)(&row, ((const REAL *)call->k)[index], space, &sum_h);
+    int listed = call->index && call->observed == 0;
+    if (call->dense) signs_of_row(call, index, space->sign);
+    if (listed) {
+        const int64_t *list = call->index + index * call->m;
+        for (int64_t i = 0; i < call->m; i++)
+            if (list[i] >= 0 && list[i] < call->n) loss += NAME(loss_term)(&row, list[i], 1, &d), pull += d;
+    } else {
+        row.sign = space->sign;
+        if (call->index) NAME(mark)(call, index, space->sign, 1);
+        if (state == SOLVED) {
+            struct sums m = NAME(pass)(&row, NAME(loss_part));
+            loss = m.f, pull = m.b;
+        } else {
+            for (int64_t i = 0; i < row.n; i++) loss += NAME(loss_term)(&row, i, space->sign[i], &d), pull += d;
+        }
+        if (call->index) NAME(mark)(call, index, space->sign, 0);
+    }
+    if (state == DEGENERATE) {
+        log_mass = row.t != row.t ? NAN : -INFINITY;
+        pull = row.t != row.t ? NAN : 0;
+        loss = row.t != row.t ? NAN : loss;
+    } else if (state == HARD) {
+        log_mass = NAME(log_mass)(&row);
+    } else {
+        if (sum_h != sum_h) {
+            struct sums m = NAME(pass)(&row, NAME(search_part));
+            sum_h = m.a + m.b;
+        }
+        log_mass = log(sum_h);
+    }
+    ((REAL *)call->out)[index] = (REAL)loss;
+    ((REAL *)call->center)[index] = row.c;
+    ((REAL *)call->delta)[index] = row.t;
+    ((REAL *)call->log_mass)[index] = (REAL)log_mass;
+    ((REAL *)call->pull)[index] = (REAL)pull;
+}
+
+/* (dz - pull h / sum h) / temperature for one class, in double. */
+FN double NAME(loss_slope)(const NAME(row) * row, int64_t i, int sign, double log_mass, double pull) {
+    double d, z = ((double)row->x[i] - (double)row->c) + (double)row->t;
+    if (!NAME(finite)(row->x[i])) return 0;
+    NAME(loss_term)(row, i, sign, &d);
+    return (d - pull * exp(log_h(z) - log_mass)) / (double)row->temperature;
+}
+
+FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct space *space) {
+    NAME(row) row;
+    double log_mass = ((const REAL *)call->log_mass)[index], pull = ((const REAL *)call->pull)[index];
+    double grad = ((const REAL *)call->grad)[index];
+    REAL *grad_k = (REAL *)call->grad_k + index;
+    NAME(load)(&row, call, index, space, 0);
+    row.c = ((const REAL *)call->center)[index];
+    row.t = ((const REAL *)call->delta)[index];
+    row.out = (REAL *)call->out + index * row.n;
+    if (!NAME(finite)(row.t)) {
+        REAL fill = row.t != row.t ? row.t : R(0.0);
+        for (int64_t i = 0; i < row.n; i++) row.out[i] = fill;
+        *grad_k = fill;
+        return;
+    }
+    *grad_k = (REAL)(pull == 0 ? 0 : grad * pull * exp(-log_mass));
+    int listed = call->index && call->observed == 0, hard = !(log_mass > log(SMALLEST_SUM));
+    if (call->dense) signs_of_row(call, index, space->sign);
+    if (call->index) NAME(mark)(call, index, space->sign, 1);
+    row.sign = listed ? 0 : space->sign;
+    row.weight = (REAL)(pull * exp(-log_mass));
+    if (log_mass < -8 && !hard) { /* its rounding would show in the exponential */
+        row.kind = KIND_NU;
+        row.weight = (REAL)(pull / NAME(pass)(&row, NAME(weigh_part)).a);
+    }
+    if (hard) log_mass = NAME(log_mass)(&row);
+    row.scale = (REAL)(grad / (double)row.temperature);
+    if (!hard) NAME(pass)(&row, NAME(loss_spread_part));
+    for (int64_t i = 0; i < row.n && hard; i++)
+        row.out[i] = (REAL)(grad * NAME(loss_slope)(&row, i, space->sign[i], log_mass, pull));
+    for (int64_t i = 0; i < call->m && listed && !hard; i++) {
+        int64_t j = call->index[index * call->m + i];
+        if (j >= 0 && j < row.n) row.out[j] = (REAL)(grad * NAME(loss_slope)(&row, j, 1, log_mass, pull));
+    }
+    if (call->index) NAME(mark)(call, index, space->sign, 0);
+}
+
+#undef BLOCK
+#undef FN
+#undef INLINE
+#undef PRAGMA
+#undef SUM_POINT
+#undef POINT_H
+#undef POINT_LOSS

@@ -1,0 +1,62 @@
+"""What runs where on this machine, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Which implementations this installation has; its `str` is a short table.
+
+    Args:
+        lastlayer: The version of the package.
+        torch: The version of torch.
+        threads: The threads torch uses on the CPU, and the compiled kernel with it.
+        native: The compiled CPU kernel: its instruction set, or why it cannot run.
+        triton: The GPU kernels: the device they run on, or why they cannot run.
+    """
+
+    lastlayer: str
+    torch: str
+    threads: int
+    native: str
+    triton: str
+
+    def __str__(self) -> str:
+        rows = [f"{name:<10}{value}" for name, value in vars(self).items()]
+        return "\n".join(rows)
+
+
+def show_config() -> Configuration:
+    """Say which implementations are in use, and why the others are not.
+
+    Returns:
+        The versions, the number of threads, and the state of the compiled CPU kernel and of the GPU kernels. Nothing
+        is printed: print the result.
+
+    Example:
+        >>> show_config().torch == torch.__version__
+        True
+    """
+    import lastlayer
+
+    return Configuration(lastlayer.__version__, torch.__version__, torch.get_num_threads(), _native(), _triton())
+
+
+def _native() -> str:
+    from lastlayer import _native as native
+
+    reason = native.unavailable(torch.device("cpu"))
+    return f"not in use: {reason}; plain torch instead" if reason else f"compiled, {native.instruction_set()}"
+
+
+def _triton() -> str:
+    from lastlayer import _triton as triton
+
+    reason = triton.unavailable(torch.device("cuda"))
+    if not reason and not torch.cuda.is_available():
+        reason = "torch sees no CUDA device"
+    return f"not in use: {reason}" if reason else f"on {torch.cuda.get_device_name()}"

@@ -1,0 +1,47 @@
+"""Build the compiled CPU kernels; the rest of the package's description is in pyproject.toml.
+
+The library has no Python module in it: it is loaded with ctypes (see lastlayer/_native). It is optional: without a
+working compiler the installation goes on, and the package runs on plain torch.
+"""
+
+from __future__ import annotations
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildLibrary(build_ext):
+    """Build a shared library that exports no module."""
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        """Name nothing but what the source marks for export."""
+        return ext.export_symbols
+
+
+FOLDER = "lastlayer/_native"
+
+setup(
+    cmdclass={"build_ext": BuildLibrary},
+    ext_modules=[
+        Extension(
+            "lastlayer._native._lml",
+            sources=[f"{FOLDER}/lml.c"],
+            depends=[f"{FOLDER}/{name}.h" for name in ("lml_rows", "lml_types", "pool")],
+            # No option that lets the compiler forget nan, inf or the order of operations. Threaded jumps split the
+            # branchless loops up again.
+            extra_compile_args=[
+                "-std=gnu11",
+                "-O3",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+                "-fno-thread-jumps",
+                "-fopenmp-simd",
+                "-fvisibility=hidden",
+                "-pthread",
+            ],
+            extra_link_args=["-pthread"],
+            libraries=["m"],
+            optional=True,
+        )
+    ],
+)

@@ -1,0 +1,309 @@
+"""The compiled kernel against plain torch, on every instruction set this machine has."""
+
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tools import assert_as_accurate
+
+import lastlayer._native as native
+from lastlayer import lml_loss
+from lastlayer.project import lml as plain
+
+ROOT = Path(__file__).parents[2]
+REASON = native.unavailable(torch.device("cpu"))
+built = pytest.mark.skipif(bool(REASON), reason=f"the compiled kernel cannot run: {REASON}")
+DTYPES = (torch.float32, torch.float64)
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(params=("baseline", "AVX2", "AVX-512"))
+def isa(request):
+    library = native.library()
+    library.lastlayer_limit_isa(("baseline", "AVX2", "AVX-512").index(request.param))
+    if native.instruction_set() != request.param:
+        library.lastlayer_limit_isa(2)
+        pytest.skip(f"this processor has no {request.param}")
+    yield
+    library.lastlayer_limit_isa(2)
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def outputs(logits, k, impl, **options):
+    """Return y, log y, nu, and the gradients of each in the logits and k."""
+    found = []
+    for function in (plain.lml, plain.log_lml, plain.lml_threshold):
+        x, size = logits.detach().requires_grad_(), k.detach().requires_grad_()
+        value = function(x, size, impl=impl, **options)
+        weight = torch.linspace(-1, 1, value.numel(), dtype=torch.float64).reshape(value.shape).to(value.dtype)
+        found += [value.detach(), *torch.autograd.grad(value, (x, size), weight)]
+    return found
+
+
+def assert_agrees(kernel, torch_, exact, tolerance=1e-13):
+    """The rule for float32; in float64, where plain torch is the reference itself, a tolerance."""
+    sound = exact.isfinite() & torch_.isfinite()  # a derivative may be too large for the type
+    kernel, torch_, exact = (torch.where(sound, t, 0) for t in (kernel, torch_, exact))
+    if kernel.dtype == torch.float32:
+        assert_as_accurate(kernel, torch_, exact)
+    elif kernel.numel():
+        error, scale = (kernel - exact).abs().max(), exact.abs().max().clamp(min=1)
+        assert error <= tolerance * scale, f"error {error:.2e} at scale {scale:.2e}"
+
+
+def compare(logits, k, **options):
+    results = (outputs(logits, k, impl, **options) for impl in ("native", "torch"))
+    exact = outputs(logits.double(), k.double(), "torch", **options)
+    tolerance = max(1e-13, 4 * torch.finfo(torch.float64).eps * logits.abs().max().item())  # of x + nu
+    for kernel, torch_, reference in zip(*results, exact, strict=True):
+        assert_agrees(kernel, torch_, reference, tolerance)
+
+
+def exact_threshold(x, k):
+    """Bisection in float64, with the residual from small parts, in logarithms where the count is k."""
+    lo, hi = -x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)
+    lo, hi = lo + torch.logit(k / x.shape[-1]), hi + torch.logit(k / x.shape[-1])
+    for _ in range(120):
+        middle = (lo + hi) / 2
+        z = x + middle
+        log_w = torch.nn.functional.logsigmoid(-z.abs())
+        surplus = (z > 0).sum(-1, keepdim=True) - k
+        up = torch.where(z > 0, log_w, -INF).logsumexp(-1, keepdim=True)
+        down = torch.where(z > 0, -INF, log_w).logsumexp(-1, keepdim=True)
+        high = torch.where(surplus == 0, down - up, surplus + down.exp() - up.exp()) > 0
+        lo, hi = torch.where(high, lo, middle), torch.where(high, middle, hi)
+    return (lo + hi) / 2
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(99, 2), (90, 7), (30, 9, 16), (60, 100), (20, 2500)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+def test_is_as_accurate_as_torch(isa, shape, dtype, scale):
+    n = shape[-1]
+    x = (scale * torch.randn(shape, dtype=torch.float64)).to(dtype)
+    for k in (0.5, 0.3 * n, n - 0.25):
+        compare(x, torch.full(shape[:-1], k, dtype=dtype))
+
+
+ROWS = {
+    "normal": lambda n: torch.randn(n),
+    "wide": lambda n: 30 * torch.randn(n),
+    "constant": lambda n: torch.full((n,), 0.3),
+    "ties": lambda n: torch.randn(n).round(),
+    "cauchy": lambda n: torch.tan(math.pi * (torch.rand(n) - 0.5)),
+    "scales": lambda n: torch.exp(torch.empty(n).uniform_(-9.2, 9.2)),
+    "modes": lambda n: torch.randn(n) + 30 * torch.randn(n).sign(),
+    "offset": lambda n: 1e4 + torch.randn(n),
+    "outlier": lambda n: torch.cat([torch.tensor([1e4]), torch.randn(n - 1)]),
+    "pit": lambda n: torch.cat([torch.randn(n - 1), torch.tensor([-1e4])]),
+}
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("n", [10, 1001, 20000])
+def test_meets_the_sum_and_the_solution(name, n, dtype):
+    x = torch.stack([ROWS[name](n).to(dtype) for _ in range(6)])
+    k = torch.tensor([[0.5], [1], [2.5], [n / 2], [n - 1], [n - 0.5]], dtype=torch.float64)
+    y = plain.lml(x, k.squeeze(-1).to(dtype), impl="native").double()
+    log_y = plain.log_lml(x, k.squeeze(-1).to(dtype), impl="native").double()
+    wide = x.double() - x.double().median(-1, keepdim=True).values
+    z = wide + exact_threshold(wide, k)
+    tolerance = (
+        1e-6 if dtype == torch.float32 else max(1e-13, 4 * torch.finfo(torch.float64).eps * wide.abs().max().item())
+    )
+    assert ((y.sum(-1, keepdim=True) - k).abs() <= tolerance * k.clamp(min=1)).all()
+    assert (y - z.sigmoid()).abs().max() <= tolerance
+    exact = torch.nn.functional.logsigmoid(z)
+    assert ((log_y - exact).abs() <= 10 * tolerance * (1 + exact.abs())).all()
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gap", [2, 10, 40, 60, 100, 200, 1e4])
+def test_saturated_rows(isa, gap, dtype):
+    x = torch.randn(60, 50, dtype=dtype) / 4 + torch.where(torch.arange(50) < 5, gap / 2, -gap / 2)
+    compare(x, torch.full((60,), 5.0, dtype=dtype))
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 5, 17, 300])
+def test_edges_are_those_of_torch(isa, n, dtype):
+    x = torch.randn(9, n, dtype=dtype)
+    x[1, 0], x[2, -1], x[3, 0] = INF, -INF, NAN
+    x[4], x[5], x[6], x[7, n // 2 :] = -INF, INF, 0, -INF
+    x[8, 0], x[8, -1] = INF, -INF
+    masks = (None, torch.rand(n) < 0.7, torch.zeros(n, dtype=torch.bool), torch.rand(9, n) < 0.5)
+    for size in (0, 0.5, 1, n / 2, n - 1, n, n + 1, -1, NAN):
+        k = torch.full((9,), size, dtype=dtype)
+        for mask in masks:
+            for temperature in (1.0, 0.3):
+                options = {"mask": mask, "temperature": temperature}
+                results = (outputs(x, k, impl, **options) for impl in ("native", "torch"))
+                for kernel, torch_ in zip(*results, strict=True):
+                    torch.testing.assert_close(kernel, torch_, equal_nan=True)
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts_of_memory(dtype):
+    x = torch.randn(6, 40, 5, dtype=dtype)
+    k = torch.tensor(3.5, dtype=dtype)
+    for view in (x.transpose(1, 2), x[:, ::3], x.flip(-1), x.expand(2, 6, 40, 5)):
+        mask = (torch.rand(view.shape[-1]) < 0.8).index_fill_(0, torch.arange(4), True)
+        for m in (None, mask, mask.expand(view.shape), mask.expand(view.shape).contiguous()):
+            assert torch.equal(
+                plain.lml(view, k, mask=m, impl="native"), plain.lml(view.clone(), k, mask=m, impl="native")
+            )
+    for shape in ((0, 5), (3, 0, 5), (0, 0)):
+        assert plain.lml(x.new_empty(shape), 0, impl="native").shape == shape
+    assert plain.lml(x.new_empty(3, 0), 0, impl="native").shape == (3, 0)
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(700, 100), (3, 70001)])  # rows shared out; one row split
+def test_threads_do_not_change_the_result(shape, dtype):
+    x, k = torch.randn(shape, dtype=dtype), torch.full(shape[:-1], 7.5, dtype=dtype)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(outputs(x, k, "native"))
+    for one, two, three in zip(*results, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+
+
+def _in_child(queue, x):
+    y = plain.lml(x, 5, impl="native")  # torch's own threads do not outlive a fork: nothing here may be large
+    queue.put(float(y[-1].sum()))
+
+
+@built
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_works_after_a_fork():
+    torch.set_num_threads(2)
+    x = torch.randn(400, 1000)
+    plain.lml(x, 5, impl="native")  # starts the threads of this process
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue, x))
+    child.start()
+    try:
+        assert queue.get(timeout=60) == pytest.approx(5)
+        child.join(timeout=60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("observed", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("n", [6, 45, 600])
+def test_loss_is_as_accurate_as_torch(isa, n, observed, dtype):
+    x = torch.randn(40, 7, n, dtype=torch.float64) * torch.tensor([[0.01], [1], [1], [3], [10], [1], [1]])
+    x[:, 5, 0], x[:, 6, -1] = -INF, INF
+    x = x.to(dtype)
+    index = torch.rand(40, 7, n - 2).argsort(-1)[..., :2] + 1
+    index[:, 2, 1], index[:, 3] = -1, -1
+    dense = torch.randint(-1, 2, (40, 7, n))
+    dense[:, 5, 0] = dense[:, 6, -1] = -1
+    for target in (index[..., 0].clamp(min=0), index, dense, dense.to(torch.bfloat16)):
+        for options in ({}, {"temperature": 0.5, "mask": torch.arange(n) != n - 1}):
+            if options and target.shape == x.shape:
+                target = torch.where(torch.arange(n) == n - 1, -1, target)
+
+            def run(x, impl, target=target, options=options):
+                x, k = x.detach().requires_grad_(), torch.full((40, 7), 2.5, dtype=x.dtype, requires_grad=True)
+                loss = lml_loss(x, target, k, observed=observed, reduction="none", impl=impl, **options)
+                return loss.detach(), *torch.autograd.grad(loss.sum(), (x, k))
+
+            for kernel, torch_, exact in zip(run(x, "native"), run(x, "torch"), run(x.double(), "torch"), strict=True):
+                for row in range(7):
+                    assert_agrees(kernel[:, row], torch_[:, row], exact[:, row])
+
+
+@built
+def test_loss_of_rows_without_a_finite_threshold():
+    x = torch.randn(4, 5)
+    x[3, 0] = NAN
+    k = torch.tensor([0.0, 5.0, 6.0, 2.0], requires_grad=True)
+    x.requires_grad_()
+    loss = lml_loss(x, torch.full((4,), 1), k, reduction="none", impl="native")
+    grads = torch.autograd.grad(loss.sum(), (x, k))
+    assert loss[0] == INF
+    assert loss[1] == 0
+    assert loss[2:].isnan().all()
+    for grad in grads:
+        assert (grad[:2] == 0).all()
+        assert grad[2:].isnan().all()
+
+
+def test_reason_on_other_devices():
+    assert native.unavailable(torch.device("meta")) == "the compiled kernel is for the CPU, and the tensor is on meta"
+
+
+def test_missing_library_is_told(monkeypatch):
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(native, "_reason", "it was not built")
+    with pytest.raises(RuntimeError, match="the compiled kernel cannot run here: it was not built"):
+        native.library()
+    with pytest.raises(
+        RuntimeError, match=r'lml: `impl="native"` cannot run here: it was not built\. Use `impl="auto"`'
+    ):
+        plain.lml(torch.zeros(3), 1, impl="native")
+    torch.testing.assert_close(plain.lml(torch.zeros(4), 1), torch.full((4,), 0.25))
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source tree")
+def test_a_missing_compiler_does_not_stop_the_build(tmp_path):
+    command = [
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--build-lib",
+        tmp_path / "lib",
+        "--build-temp",
+        tmp_path / "temp",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"CC": "false"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+@pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="not a source tree")
+def test_memory_and_arithmetic_are_clean(tmp_path):
+    done = subprocess.run(
+        ["make", "sanitize", f"SANITIZED={tmp_path / 'sanitized'}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@built
+def test_batches_of_gradients():
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    k = torch.full((3,), 2.5, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([1, 2, 3])
+    for function in (
+        lambda x, k: plain.lml(x, k, impl="native"),
+        lambda x, k: plain.log_lml(x, k, impl="native"),
+        lambda x, k: lml_loss(x, target, k, observed=0.3, reduction="none", impl="native"),
+    ):
+        assert torch.autograd.gradcheck(function, (x, k), check_batched_grad=True)
