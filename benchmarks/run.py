@@ -1,0 +1,333 @@
+"""The benchmark: one table of cases, each a time and a ratio to what torch takes for its like, in the same run.
+
+``python -m benchmarks.run [--rows PATTERN] [--json FILE] [--device cpu|cuda] [--original PATH]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import platform
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+import lastlayer as ll
+
+Thunk = Callable[[], Any]
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Data(NamedTuple):
+    """What the functions of a case are called with."""
+
+    x: Tensor  # logits, normal with standard deviation 2
+    k: float
+    target: Tensor  # one class a row
+    upstream: Tensor  # a gradient of the shape of the logits
+
+
+class Op(NamedTuple):
+    """A function and torch's like of it; each takes the data and returns what is timed."""
+
+    ours: Callable[[Data], Thunk]
+    base: Callable[[Data], Thunk]
+    traffic: int  # reads plus writes of the logits that the mathematics cannot avoid
+    against: str
+
+
+class Case(NamedTuple):
+    op: Op
+    rows: int
+    n: int
+    dtype: torch.dtype
+    k: float
+
+
+def forward(function: Callable[[Tensor, float], Tensor]) -> Callable[[Data], Thunk]:
+    return lambda data: lambda: function(data.x, data.k)
+
+
+def backward(function: Callable[[Tensor, float], Tensor]) -> Callable[[Data], Thunk]:
+    def prepare(data: Data) -> Thunk:
+        x = data.x.detach().requires_grad_()
+        out = function(x, data.k)
+        return lambda: torch.autograd.grad(out, x, data.upstream, retain_graph=True)
+
+    return prepare
+
+
+def both(loss: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[[Data], Thunk]:
+    def prepare(data: Data) -> Thunk:
+        x = data.x.detach().requires_grad_()
+        return lambda: torch.autograd.grad(loss(x, data.target, data.k), x)
+
+    return prepare
+
+
+def softmax(x: Tensor, k: float) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def cross_entropy(x: Tensor, target: Tensor, k: float) -> Tensor:
+    return F.cross_entropy(x, target)
+
+
+def named(name: str) -> Callable[..., Tensor] | None:
+    return getattr(ll, name, None)
+
+
+LML = Op(forward(ll.lml), forward(softmax), 2, "softmax")
+LML_BACKWARD = Op(backward(ll.lml), backward(softmax), 3, "softmax backward")
+LOSS = Op(both(ll.lml_loss), both(cross_entropy), 2, "cross_entropy, both ways")
+SIZES = [100, 512, 1000, 4096, 10000, 16384, 32000, 50257, 131072, 1000000]
+
+
+def figure_3() -> Iterator[tuple[str, Op, int]]:
+    """The losses of figure 3 of Amos, Koltun and Kolter (2019), forward and backward."""
+    yield "lml_loss", LOSS, 100
+    yield "lml", Op(both(lambda x, t, k: ll.lml(x, k).sum()), both(cross_entropy), 2, "cross_entropy, both ways"), 100
+    for name in ("truncated_entropy_loss", "smooth_topk_svm_loss"):
+        function = named(name)
+        if function is not None:
+            # Both take k as an integer.
+            run = both(lambda x, t, k, f=function: f(x, t, int(k)))
+            yield name, Op(run, both(cross_entropy), 2, "cross_entropy, both ways"), 100
+
+
+def cases(device: torch.device) -> dict[str, Case]:
+    """The table. A new op adds its lines here, and no file."""
+    gpu = device.type == "cuda"
+    table: dict[str, Case] = {}
+    for dtype in (torch.float32, torch.bfloat16) if gpu else (torch.float32,):
+        volume = (1 << 27) // dtype.itemsize if gpu else 1 << 22  # on a GPU well beyond its cache
+        for n in SIZES if gpu else [size for size in SIZES if size <= 131072]:
+            rows = -(-volume // n)
+            for name, op in (("lml", LML), ("lml_backward", LML_BACKWARD), ("lml_loss", LOSS)):
+                table[f"{name}/{n}/{NAMES[dtype]}"] = Case(op, rows, n, dtype, 5)
+    n = 10000
+    for k in (1, 10, 100, 1000, 5000):
+        table[f"k/{n}/{k}"] = Case(LML, (1 << (25 if gpu else 22)) // n, n, torch.float32, k)
+    for name, op, _ in figure_3():
+        for n in (100, 1000, 10000):
+            for k in (1, 5, 10, 50, 100):
+                if k < n:
+                    table[f"figure3/{name}/{n}/{k}"] = Case(op, 256, n, torch.float32, k)
+    return table | dict(peers(device))
+
+
+def peers(device: torch.device) -> Iterator[tuple[str, Case]]:
+    """Other packages' functions, where they are installed."""
+    wanted = [
+        ("entmax", "sparsemax", lambda f: lambda x, k: f(x, dim=-1)),
+        ("entmax", "entmax15", lambda f: lambda x, k: f(x, dim=-1)),
+        ("entmax", "budget_bisect", lambda f: lambda x, k: f(x, budget=k, dim=-1)),
+        ("torchsort", "soft_rank", lambda f: lambda x, k: f(x)),
+    ]
+    for package, name, adapt in wanted:
+        try:
+            function = getattr(importlib.import_module(package), name, None)
+        except ImportError:
+            continue
+        if function is not None:
+            op = Op(forward(adapt(function)), forward(softmax), 2, "softmax")
+            for n in (100, 1000, 10000):
+                yield f"peer/{package}.{name}/{n}", Case(op, 256, n, torch.float32, 5)
+
+
+def original(path: str) -> Iterator[tuple[str, Case]]:
+    """The public implementation of the paper, from a checkout of github.com/locuslab/lml."""
+    sys.path.insert(0, path)
+    layer = importlib.import_module("lml").LML
+    op = Op(forward(lambda x, k: layer(N=int(k))(x)), forward(softmax), 2, "softmax")
+    for n in (100, 1000, 10000):
+        yield f"original/{n}", Case(op, 256, n, torch.float32, 5)
+
+
+def make(case: Case, device: torch.device) -> Data:
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(case.rows, case.n, generator=generator, device=device).mul_(2).to(case.dtype)
+    target = torch.randint(case.n, (case.rows,), generator=generator, device=device)
+    upstream = torch.randn(case.rows, case.n, generator=generator, device=device).to(case.dtype)
+    return Data(x, case.k, target, upstream)
+
+
+def gate(name: str, case: Case, data: Data) -> float:
+    """Compare the first rows with float64 in plain torch; a wrong kernel has no speed."""
+    some = min(case.rows, max(1, (1 << 18) // case.n))
+    x, target, upstream = data.x[:some], data.target[:some], data.upstream[:some]
+    if case.op is LML:
+        found, exact = ll.lml(x, case.k), ll.lml(x.double(), case.k, impl="torch")
+    elif case.op is LML_BACKWARD or case.op is LOSS:
+        results = []
+        for part, impl in ((x, "auto"), (x.double(), "torch")):
+            part = part.detach().requires_grad_()
+            if case.op is LOSS:
+                out = ll.lml_loss(part, target, case.k, reduction="sum", impl=impl)
+                results.append(torch.autograd.grad(out, part)[0])
+            else:
+                out = ll.lml(part, case.k, impl=impl)
+                results.append(torch.autograd.grad(out, part, upstream.to(part.dtype))[0])
+        found, exact = results
+    else:
+        return math.nan  # others' functions, and losses that have their own tests
+    error = (found.double() - exact).abs().max().item()
+    if not error < (1e-5 if case.dtype == torch.float32 else 2e-2):
+        raise AssertionError(f"{name}: off by {error:.1e} from float64; a wrong kernel has no speed.")
+    return error
+
+
+def time_cuda(thunks: list[Thunk], repeats: int) -> list[float]:
+    """Milliseconds of the device for each function: a graph of a call, replayed in turn; medians."""
+    graphs = []
+    for thunk in thunks:
+        for _ in range(2):
+            thunk()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):  # that of the forward pass, for autograd
+            thunk()
+        graphs.append(graph)
+    times: list[list[float]] = [[] for _ in thunks]
+    for _ in range(repeats):
+        for graph, found in zip(graphs, times, strict=True):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            graph.replay()  # what the other left in the cache is gone
+            begin.record()
+            for _ in range(4):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 4)
+    return [statistics.median(found) for found in times]
+
+
+def time_cpu(thunks: list[Thunk], seconds: float) -> list[float]:
+    """Milliseconds for each function, measured in turn; medians."""
+    times: list[list[float]] = [[] for _ in thunks]
+    for _ in range(3):
+        for thunk, found in zip(thunks, times, strict=True):
+            timer = Timer("thunk()", globals={"thunk": thunk}, num_threads=torch.get_num_threads())
+            found.append(1e3 * timer.blocked_autorange(min_run_time=seconds).median)
+    return [statistics.median(found) for found in times]
+
+
+def scratch(thunk: Thunk, device: torch.device) -> int | None:
+    """Bytes of device memory at the peak of a call, beyond what it returns."""
+    if device.type != "cuda":
+        return None
+    thunk()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = thunk()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    del out
+    return peak - kept
+
+
+def measure(name: str, case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
+    if device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
+        with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
+            return measure(name, case, device, repeats)
+    data = make(case, device)
+    error = gate(name, case, data)
+    ours, base = case.op.ours(data), case.op.base(data)
+    extra = scratch(ours, device)
+    if device.type == "cuda":
+        other = torch.empty_like(data.x)
+        ms, base_ms, copy_ms = time_cuda([ours, base, lambda: other.copy_(data.x)], repeats)
+    else:
+        other = torch.empty_like(data.x)
+        ms, base_ms, copy_ms = time_cpu([ours, base, lambda: other.copy_(data.x)], 0.02 * repeats)
+    traffic = case.op.traffic * data.x.nbytes
+    row = {
+        "name": name,
+        "rows": case.rows,
+        "n": case.n,
+        "k": case.k,
+        "dtype": NAMES[case.dtype],
+        "ms": ms,
+        "against": case.op.against,
+        "against_ms": base_ms,
+        "ratio": ms / base_ms,
+        "GB/s": traffic / ms / 1e6,
+        "share_of_copy": (case.op.traffic / 2) * copy_ms / ms,
+        "scratch_bytes": extra,
+        "error": None if math.isnan(error) else error,
+    }
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lastlayer": ll.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        import triton
+
+        found |= {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
+    else:
+        found["device"] = cpu_name()
+    return found
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="lastlayer bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="", metavar="PATTERN", help="only the cases whose name matches")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
+    parser.add_argument("--original", metavar="PATH", help="a checkout of github.com/locuslab/lml to time as well")
+    parser.add_argument("--repeats", type=int, default=10, help="measurements a case (default: 10)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table and write the JSON file."""
+    options = arguments(argv)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    table = cases(device)
+    if options.original:
+        table |= dict(original(options.original))
+    chosen = {name: case for name, case in table.items() if re.search(options.rows, name)}
+    width = max((len(name) for name in chosen), default=4)
+    print(f"{'case':{width}}  {'ms':>9}  {'ratio':>6}  {'GB/s':>6}  {'of copy':>7}  {'scratch MB':>10}  against")
+    found = []
+    for name, case in chosen.items():
+        row = measure(name, case, device, options.repeats)
+        found.append(row)
+        memory = "-" if row["scratch_bytes"] is None else f"{row['scratch_bytes'] / 1e6:.2f}"
+        print(
+            f"{name:{width}}  {row['ms']:9.4f}  {row['ratio']:6.2f}  {row['GB/s']:6.0f}  {row['share_of_copy']:7.2f}  "
+            f"{memory:>10}  {row['against']}",
+            flush=True,
+        )
+    if options.json:
+        Path(options.json).write_text(json.dumps({"machine": machine(device), "rows": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""The gradients of the LML projection on the GPU: one read of the logits and of the upstream gradient, one write."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lastlayer._triton import plan as shapes
+from lastlayer._triton.device import (
+    by_row,
+    columns,
+    exp,
+    is_finite,
+    load_flat,
+    load_tile,
+    peak_and_mass,
+    rcp,
+    store_tile,
+    sum2,
+    sum_w,
+)
+from lastlayer._triton.rows import Rows
+
+TINY = tl.constexpr(1e-20)  # a sum of h below which its parts may have underflowed
+LONGEST = 16384  # classes of a row whose logits and upstream gradient are held in registers
+
+
+@triton.jit
+def _weight(x, u, center, delta, KIND: tl.constexpr):
+    """H and the upstream gradient times the slope of the output: of y it is h u, of log y it is (1 - y) u."""
+    z = (x - center) + delta
+    live = is_finite(x)
+    q = exp(-tl.abs(z))
+    y = rcp(1 + q)
+    h = tl.where(live, q * y * y, 0.0)
+    if KIND == "y":
+        v = h * tl.where(live, u, 0.0)
+    elif KIND == "log":
+        v = tl.where(live, u * (tl.where(z > 0, q, 1.0) * y), 0.0)
+    else:
+        v = tl.zeros_like(h)
+    return h, v
+
+
+@triton.jit
+def _load_grad(g_ptr, row, n, first, W: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr):
+    cols = columns(first, W, C)
+    here = g_ptr + (by_row(row) * n + cols)
+    if FULL:
+        return tl.load(here).to(tl.float32)
+    else:
+        return tl.load(here, mask=cols < n, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tile(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, center, delta, inv_t, first, W, C, KIND, FULL, MASKED):
+    x = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED) * inv_t
+    u = x
+    if KIND != "nu":
+        u = _load_grad(g_ptr, row, n, first, W, C, FULL)
+    return _weight(x, u, by_row(center), by_row(delta), KIND)
+
+
+@triton.jit(do_not_specialize=["rows", "units"])
+def _resident(
+    x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, rows, units, m_row, m_col, inv_t,
+    ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
+    KIND: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """R rows a program, held in registers."""
+    n = units * ALIGN
+    row = tl.minimum(tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), rows - 1)
+    center = tl.load(center_ptr + row)
+    delta = tl.load(delta_ptr + row)
+    ha, va = _tile(
+        x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, center, delta, inv_t, 0, WA, C, KIND, FULL or WB > 0, MASKED
+    )
+    mass = sum_w(ha)
+    dot = sum_w(va)
+    if WB > 0:
+        hb, vb = _tile(
+            x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, center, delta, inv_t, WA * C, WB, C, KIND, FULL or WC > 0,
+            MASKED,
+        )  # fmt: skip
+        mass += sum_w(hb)
+        dot += sum_w(vb)
+    if WC > 0:
+        hc, vc = _tile(
+            x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, center, delta, inv_t, (WA + WB) * C, WC, C, KIND, FULL, MASKED
+        )
+        mass += sum_w(hc)
+        dot += sum_w(vc)
+    mass, dot = sum2(mass, dot, 1)
+    if GIVEN:
+        dot += tl.load(gd_ptr + row)
+    dk = dot / mass
+    tl.store(dk_ptr + row, dk)
+    both = by_row(dk)
+    store_tile(dx_ptr, row, n, (va - ha * both) * inv_t, 0, WA, C, FULL or WB > 0)
+    if WB > 0:
+        store_tile(dx_ptr, row, n, (vb - hb * both) * inv_t, WA * C, WB, C, FULL or WC > 0)
+    if WC > 0:
+        store_tile(dx_ptr, row, n, (vc - hc * both) * inv_t, (WA + WB) * C, WC, C, FULL)
+    odd = ~(mass > TINY) | ~is_finite(delta)
+    if tl.max(odd.to(tl.int32), 0) > 0:
+        tl.debug_barrier()  # what was written for these rows is written again
+        for i in range(R):
+            if tl.max((odd & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
+                one = tl.minimum(tl.program_id(0).to(tl.int64) * R + i, rows - 1)
+                _row(
+                    x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, one, m_row, m_col, n, inv_t,
+                    KIND, GIVEN, BLOCK, MASKED,
+                )  # fmt: skip
+
+
+@triton.jit
+def _row(
+    x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, row, m_row, m_col, n, inv_t,
+    KIND: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One row whatever it holds: the sums are of h over its sum, in log space."""
+    center = tl.load(center_ptr + row)
+    delta = tl.load(delta_ptr + row)
+    peak, mass = peak_and_mass(x_ptr, m_ptr, row, m_row, m_col, n, center, delta, inv_t, BLOCK, MASKED)
+    over = 1 / mass
+    live_row = is_finite(delta)
+    dot = tl.zeros((BLOCK,), tl.float32)
+    if KIND != "nu":
+        for j in range(0, n, BLOCK):
+            cols = j + tl.arange(0, BLOCK)
+            x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+            u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
+            p, slope = _share(x, center, delta, peak, over, KIND)
+            dot += tl.where(is_finite(x), u * (p if KIND == "y" else slope), 0.0)
+    mean = tl.where(live_row, tl.sum(dot, 0), 0.0)
+    given = tl.full((), 0.0, tl.float32)
+    if GIVEN:
+        given = tl.load(gd_ptr + row)
+    inverse = exp(-peak) * over
+    if KIND == "y":
+        dk = mean + given * inverse
+    else:
+        given = given + mean
+        dk = given * inverse
+    nan_row = delta != delta
+    tl.store(dk_ptr + row, tl.where(nan_row, delta, dk))
+    for j in range(0, n, BLOCK):
+        cols = j + tl.arange(0, BLOCK)
+        x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+        p, slope = _share(x, center, delta, peak, over, KIND)
+        d = -p * given
+        if KIND != "nu":
+            u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
+            d += slope * (u - mean) if KIND == "y" else slope * u
+        d = tl.where(is_finite(x), d, 0.0) * inv_t
+        d = tl.where(nan_row, delta, tl.where(live_row, d, 0.0))
+        tl.store(dx_ptr + (row * n + cols), d.to(dx_ptr.dtype.element_ty), mask=cols < n)
+
+
+@triton.jit
+def _share(x, center, delta, peak, over, KIND: tl.constexpr):
+    """H over its sum, and the slope of the output: h, or 1 - y for log y."""
+    z = (x - center) + delta
+    depth = -tl.abs(z)
+    q = exp(depth)
+    y = rcp(1 + q)
+    p = tl.where(is_finite(x), exp(depth - peak) * y * y * over, 0.0)
+    if KIND == "log":
+        return p, tl.where(z > 0, q, 1.0) * y
+    else:
+        return p, q * y * y
+
+
+@triton.jit
+def _row_sums(
+    x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, lo, hi, center, delta, inv_t,
+    W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sum h and the weighted upstream gradient over the classes lo <= j < hi of one row."""
+    mass = tl.zeros((C,), tl.float32)
+    dot = tl.zeros((C,), tl.float32)
+    tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
+    for j in range(lo, hi, W * C):
+        cols = j + tile
+        x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+        u = x
+        if KIND != "nu":
+            u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
+        h, v = _weight(x, u, center, delta, KIND)
+        mass += tl.sum(h, 0)
+        dot += tl.sum(v, 0)
+    return sum2(mass, dot, 0)
+
+
+@triton.jit
+def _row_write(
+    x_ptr, m_ptr, g_ptr, dx_ptr, row, m_row, m_col, n, lo, hi, center, delta, dk, inv_t,
+    W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the classes lo <= j < hi of one row."""
+    tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
+    for j in range(lo, hi, W * C):
+        cols = j + tile
+        x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+        u = x
+        if KIND != "nu":
+            u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
+        h, v = _weight(x, u, center, delta, KIND)
+        d = (v - h * dk) * inv_t
+        tl.store(dx_ptr + (row * n + cols), d.to(dx_ptr.dtype.element_ty), mask=cols < n)
+
+
+@triton.jit(do_not_specialize=["units"])
+def _streamed(
+    x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, units, m_row, m_col, inv_t,
+    ALIGN: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, GIVEN: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row a program, read once from memory and once from the cache."""
+    n = units * ALIGN
+    row = tl.program_id(0).to(tl.int64)
+    center = tl.load(center_ptr + row)
+    delta = tl.load(delta_ptr + row)
+    mass, dot = _row_sums(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, 0, n, center, delta, inv_t, W, C, KIND, MASKED)
+    if GIVEN:
+        dot += tl.load(gd_ptr + row)
+    if (mass > TINY) & is_finite(delta):
+        tl.store(dk_ptr + row, dot / mass)
+        _row_write(
+            x_ptr, m_ptr, g_ptr, dx_ptr, row, m_row, m_col, n, 0, n, center, delta, dot / mass, inv_t, W, C, KIND,
+            MASKED,
+        )  # fmt: skip
+    else:
+        _row(
+            x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, row, m_row, m_col, n, inv_t,
+            KIND, GIVEN, BLOCK, MASKED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["units"])
+def _split_sums(
+    x_ptr, m_ptr, g_ptr, center_ptr, delta_ptr, parts_ptr, units, m_row, m_col, inv_t, chunk,
+    ALIGN: tl.constexpr, SPLITS: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The two sums of a row over a chunk of it."""
+    n = units * ALIGN
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    lo = part * chunk
+    mass, dot = _row_sums(
+        x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, lo, tl.minimum(lo + chunk, n),
+        tl.load(center_ptr + row), tl.load(delta_ptr + row), inv_t, W, C, KIND, MASKED,
+    )  # fmt: skip
+    tl.store(parts_ptr + (row * SPLITS + part) * 2, mass)
+    tl.store(parts_ptr + (row * SPLITS + part) * 2 + 1, dot)
+
+
+@triton.jit(do_not_specialize=["units"])
+def _split_write(
+    x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, parts_ptr, units, m_row, m_col, inv_t, chunk,
+    ALIGN: tl.constexpr, SPLITS: tl.constexpr, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    KIND: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a chunk of a row, from the sums of all its chunks."""
+    n = units * ALIGN
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    center = tl.load(center_ptr + row)
+    delta = tl.load(delta_ptr + row)
+    every = tl.arange(0, G)
+    here = parts_ptr + (row * SPLITS + every) * 2
+    mass = tl.sum(tl.load(here, mask=every < SPLITS, other=0.0), 0)
+    dot = tl.sum(tl.load(here + 1, mask=every < SPLITS, other=0.0), 0)
+    if GIVEN:
+        dot += tl.load(gd_ptr + row)
+    if (mass > TINY) & is_finite(delta):
+        if part == 0:
+            tl.store(dk_ptr + row, dot / mass)
+        lo = part * chunk
+        _row_write(
+            x_ptr, m_ptr, g_ptr, dx_ptr, row, m_row, m_col, n, lo, tl.minimum(lo + chunk, n), center, delta,
+            dot / mass, inv_t, W, C, KIND, MASKED,
+        )  # fmt: skip
+    elif part == 0:
+        _row(
+            x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, row, m_row, m_col, n, inv_t,
+            KIND, GIVEN, BLOCK, MASKED,
+        )  # fmt: skip
+
+
+def backward(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    center: Tensor,
+    delta: Tensor,
+    grad_out: Tensor | None,
+    grad_delta: Tensor | None,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """As `lastlayer.project.lml._plain_backward`."""
+    n = logits.shape[-1]
+    x = logits.contiguous()
+    dx, dk = torch.empty_like(x), torch.empty_like(delta, memory_format=torch.contiguous_format)
+    rows = dk.numel()
+    if rows == 0 or n == 0:
+        return dx, dk.zero_()
+    given = Rows(x.view(rows, n), None, mask, temperature)
+    g = x if grad_out is None else grad_out.contiguous()
+    gd = center if grad_delta is None else grad_delta.contiguous()
+    kind = "nu" if grad_out is None else kind
+    pointers = (*given.head, g, gd, center.contiguous(), delta.contiguous(), dx, dk)
+    common: dict[str, Any] = {"KIND": kind, "GIVEN": grad_delta is not None, "MASKED": given.masked}
+    common["ALIGN"] = given.align
+    with torch.cuda.device_of(x):
+        if n <= LONGEST:
+            p = shapes.plan(n, x.element_size(), shapes.BACKWARD)
+            _resident[(triton.cdiv(rows, p.rows),)](
+                *pointers, rows, *given.tail, R=p.rows, C=p.c, WA=p.wa, WB=p.wb, WC=p.wc, FULL=p.width == n,
+                BLOCK=p.block, num_warps=p.warps, **common,
+            )  # fmt: skip
+            return dx, dk
+        w, c, warps = shapes.stream(n, x.element_size())
+        common |= {"W": w, "C": c, "BLOCK": shapes.BLOCK, "num_warps": warps}
+        if not shapes.is_split(rows, n):
+            _streamed[(rows,)](*pointers, *given.tail, **common)
+            return dx, dk
+        chunk = shapes.CHUNK
+        splits = triton.cdiv(n, chunk)
+        parts = delta.new_empty((rows, splits, 2))
+        _split_sums[(rows, splits)](
+            *given.head, g, *pointers[-4:-2], parts, *given.tail, chunk,
+            ALIGN=given.align, SPLITS=splits, W=w, C=c, KIND=kind, MASKED=given.masked, num_warps=warps,
+        )  # fmt: skip
+        _split_write[(rows, splits)](
+            *pointers, parts, *given.tail, chunk, SPLITS=splits, G=triton.next_power_of_2(splits), **common
+        )
+    return dx, dk

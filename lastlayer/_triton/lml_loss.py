@@ -1,0 +1,516 @@
+"""`lml_loss` on the GPU: loss and gradient straight from the logits; no probability is ever written.
+
+Labels are index lists or a tensor of the shape of the logits. With index lists and ``observed = 0`` the loss touches
+the labels alone, and the gradient of every other class is -pull h / sum h: it is written from the registers of the
+search, and the labels' own terms over it. The other cases read the row again, from the cache.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lastlayer._triton import plan as shapes
+from lastlayer._triton.device import (
+    by_row,
+    columns,
+    dead,
+    exp,
+    is_finite,
+    load_flat,
+    load_row,
+    load_tile,
+    log1p,
+    log_sigmoid,
+    peak_and_mass,
+    points,
+    rcp,
+    search,
+    settle,
+    store_tile,
+    sum2,
+    sum_w,
+)
+from lastlayer._triton.rows import Rows
+
+
+@triton.jit
+def _unseen(z, rho):
+    """-log(1 - rho y) and its slope in z, rho h / (1 - rho y)."""
+    q = exp(-tl.abs(z))
+    small = q * rcp(1 + q)  # the lesser of y and 1 - y
+    y = tl.where(z > 0, 1 - small, small)
+    miss = tl.where(z > 0, small, 1 - small)
+    rest = miss + (1 - rho) * y  # 1 - rho y, from parts of one sign
+    loss = tl.where(z > 0, -tl.log(rest), -log1p(-rho * y))
+    slope = rho * y * (miss / rest)
+    lost = rest < 1e-30  # rho = 1 and y rounds to 1: the loss is z itself
+    return tl.where(lost, z, loss), tl.where(lost, y, slope)
+
+
+@triton.jit
+def _terms(z, x, label, rho, DENSE: tl.constexpr, RHO: tl.constexpr):
+    """The loss of each class and its slope in z. `label`: > 0 a label, 0 not observed, < 0 unknown."""
+    live = is_finite(x)
+    loss = tl.zeros_like(z)
+    slope = tl.zeros_like(z)
+    if RHO:
+        loss, slope = _unseen(z, rho)
+        if DENSE:
+            loss = tl.where(label == 0, loss, 0.0)
+            slope = tl.where(label == 0, slope, 0.0)
+    if DENSE:
+        q = exp(-tl.abs(z))
+        loss = tl.where(label > 0, -log_sigmoid(z), loss)
+        slope = tl.where(label > 0, -tl.where(z > 0, q, 1.0) * rcp(1 + q), slope)
+    return loss, tl.where(live, slope, 0.0)
+
+
+@triton.jit
+def _label_sums(
+    x_ptr, m_ptr, i_ptr, row, m_row, m_col, n, n_labels, center, delta, inv_t, rho,
+    M: tl.constexpr, RHO: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sums over the index lists of some rows: the loss, and the slopes in z. `row`, `center`, `delta`: shape (R,)."""
+    loss = tl.zeros_like(center)
+    pull = tl.zeros_like(center)
+    for j in range(0, n_labels, M):
+        place = j + tl.arange(0, M)[None, :]
+        index = tl.load(i_ptr + (row[:, None] * n_labels + place), mask=place < n_labels, other=-1)
+        x = load_flat(x_ptr, m_ptr, row[:, None], m_row, m_col, n, index, inv_t, MASKED)
+        z = points(x, center[:, None], delta[:, None])
+        q = exp(-tl.abs(z))
+        found = index >= 0
+        one_loss = -log_sigmoid(z)
+        slope = -tl.where(z > 0, q, 1.0) * rcp(1 + q)
+        if RHO:  # the sum over all classes has counted these as not observed
+            less, less_slope = _unseen(z, rho)
+            one_loss -= less
+            slope -= less_slope
+        loss += tl.sum(tl.where(found, one_loss, 0.0), 1)
+        pull += tl.sum(tl.where(found & is_finite(x), slope, 0.0), 1)
+    return loss, tl.where(is_finite(delta), pull, dead(delta))
+
+
+@triton.jit
+def _label_store(
+    x_ptr, m_ptr, i_ptr, d_ptr, row, m_row, m_col, n, lo, hi, n_labels, center, delta, scale, pull, peak, over, inv_t,
+    M: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient at the labels lo <= index < hi of some rows."""
+    for j in range(0, n_labels, M):
+        place = j + tl.arange(0, M)[None, :]
+        index = tl.load(i_ptr + (row[:, None] * n_labels + place), mask=place < n_labels, other=-1)
+        x = load_flat(x_ptr, m_ptr, row[:, None], m_row, m_col, n, index, inv_t, MASKED)
+        z = (x - center[:, None]) + delta[:, None]
+        q = exp(-tl.abs(z))
+        y = rcp(1 + q)
+        slope = -tl.where(z > 0, q, 1.0) * y
+        share = exp(-tl.abs(z) - peak) * y * y * over[:, None]
+        d = tl.where(is_finite(x), scale[:, None] * (slope - pull[:, None] * share), 0.0)
+        d = tl.where(is_finite(delta[:, None]), d, dead(delta)[:, None])
+        inside = (index >= lo) & (index < hi)
+        tl.store(d_ptr + (row[:, None] * n + index), d.to(d_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_label(t_ptr, row, n, cols, DENSE: tl.constexpr):
+    """A dense target as +1 (label), 0 or -1 (unknown); nothing where labels are index lists."""
+    if DENSE:
+        t = tl.load(t_ptr + (row * n + cols), mask=cols < n, other=0)
+        return (t > 0).to(tl.int32) - (t < 0).to(tl.int32)
+    else:
+        return 0
+
+
+@triton.jit
+def _row(
+    x_ptr, m_ptr, i_ptr, t_ptr, d_ptr, row, m_row, m_col, n, lo, hi, n_labels, center, delta, peak, mass, weight,
+    inv_t, rho, M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Loss and pull of one row whose nu is known; with GRAD also write the gradient of the classes lo <= j < hi."""
+    only = tl.zeros((1,), tl.int64) + row
+    center1 = tl.zeros((1,), tl.float32) + center
+    delta1 = tl.zeros((1,), tl.float32) + delta
+    loss = tl.zeros_like(center1)
+    pull = tl.zeros_like(center1)
+    if DENSE or RHO:
+        losses = tl.zeros((BLOCK,), tl.float32)
+        slopes = tl.zeros((BLOCK,), tl.float32)
+        for j in range(0, n, BLOCK):
+            cols = j + tl.arange(0, BLOCK)
+            x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+            label = _load_label(t_ptr, row, n, cols, DENSE)
+            one_loss, slope = _terms(points(x, center, delta), x, label, rho, DENSE, RHO)
+            losses += tl.where(cols < n, one_loss, 0.0)
+            slopes += slope
+        loss_sum, slope_sum = sum2(losses, slopes, 0)
+        loss += loss_sum
+        pull += tl.where(is_finite(delta), slope_sum, dead(delta))
+    if not DENSE:
+        more, more_pull = _label_sums(
+            x_ptr, m_ptr, i_ptr, only, m_row, m_col, n, n_labels, center1, delta1, inv_t, rho, M, RHO, MASKED
+        )
+        loss += more
+        pull += more_pull
+    if GRAD:
+        scale = weight * inv_t
+        over = 1 / mass
+        pull_sum = tl.sum(pull, 0)
+        for j in range(lo, hi, BLOCK):
+            cols = j + tl.arange(0, BLOCK)
+            x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+            z = (x - center) + delta
+            y = rcp(1 + exp(-tl.abs(z)))
+            d = -pull_sum * (exp(-tl.abs(z) - peak) * y * y * over)
+            if DENSE or RHO:
+                label = _load_label(t_ptr, row, n, cols, DENSE)
+                _, slope = _terms(z, x, label, rho, DENSE, RHO)
+                d += slope
+            d = tl.where(is_finite(x), scale * d, 0.0)
+            d = tl.where(is_finite(delta), d, dead(delta))
+            tl.store(d_ptr + (row * n + cols), d.to(d_ptr.dtype.element_ty), mask=cols < n)
+        if not DENSE:
+            tl.debug_barrier()  # the labels are written over what is there
+            _label_store(
+                x_ptr, m_ptr, i_ptr, d_ptr, only, m_row, m_col, n, lo, hi, n_labels, center1, delta1,
+                tl.zeros((1,), tl.float32) + scale, pull, peak, tl.zeros((1,), tl.float32) + over, inv_t, M, MASKED,
+            )  # fmt: skip
+    return tl.sum(loss, 0), tl.sum(pull, 0)
+
+
+@triton.jit
+def _tile_sums(
+    x_ptr, m_ptr, t_ptr, row, m_row, m_col, n, center, delta, inv_t, rho, first,
+    W: tl.constexpr, C: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, FULL: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sums of loss and slope over a tile, shape (R, C)."""
+    cols = columns(first, W, C)
+    x = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED) * inv_t
+    z = (x - by_row(center)) + by_row(delta)
+    label = _load_label(t_ptr, by_row(row), n, cols, DENSE)
+    loss, slope = _terms(z, x, label, rho, DENSE, RHO)
+    return sum_w(tl.where(cols < n, loss, 0.0)), sum_w(slope)
+
+
+@triton.jit
+def _tile_grad(
+    e, x_ptr, m_ptr, t_ptr, d_ptr, row, m_row, m_col, n, center, delta, scale, pull, mass, inv_t, rho, first,
+    W: tl.constexpr, C: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, FULL: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a tile, the labels of index lists left out."""
+    cols = columns(first, W, C)
+    a = tl.minimum(e * by_row(exp(-delta)), 3e38)  # y is 0 there, and so must h be
+    y = rcp(1 + a)
+    d = a * y * y * by_row(-scale * pull / mass)
+    if DENSE or RHO:
+        x = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED) * inv_t
+        z = (x - by_row(center)) + by_row(delta)
+        label = _load_label(t_ptr, by_row(row), n, cols, DENSE)
+        _, slope = _terms(z, x, label, rho, DENSE, RHO)
+        d += by_row(scale) * slope
+    store_tile(d_ptr, row, n, d, first, W, C, FULL)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "n_labels"])
+def _resident(
+    x_ptr, m_ptr, k_ptr, i_ptr, t_ptr, w_ptr, d_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr,
+    rows, units, m_row, m_col, k_row, inv_t, w_row, n_labels, rho,
+    ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
+    M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr, MASKED: tl.constexpr,
+    FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Search, loss and gradient of R rows a program, held in registers."""
+    n = units * ALIGN
+    row = tl.minimum(tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), rows - 1)  # the last one may stand twice
+    k = tl.load(k_ptr + row * k_row)
+    xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
+    xa = xa.to(tl.float32)
+    xb = xb.to(tl.float32)
+    xc = xc.to(tl.float32)
+    shift = tl.load(x_ptr + row * n).to(tl.float32)
+    ea, eb, ec, center, delta, mass, lost = search(xa, xb, xc, shift, k, n, inv_t, WB, WC, not FULL, MASKED, TOL)
+
+    loss = tl.zeros_like(center)
+    pull = tl.zeros_like(center)
+    if DENSE or RHO:
+        losses, slopes = _tile_sums(
+            x_ptr, m_ptr, t_ptr, row, m_row, m_col, n, center, delta, inv_t, rho, 0, WA, C, DENSE, RHO,
+            FULL or WB > 0, MASKED,
+        )  # fmt: skip
+        if WB > 0:
+            more, more_slopes = _tile_sums(
+                x_ptr, m_ptr, t_ptr, row, m_row, m_col, n, center, delta, inv_t, rho, WA * C, WB, C, DENSE, RHO,
+                FULL or WC > 0, MASKED,
+            )  # fmt: skip
+            losses += more
+            slopes += more_slopes
+        if WC > 0:
+            more, more_slopes = _tile_sums(
+                x_ptr, m_ptr, t_ptr, row, m_row, m_col, n, center, delta, inv_t, rho, (WA + WB) * C, WC, C, DENSE,
+                RHO, FULL, MASKED,
+            )  # fmt: skip
+            losses += more
+            slopes += more_slopes
+        loss, pull = sum2(losses, slopes, 1)
+    if not DENSE:
+        more_loss, more_pull = _label_sums(
+            x_ptr, m_ptr, i_ptr, row, m_row, m_col, n, n_labels, center, delta, inv_t, rho, M, RHO, MASKED
+        )
+        loss += more_loss
+        pull += more_pull
+    tl.store(loss_ptr + row, loss)
+    tl.store(center_ptr + row, center)
+    tl.store(delta_ptr + row, delta)
+    tl.store(mass_ptr + row, tl.log(mass))
+    tl.store(pull_ptr + row, pull)
+    if GRAD:
+        scale = tl.load(w_ptr + row * w_row) * inv_t
+        _tile_grad(
+            ea, x_ptr, m_ptr, t_ptr, d_ptr, row, m_row, m_col, n, center, delta, scale, pull, mass, inv_t, rho, 0,
+            WA, C, DENSE, RHO, FULL or WB > 0, MASKED,
+        )  # fmt: skip
+        if WB > 0:
+            _tile_grad(
+                eb, x_ptr, m_ptr, t_ptr, d_ptr, row, m_row, m_col, n, center, delta, scale, pull, mass, inv_t, rho,
+                WA * C, WB, C, DENSE, RHO, FULL or WC > 0, MASKED,
+            )  # fmt: skip
+        if WC > 0:
+            _tile_grad(
+                ec, x_ptr, m_ptr, t_ptr, d_ptr, row, m_row, m_col, n, center, delta, scale, pull, mass, inv_t, rho,
+                (WA + WB) * C, WC, C, DENSE, RHO, FULL, MASKED,
+            )  # fmt: skip
+        if not DENSE:
+            tl.debug_barrier()  # the labels are written over what is there
+            _label_store(
+                x_ptr, m_ptr, i_ptr, d_ptr, row, m_row, m_col, n, 0, n, n_labels, center, delta, scale, pull,
+                0.0, rcp(mass), inv_t, M, MASKED,
+            )  # fmt: skip
+    if tl.max(lost.to(tl.int32), 0) > 0:
+        tl.debug_barrier()  # what was written for these rows is written again
+        for i in range(R):
+            if tl.max((lost & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
+                one = tl.minimum(tl.program_id(0).to(tl.int64) * R + i, rows - 1)
+                c, d = settle(x_ptr, m_ptr, one, m_row, m_col, n, tl.load(k_ptr + one * k_row), inv_t, BLOCK, MASKED)
+                peak, total = peak_and_mass(x_ptr, m_ptr, one, m_row, m_col, n, c, d, inv_t, BLOCK, MASKED)
+                one_loss, one_pull = _row(
+                    x_ptr, m_ptr, i_ptr, t_ptr, d_ptr, one, m_row, m_col, n, 0, n, n_labels, c, d, peak, total,
+                    tl.load(w_ptr + one * w_row), inv_t, rho, M, DENSE, RHO, GRAD, BLOCK, MASKED,
+                )  # fmt: skip
+                tl.store(loss_ptr + one, one_loss)
+                tl.store(center_ptr + one, c)
+                tl.store(delta_ptr + one, d)
+                tl.store(mass_ptr + one, peak + tl.log(total))
+                tl.store(pull_ptr + one, one_pull)
+
+
+@triton.jit(do_not_specialize=["units", "n_labels"])
+def _known(
+    x_ptr, m_ptr, i_ptr, t_ptr, w_ptr, d_ptr, dk_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr,
+    units, m_row, m_col, inv_t, w_row, n_labels, rho, chunk,
+    ALIGN: tl.constexpr, M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr,
+    LOSS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss, or the gradients of logits and k, of a row or of a chunk of it, whose nu is known."""
+    n = units * ALIGN
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    lo = part * chunk
+    center = tl.load(center_ptr + row)
+    delta = tl.load(delta_ptr + row)
+    peak = tl.full((), 0.0, tl.float32)
+    mass = exp(tl.load(mass_ptr + row))
+    if GRAD and mass < 3e-4:  # its logarithm, as one float, has lost digits
+        peak, mass = peak_and_mass(x_ptr, m_ptr, row, m_row, m_col, n, center, delta, inv_t, BLOCK, MASKED)
+    loss, pull = _row(
+        x_ptr, m_ptr, i_ptr, t_ptr, d_ptr, row, m_row, m_col, n, lo, tl.minimum(lo + chunk, n), n_labels,
+        center, delta, peak, mass, tl.load(w_ptr + row * w_row),
+        inv_t, rho, M, DENSE, RHO, GRAD, BLOCK, MASKED,
+    )  # fmt: skip
+    if part == 0:
+        if LOSS:
+            tl.store(loss_ptr + row, loss)
+            tl.store(pull_ptr + row, pull)
+        else:
+            tl.store(dk_ptr + row, tl.load(w_ptr + row * w_row) * pull * (exp(-peak) / mass))
+
+
+@triton.jit
+def _scale(g_ptr, f_ptr, total, n, f_row, STEPS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+    """Multiply a stretch of the rows by their factors, unless all of those are 1."""
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
+    span = first // n + tl.arange(0, SPAN)  # the rows the stretch may touch
+    factors = tl.load(f_ptr + span * f_row, mask=span * n < total, other=1.0)
+    if tl.max((factors != 1).to(tl.int32), 0) > 0:
+        for i in range(STEPS):
+            place = first + i * BLOCK + tl.arange(0, BLOCK)
+            inside = place < total
+            factor = tl.load(f_ptr + (place // n) * f_row, mask=inside, other=1.0)
+            g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32)
+            tl.store(g_ptr + place, (g * factor).to(g_ptr.dtype.element_ty), mask=inside)
+
+
+class _Target:
+    """Index lists or a dense target, as the kernels take them; the logits stand in for what is not there."""
+
+    def __init__(self, x: Tensor, index: Tensor | None, dense: Tensor | None) -> None:
+        self.index = x if index is None else index.contiguous()
+        dense = dense.to(torch.uint8) if dense is not None and dense.dtype == torch.bool else dense
+        self.dense = x if dense is None else dense.contiguous()
+        self.n_labels = 0 if index is None else index.shape[-1]
+        self.options: dict[str, Any] = {
+            "DENSE": dense is not None,
+            "M": min(triton.next_power_of_2(max(self.n_labels, 1)), 32),
+        }
+
+
+def loss_forward(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(loss, center, delta, log_mass, pull)``, the loss of shape ``batch``, the others ``(*batch, 1)``."""
+    return _forward(logits, k, mask, temperature, observed, index, dense, None)[:5]
+
+
+def loss_forward_with_grad(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `loss_forward`, and the gradient of the logits of ``sum(weight * loss)``; `weight` broadcasts to the rows."""
+    return _forward(logits, k, mask, temperature, observed, index, dense, weight)
+
+
+def _forward(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n = logits.shape[-1]
+    x = logits.contiguous()
+    center = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    delta, mass, pull = (torch.empty_like(center) for _ in range(3))
+    loss = center.new_empty(x.shape[:-1])
+    grad = x.new_empty(0) if weight is None else torch.empty_like(x)
+    rows = loss.numel()
+    if rows == 0 or n == 0:
+        center.zero_(), loss.zero_(), pull.zero_()
+        delta.copy_(torch.where(k == 0, -torch.inf, torch.nan).expand_as(delta))
+        return loss, center, delta, mass.fill_(torch.inf), pull, grad
+    given = Rows(x.view(rows, n), k, mask, temperature)
+    if n > shapes.LONGEST:
+        from lastlayer._triton.lml import solve_long
+
+        solve_long(given, x.new_empty(0), center, delta, mass, "nu")
+        rows_of = (center, delta, mass, pull)
+        _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *rows_of)
+        return loss, center, delta, mass, pull, grad
+    target = _Target(x, index, dense)
+    factor = center if weight is None else weight.float().expand(loss.shape).reshape(rows)
+    p = shapes.plan(n, x.element_size(), shapes.LOSS)
+    with torch.cuda.device_of(x):
+        _resident[(triton.cdiv(rows, p.rows),)](
+            *given.head, target.index, target.dense, factor, grad, loss, center, delta, mass, pull, rows, *given.tail,
+            0 if weight is None else factor.stride(0), target.n_labels, observed,
+            ALIGN=given.align, R=p.rows, C=p.c, WA=p.wa, WB=p.wb, WC=p.wc, RHO=observed > 0,
+            GRAD=weight is not None, MASKED=given.masked, FULL=p.width == n, TOL=given.tolerance_of_mass, BLOCK=p.block,
+            num_warps=p.warps, **target.options,
+        )  # fmt: skip
+    return loss, center, delta, mass, pull, grad
+
+
+def _launch_known(
+    x: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    weight: Tensor | None,
+    grad: Tensor,
+    grad_k: Tensor,
+    loss: Tensor | None,
+    center: Tensor,
+    delta: Tensor,
+    mass: Tensor,
+    pull: Tensor,
+) -> None:
+    """Loss, pull and, with a weight, the gradient, where nu is known; without `loss` the gradients alone."""
+    n = x.shape[-1]
+    rows = center.numel()
+    given = Rows(x.view(rows, n), None, mask, temperature)
+    target = _Target(x, index, dense)
+    factor = center if weight is None else weight.float().expand(center.shape[:-1]).reshape(rows)
+    # The sums over all classes are one program's; the labels' sums are few enough for every chunk to repeat.
+    whole = dense is not None or observed > 0 or weight is None
+    chunk = n if whole else min(shapes.CHUNK, n)
+    block = min(4096, triton.next_power_of_2(n))
+    with torch.cuda.device_of(x):
+        _known[(rows, triton.cdiv(n, chunk))](
+            *given.head, target.index, target.dense, factor, grad, grad_k, pull if loss is None else loss, center,
+            delta, mass, pull, *given.tail, 0 if weight is None else factor.stride(0), target.n_labels, observed, chunk,
+            ALIGN=given.align, RHO=observed > 0, GRAD=weight is not None, LOSS=loss is not None,
+            MASKED=given.masked, BLOCK=block, num_warps=max(1, min(8, block // 256)), **target.options,
+        )  # fmt: skip
+
+
+def loss_backward(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    center: Tensor,
+    delta: Tensor,
+    log_mass: Tensor,
+    pull: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of logits and k for the upstream gradient `grad` of the loss a row."""
+    x = logits.contiguous()
+    dx = torch.empty_like(x)
+    dk = torch.empty_like(delta, memory_format=torch.contiguous_format)
+    if dx.numel() == 0:
+        return dx, dk.zero_()
+    rows = [t.contiguous() for t in (center, delta, log_mass, pull)]
+    _launch_known(x, mask, temperature, observed, index, dense, grad, dx, dk, None, *rows)
+    return dx, dk
+
+
+def scale_rows_(grad: Tensor, factor: Tensor) -> Tensor:
+    """Multiply the rows of a contiguous tensor by a factor a row, in place; rows whose factor is 1 are not touched."""
+    n = grad.shape[-1]
+    if grad.numel() == 0:
+        return grad
+    rows = grad.numel() // n
+    flat = factor.float().expand(grad.shape[:-1]).reshape(rows)
+    block, steps = 1024, 32
+    stretch = block * steps
+    with torch.cuda.device_of(grad):
+        _scale[(triton.cdiv(grad.numel(), stretch),)](
+            grad, flat, grad.numel(), n, flat.stride(0),
+            STEPS=steps, BLOCK=block, SPAN=triton.next_power_of_2(stretch // n + 2), num_warps=4,
+        )  # fmt: skip
+    return grad

@@ -1,0 +1,99 @@
+"""How rows are laid over programs: the one place that knows sizes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LONGEST = 32768  # classes of a row held in the registers of one program
+CHUNK = 32768  # classes a program takes of a row that is split over programs
+BLOCK = 1024  # classes at a time where a long row is settled
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows at a time, tiles of ``w * c`` classes a row (``w`` the sum of three powers of two), warps, and turns."""
+
+    rows: int
+    c: int
+    wa: int
+    wb: int
+    wc: int
+    warps: int
+    turns: int = 1
+
+    @property
+    def width(self) -> int:
+        return self.c * (self.wa + self.wb + self.wc)
+
+    @property
+    def block(self) -> int:
+        """Classes at a time where a row is settled: few a thread, since registers are for the search."""
+        return min(128 * self.warps, BLOCK)
+
+
+def alignment(n: int) -> int:
+    """The largest power of two up to 16 that divides n: what Triton may know of the start of a row."""
+    return min(n & -n, 16) if n else 16
+
+
+def vector(n: int, itemsize: int) -> int:
+    """The number of classes a thread loads at once: up to 16 bytes, if every row starts on such a boundary."""
+    return min(16 // itemsize, alignment(n))
+
+
+def tiles(n: int, c: int) -> tuple[int, int, int]:
+    """Cover n classes with at most three tiles of c * 2^i, wasting little."""
+    need = -(-n // c)
+    parts: list[int] = []
+    while need > 0 and len(parts) < 2:
+        part = 1 << (need.bit_length() - 1)
+        parts.append(part)
+        need -= part
+    if need > 0:
+        parts.append(1 << (need - 1).bit_length())
+        if len(parts) == 3 and parts[2] == parts[1]:  # 4 + 2 + 2 is 8
+            parts = [parts[0], 2 * parts[1]] if 2 * parts[1] < parts[0] else [2 * parts[0]]
+    parts += [0] * (3 - len(parts))
+    return parts[0], parts[1], parts[2]
+
+
+# Up to how many classes, how many of them a thread holds, and how many rows a program takes in turn; by search on an
+# H200. Long rows take the registers that the next row would be loaded into.
+FORWARD = {
+    4: [(256, 32, 4), (768, 16, 4), (1024, 32, 2), (8192, 32, 1), (12288, 40, 1), (LONGEST, 32, 1)],
+    2: [(256, 32, 4), (768, 16, 4), (1024, 32, 4), (8192, 32, 1), (12288, 40, 1), (LONGEST, 32, 1)],
+}
+LOSS = {size: [(256, 32, 1), (768, 16, 1), (8192, 32, 1), (12288, 40, 1), (LONGEST, 32, 1)] for size in (2, 4)}
+BACKWARD = {size: [(8192, 16, 1), (12288, 20, 1), (LONGEST, 16, 1)] for size in (2, 4)}
+
+
+def plan(n: int, itemsize: int, table: dict[int, list[tuple[int, int, int]]] = FORWARD) -> Plan:
+    """Lay rows of n classes over threads by a table; short rows share a warp."""
+    per_thread, turns = next((per, turns) for limit, per, turns in table[itemsize] if n <= limit)
+    v = vector(n, itemsize)
+    threads = 1
+    while threads < 1024 and threads * per_thread < n:
+        threads *= 2
+    c = threads * v
+    return Plan(max(1, 32 // threads), c, *tiles(n, c), max(1, threads // 32), turns)
+
+
+def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:
+    """The mask as rows of classes, with its strides; the logits stand in where there is none."""
+    if mask is None:
+        return x, 0, 0
+    flat = mask.reshape(x.shape)
+    return flat.view(torch.uint8), flat.stride(0), flat.stride(1)
+
+
+def stream(n: int, itemsize: int) -> tuple[int, int, int]:
+    """Tiles of ``w * c`` classes and the warps that stream a long row."""
+    warps = 16
+    c = 32 * warps * vector(n, itemsize)
+    return max(1, 8192 // c), c, warps
+
+
+def is_split(rows: int, n: int) -> bool:
+    """Whether a program a row would leave much of the chip idle."""
+    return rows < 192

@@ -1,0 +1,29 @@
+"""The arguments that every kernel takes."""
+
+import torch
+from torch import Tensor
+
+from lastlayer._triton import plan as shapes
+
+
+class Rows:
+    """Logits as rows of classes, with `k`, the mask and the temperature: pointers first, then sizes and strides."""
+
+    def __init__(self, x: Tensor, k: Tensor | None, mask: Tensor | None, temperature: float) -> None:
+        self.x = x
+        self.count, self.n = x.shape
+        flat, m_row, m_col = shapes.flat_mask(mask, x)
+        self.masked = mask is not None
+        self.align = shapes.alignment(self.n)
+        self.head: tuple[Tensor, ...] = (x, flat)
+        strides: tuple[int, ...] = (m_row, m_col)
+        if k is not None:
+            one_a_row = k.reshape(self.count)
+            self.head += (one_a_row,)
+            strides += (one_a_row.stride(0),)
+        self.tail = (self.n // self.align, *strides, 1.0 / temperature)
+        # |r| at which Householder's step ends the search. The error is at most r^4 / 3 in nu (measured: r^4 / 29),
+        # and r^3 / 6 in sum h, which the loss uses.
+        half = x.dtype != torch.float32
+        self.tolerance = 0.2 if half else 0.05
+        self.tolerance_of_mass = 0.1 if half else 0.008

@@ -1,0 +1,244 @@
+"""The GPU kernels against plain torch: on a GPU, or in Triton's interpreter where TRITON_INTERPRET=1.
+
+`test_interpreter.py` runs this file that way, in a process of its own.
+"""
+
+import os
+
+import pytest
+import torch
+from tools import DEVICE, assert_as_accurate
+
+from lastlayer.loss.lml import lml_loss
+from lastlayer.project.lml import lml, lml_threshold, log_lml
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU, or TRITON_INTERPRET=1 (see test_interpreter.py)"
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def gradients(function, logits, k, impl):
+    """The output and the gradients of logits and k for a fixed upstream gradient."""
+    logits = logits.detach().clone().requires_grad_()
+    k = k.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
+    out = function(logits, k, impl)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    upstream = torch.randn(out.shape, generator=generator, device=DEVICE).to(out.dtype)
+    return out, *torch.autograd.grad(out, (logits, k), upstream)
+
+
+def check(function, logits, k):
+    """Kernel and plain torch agree in what is finite, and the kernel is as near to float64."""
+    results = [gradients(function, x, k, impl) for x, impl in
+               ((logits, "triton"), (logits, "torch"), (logits.double(), "torch"))]  # fmt: skip
+    for kernel, plain, exact in zip(*results, strict=True):
+        finite = exact.isfinite()
+        for found in (kernel, plain):
+            assert torch.equal(found.isnan(), exact.isnan())
+            assert torch.equal(found.double()[exact.isinf()], exact[exact.isinf()])
+        kernel, plain, exact = (torch.where(finite, t, 0) for t in (kernel, plain, exact))
+        assert_as_accurate(kernel, plain, exact)
+
+
+def rows(n, scale=1.0, dtype=torch.float32, count=4):
+    logits = (scale * torch.randn(count, n, device=DEVICE)).to(dtype)
+    k = torch.tensor([1.0, 0.3 * n, n - 0.5, 0.5], device=DEVICE)[:count].clamp(max=n)
+    return logits, k
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of the kernels that were launched."""
+    from lastlayer._triton import lml as forward
+    from lastlayer._triton import lml_backward, lml_loss
+
+    names = []
+
+    class Spy:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for module, kernels in (
+        (forward, ["_resident", "_streamed", "_split_pass", "_split_finish"]),
+        (lml_backward, ["_resident", "_streamed", "_split_sums", "_split_write"]),
+        (lml_loss, ["_resident", "_known", "_scale"]),
+    ):
+        for name in kernels:
+            label = f"{module.__name__.rsplit('.', 1)[-1]}{name}"
+            monkeypatch.setattr(module, name, Spy(label, getattr(module, name)))
+    return names
+
+
+@pytest.mark.parametrize("n", [1, 5, 37, 100, 333])
+def test_short_rows(n, launches):
+    check(lambda x, k, impl: lml(x, k, impl=impl), *rows(n))
+    assert set(launches) == {"lml_resident", "lml_backward_resident"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_half_precision(dtype):
+    check(lambda x, k, impl: lml(x, k, impl=impl), *rows(37, dtype=dtype))
+    check(lambda x, k, impl: log_lml(x, k, impl=impl), *rows(37, dtype=dtype))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 5.0, 30.0])
+def test_scales(scale):
+    check(lambda x, k, impl: lml(x, k, impl=impl), *rows(70, scale))
+    check(lambda x, k, impl: log_lml(x, k, temperature=0.5, impl=impl), *rows(70, scale))
+    check(lambda x, k, impl: lml_threshold(x + 3, k, impl=impl), *rows(70, scale))  # nu away from 0
+
+
+def long_rows(monkeypatch, split):
+    from lastlayer._triton import lml_backward, plan
+
+    monkeypatch.setattr(plan, "LONGEST", 1024)
+    monkeypatch.setattr(lml_backward, "LONGEST", 1024)
+    monkeypatch.setattr(plan, "CHUNK", 8192)
+    monkeypatch.setattr(plan, "is_split", lambda rows, n: split)
+    logits, k = rows(9001)
+    logits[1] *= 30  # a row for `settle`
+    logits[2, 7:] = -torch.inf
+    k[2] = 3.5
+    return logits, k
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_long_rows(split, monkeypatch, launches):
+    check(lambda x, k, impl: lml(x, k, impl=impl), *long_rows(monkeypatch, split))
+    streamed = {"lml_streamed", "lml_backward_streamed"}
+    parts = {"lml_split_pass", "lml_split_finish", "lml_backward_split_sums", "lml_backward_split_write"}
+    assert set(launches) == (parts if split else streamed)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_long_rows_of_the_loss(split, monkeypatch, launches):
+    logits, k = long_rows(monkeypatch, split)
+    target = torch.tensor([[3, -1], [9000, 8192], [0, 6], [8191, -1]], device=DEVICE)
+    check(lambda x, k, impl: lml_loss(x, target, k, reduction="none", impl=impl), logits, k)
+    assert "lml_loss_known" in launches
+    assert ("lml_split_finish" in launches) == split
+
+
+@pytest.mark.parametrize("gap", [40.0, 100.0, 1e4])
+def test_saturated_rows(gap):
+    logits = torch.randn(2, 30, device=DEVICE)
+    logits[:, ::10] += gap
+    k = torch.tensor([3.0, 27.0], device=DEVICE)
+    logits[1] *= -1
+    check(lambda x, k, impl: log_lml(x, k, impl=impl), logits, k)
+    target = torch.tensor([[10, 3], [0, 5]], device=DEVICE)
+    check(lambda x, k, impl: lml_loss(x, target, k, reduction="none", impl=impl), logits, k)
+
+
+def test_edges():
+    inf, nan = torch.inf, torch.nan
+    logits = torch.randn(9, 6, device=DEVICE)
+    logits[3, 2], logits[4, 1], logits[5, 0], logits[6, 1:5], logits[7] = -inf, inf, nan, -inf, 2.0
+    k = torch.tensor([0.0, 6.0, 7.0, 2.0, 2.0, 2.0, 3.0, 2.0, -1.0], device=DEVICE)
+    for function in (lml, log_lml):
+        check(lambda x, k, impl, f=function: f(x, k, impl=impl), logits, k)
+    y = lml(logits, k, impl="triton")
+    assert (y[0] == 0).all()
+    assert (y[1] == 1).all()
+    assert y[3, 2] == 0
+    assert y[4, 1] == 1
+    assert (y[7] == y[7, 0]).all()
+    assert y[[2, 5, 6, 8]].isnan().all()
+
+
+def test_mask():
+    logits, k = rows(70)
+    for mask in (torch.rand(4, 70, device=DEVICE) > 0.3, torch.rand(70, device=DEVICE) > 0.3):
+        check(lambda x, k, impl, m=mask: lml(x, 0.4 * k, mask=m, impl=impl), logits, k)
+        assert (lml(logits, 2, mask=mask, impl="triton")[~mask.expand(4, 70)] == 0).all()
+
+
+def test_shapes():
+    x = torch.randn(2, 3, 11, device=DEVICE)
+    expected = lml(x, 2, impl="torch")
+    eps = torch.finfo(x.dtype).eps
+    torch.testing.assert_close(lml(x, 2, impl="triton"), expected, rtol=0, atol=4 * eps)
+    other = x.movedim(-1, 0)  # not contiguous
+    torch.testing.assert_close(lml(other, 2, dim=0, impl="triton").movedim(0, -1), expected, rtol=0, atol=4 * eps)
+    k = torch.tensor([[1.0], [4.5]], device=DEVICE)
+    torch.testing.assert_close(lml(x, k, impl="triton"), lml(x, k, impl="torch"), rtol=0, atol=4 * eps)
+    assert lml(x[:0], 2, impl="triton").shape == (0, 3, 11)
+    assert lml(torch.zeros(3, 0, device=DEVICE), 0, impl="triton").shape == (3, 0)
+
+
+@pytest.mark.parametrize("target", ["one", "lists", "dense"])
+@pytest.mark.parametrize("observed", [0.0, 0.4, 1.0])
+def test_loss(target, observed, launches):
+    logits, k = rows(70)
+    logits[3, 1] = -torch.inf
+    given = {
+        "one": torch.tensor([3, 69, 0, 5]),
+        "lists": torch.tensor([[3, 8, -1], [-1, -1, -1], [0, 1, 69], [1, 2, 3]]),  # one label is ruled out
+        "dense": torch.randint(-1, 2, (4, 70)),
+    }[target].to(DEVICE)
+    check(lambda x, k, impl: lml_loss(x, given, k, observed=observed, reduction="none", impl=impl), logits, k)
+    assert "lml_loss_resident" in launches
+
+
+def test_loss_with_gradient_in_one_launch():
+    from lastlayer._triton import lml as kernels
+
+    logits, k = rows(37)
+    index = torch.tensor([[3, -1], [36, 0], [1, 2], [-1, -1]], device=DEVICE)
+    weight = torch.tensor([1.0, 2.0, 0.5, 1.0], device=DEVICE)
+    arguments = (logits, k.unsqueeze(-1), None, 0.7, 0.0, index, None)
+    loss, center, delta, log_mass, pull, grad = kernels.loss_forward_with_grad(*arguments, weight)
+    expected = kernels.loss_forward(*arguments)
+    assert torch.equal(loss, expected[0])
+    rest = (None, 0.7, 0.0, index, None, center, delta, log_mass, pull)
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(grad, kernels.loss_backward(logits, *rest, weight)[0], rtol=0, atol=8 * eps)
+
+
+def test_scale_rows():
+    from lastlayer._triton.lml import scale_rows_
+
+    grad = torch.randn(50, 7, device=DEVICE)
+    factor = torch.ones(50, device=DEVICE)
+    assert torch.equal(scale_rows_(grad.clone(), factor), grad)
+    factor[17] = 3.0
+    assert torch.equal(scale_rows_(grad.clone(), factor), grad * factor[:, None])
+    assert torch.equal(scale_rows_(grad.clone(), torch.tensor(2.0, device=DEVICE)), grad * 2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_reduced_loss(reduction):
+    logits, k = rows(37)
+    target = torch.tensor([[3, -1], [36, 0], [1, 2], [-1, -1]], device=DEVICE)  # one row does not count
+    check(lambda x, k, impl: lml_loss(x, target, k, temperature=0.7, reduction=reduction, impl=impl), logits, k)
+
+
+def test_second_backward_pass_is_the_first():
+    logits, k = rows(37)
+    x = logits.requires_grad_()
+    loss = 3 * lml_loss(x, torch.tensor([1, 2, 3, 4], device=DEVICE), k, impl="triton")
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    kept = first.clone()
+    (second,) = torch.autograd.grad(loss, x)
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(second, kept, rtol=0, atol=8 * eps)
+    assert torch.equal(first, kept)  # the second pass does not write into the first one's result
+
+
+def test_second_derivatives_of_the_reduced_loss():
+    logits, k = rows(11)
+    target = torch.tensor([1, 2, 3, 4], device=DEVICE)
+
+    def curvature(x, impl):
+        x = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(lml_loss(x, target, k.to(x.dtype), impl=impl), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    assert_as_accurate(curvature(logits, "triton"), curvature(logits, "torch"), curvature(logits.double(), "torch"))
