@@ -9,7 +9,7 @@ import torch
 
 from lastlayer.metrics.average_precision import mean_average_precision
 from lastlayer.report.folder import Held, Run
-from lastlayer.report.numbers import cuts, hits, hot
+from lastlayer.report.numbers import cuts, hot
 
 TEST = (
     "Paired bootstrap: the held-out rows are drawn again with replacement ({draws:,} times), the same rows for every "
@@ -94,7 +94,7 @@ def _print(run: Run) -> Any:
 
 def row_values(held: Held, at: list[int], n_labels: int) -> dict[str, np.ndarray]:
     """The metrics of each row; nan for a row without labels."""
-    right, count = hits(held).astype(float), np.diff(held.indptr)
+    right, count = held.hits.astype(float), np.diff(held.indptr)
     none = np.where(count > 0, 0.0, np.nan)
     discount = 1 / np.log2(np.arange(2, max(at, default=0) + 2))
     best = np.concatenate([[1.0], np.cumsum(discount)])

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ class Held:
     def __len__(self) -> int:
         return len(self.size)
 
-    def padded(self) -> np.ndarray:
-        """The true labels as index lists padded with -1, ``(n, most)``."""
-        count = np.diff(self.indptr)
-        out = np.full((len(count), int(count.max(initial=0))), -1, dtype=np.int64)
-        out[np.arange(out.shape[1]) < count[:, None]] = self.index
-        return out
+    @cached_property
+    def hits(self) -> np.ndarray:
+        """Whether each of the best labels is a true one, ``(n, m)``."""
+        wide = int(max(self.top_index.max(initial=0), self.index.max(initial=0))) + 1
+        row = np.arange(len(self))
+        true = np.repeat(row, np.diff(self.indptr)) * wide + self.index
+        return np.isin(row[:, None] * wide + self.top_index, true)
 
     def taken(self) -> np.ndarray:
         """The labels put out as index lists padded with -1."""

@@ -18,13 +18,6 @@ HEAT = 16  # labels of the co-occurrence map
 KINDS = ("confusion", "count", "threshold", "hallucination", "miss")
 
 
-def hits(held: Held) -> np.ndarray:
-    """Whether each of the best labels is a true one, ``(n, m)``."""
-    wide = int(max(held.top_index.max(initial=0), held.index.max(initial=0))) + 1
-    row = np.repeat(np.arange(len(held)), np.diff(held.indptr))
-    return np.isin(np.arange(len(held))[:, None] * wide + held.top_index, row * wide + held.index)
-
-
 def hot(held: Held, n_labels: int) -> np.ndarray:
     """The true labels, Boolean ``(n, n_labels)``."""
     out = np.zeros((len(held), n_labels), dtype=bool)
@@ -51,7 +44,7 @@ def curve(held: Held) -> dict[str, list[Any]]:
     count = np.diff(held.indptr)
     seen = count > 0  # rows without labels have no recall, and precision is not counted for them either
     most = min(CURVE, held.top_index.shape[1])
-    right = hits(held)[seen, :most].cumsum(1)
+    right = held.hits[seen, :most].cumsum(1)
     k, count = np.arange(1, most + 1), count[seen, None]
     out: dict[str, list[Any]] = {"k": k.tolist()}
     for name, values, limit in (
@@ -69,7 +62,7 @@ def curve(held: Held) -> dict[str, list[Any]]:
 def reliability(held: Held, k: int, n_labels: int) -> dict[str, Any]:
     """The reliability diagram of each row's k best labels, and of all pairs where all probabilities are stored."""
     k = min(k, held.top_index.shape[1])
-    out: dict[str, Any] = {"k": k, "best": _bins(held.top_probability[:, :k], hits(held)[:, :k])}
+    out: dict[str, Any] = {"k": k, "best": _bins(held.top_probability[:, :k], held.hits[:, :k])}
     if held.probability is not None:
         out["all"] = _bins(held.probability, hot(held, n_labels))
     return out
@@ -93,7 +86,7 @@ def labels(run: Run) -> dict[str, Any]:
         held = run.held
         inside = np.arange(held.top_index.shape[1]) < held.size[:, None]
         said = np.bincount(held.top_index[inside], minlength=n)
-        right = np.bincount(held.top_index[inside & hits(held)], minlength=n)
+        right = np.bincount(held.top_index[inside & held.hits], minlength=n)
         support = np.bincount(held.index, minlength=n)
         out |= {"support": support.tolist(), "predicted": said.tolist()}
         out |= {"precision": _ratio(right, said), "recall": _ratio(right, support)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from lastlayer.report import digest as words
 from lastlayer.report.folder import Run
-from lastlayer.report.numbers import KINDS, Analysis, hits
+from lastlayer.report.numbers import KINDS, Analysis
 
 LABELS = 20_000  # in the table; the rest is in the JSON
 EXAMPLES = 2_000
@@ -185,7 +185,7 @@ def _examples(
     """For each row: x its text; t true; p, q labels and thousandths; n how many are put out; a kinds; m misses."""
     if run.held is None or analysis is None:
         return []
-    held, right, out = run.held, hits(run.held), []
+    held, right, out = run.held, run.held.hits, []
     listed = run.examples or [{"row": i, "id": None, "text": None} for i in range(len(held))]
     for one in listed[:EXAMPLES]:
         row = one["row"]
