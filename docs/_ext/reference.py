@@ -98,6 +98,8 @@ def fill(app: Sphinx, page: str, source: list[str]) -> None:
     makers = {"api": api, "experiments": experiments}
     if page in makers:
         source[0] = source[0].replace(f"<!-- {page} -->", makers[page]())
+    # A doctest ends with an empty line, which the pages need not show.
+    source[0] = re.sub(r"\n\n```\n", "\n```\n", source[0])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -1,0 +1,164 @@
+"""The playground's numbers are those of the package, in node and in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastlayer as ll
+
+DOCS = Path(__file__).parents[2] / "docs"
+MATHS = DOCS / "_static" / "playground" / "maths.js"
+METHODS = {
+    "sigmoid": lambda x, k, t: (x / t).sigmoid(),
+    "softmax": lambda x, k, t: (x / t).softmax(-1),
+    "cappedSoftmax": lambda x, k, t: ll.capped_softmax(x, k, temperature=t),
+    "cappedSparsemax": lambda x, k, t: ll.capped_sparsemax(x, k, temperature=t),
+    "lml": lambda x, k, t: ll.lml(x, k, temperature=t),
+}
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+
+
+def states():
+    generator = torch.Generator().manual_seed(0)
+    for n in range(3, 9):
+        for k in (0, 0.35, 1, 1.5, 2, n - 0.4, n - 1, n):
+            for temperature in (0.05, 1, 7):
+                x = (3 * torch.randn(n, generator=generator)).clamp(-5, 5).double()
+                yield {"x": x.tolist(), "k": k, "temperature": temperature, "label": n // 2}
+    yield {"x": [1.0, 1.0, 1.0], "k": 2, "temperature": 1, "label": 0}
+    yield {"x": [5.0, 5.0, -5.0, -5.0], "k": 2, "temperature": 0.05, "label": 2}
+
+
+def assert_same(state, found):
+    x, k, t, label = (state[key] for key in ("x", "k", "temperature", "label"))
+    x = torch.tensor(x, dtype=torch.float64)
+    close = {"atol": 1e-6, "rtol": 1e-6}
+    for name, project in METHODS.items():
+        given = torch.tensor(found["y"][name], dtype=torch.float64)
+        torch.testing.assert_close(given, project(x, k, t), **close)
+        jacobian = torch.autograd.functional.jacobian(lambda x, project=project: project(x, k, t), x)
+        given = torch.tensor(found["gradients"][name], dtype=torch.float64)
+        torch.testing.assert_close(given, jacobian[:, label], **close)
+    if 0 < k < len(x):
+        leaf = x.clone().requires_grad_()
+        loss = ll.lml_loss(leaf[None], torch.tensor([[label]]), k, temperature=t)
+        loss.backward()
+        torch.testing.assert_close(torch.tensor(found["loss"], dtype=torch.float64), loss.detach(), **close)
+        torch.testing.assert_close(torch.tensor(found["pushes"], dtype=torch.float64), -leaf.grad, **close)
+        nu = ll.lml_threshold(x, k, temperature=t).item()
+        assert found["nu"] == pytest.approx(nu, abs=1e-6, rel=1e-9)
+        low, high = found["bounds"]
+        assert low - 1e-9 <= nu <= high + 1e-9
+        assert len(found["iterates"]) <= 7
+        assert found["iterates"][-1] == found["nu"]
+
+
+def node(code, *arguments):
+    program = shutil.which("node") or shutil.which("nodejs")
+    if not program:
+        pytest.skip("node is not installed")
+    command = [program, "--input-type=module", "-e", code.replace("MATHS", MATHS.as_uri()), *arguments]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_numbers_in_node():
+    cases = list(states())
+    code = 'import { evaluate } from "MATHS"; console.log(JSON.stringify(JSON.parse(process.argv[1]).map(evaluate)))'
+    for state, found in zip(cases, node(code, json.dumps(cases)), strict=True):
+        assert_same(state, found)
+
+
+def test_the_polygon_is_a_triangle_then_a_hexagon():
+    cuts = [0.5, 1, 1.5, 2, 2.5]
+    code = 'import { polygon } from "MATHS"; console.log(JSON.stringify(JSON.parse(process.argv[1]).map(polygon)))'
+    found = node(code, json.dumps(cuts))
+    assert [len(corners) for corners in found] == [3, 3, 6, 3, 3]
+    for k, corners in zip(cuts, found, strict=True):
+        assert all(sum(corner) == pytest.approx(k) and min(corner) >= 0 and max(corner) <= 1 for corner in corners)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    api = pytest.importorskip("playwright.sync_api")
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not program:
+        pytest.skip("no browser is installed")
+    sys.path.insert(0, str(DOCS / "_ext"))
+    pytest.importorskip("sphinx")
+    import playground
+
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "index.html").write_text(f"<!doctype html><meta charset=utf-8><body>{playground.bundle()}", "utf-8")
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch_persistent_context(
+            str(folder / "profile"), executable_path=program, headless=True, args=FLAGS
+        )
+        view = browser.new_page()
+        view.complaints = []
+        view.on("console", lambda message: view.complaints.append(message.text))
+        view.on("pageerror", lambda error: view.complaints.append(str(error)))
+        view.on("request", lambda r: r.url.startswith("file:") or view.complaints.append(r.url))
+        view.address = (folder / "index.html").as_uri()
+        view.goto(view.address)
+        yield view
+        assert view.complaints == []
+        browser.close()
+
+
+def shown(page):
+    page.wait_for_function("document.getElementById('play').state")
+    return page.evaluate("document.getElementById('play').state")
+
+
+def test_numbers_in_a_browser(page):
+    for state in list(states())[::5]:
+        words = ",".join(map(str, state["x"]))
+        page.evaluate("hash => { location.hash = hash }", f"x={words}&k={state['k']}&t={state['temperature']}")
+        moved = "x => String(document.getElementById('play').state.x) === String(x)"
+        page.wait_for_function(moved, arg=state["x"])
+        found = shown(page)
+        assert_same({**state, "label": found["label"]}, found)
+        cells = page.evaluate("[...document.querySelectorAll('#play tr')].map(r => r.lastChild.textContent)")[1:-1]
+        expected = ll.lml(torch.tensor(state["x"]).double(), state["k"], temperature=state["temperature"])
+        assert [float(cell) for cell in cells] == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_keyboard_and_pointer_move_the_logits(page):
+    page.evaluate("location.hash = 'x=1,0,-1&k=1&t=1&label=0'")
+    page.wait_for_function("document.getElementById('play').state.x.join() === '1,0,-1'")
+    slider = page.locator("#play .slider").nth(1)
+    slider.focus()
+    for key in ("ArrowUp", "ArrowUp", "PageUp", "ArrowDown"):
+        page.keyboard.press(key)
+    assert shown(page)["x"][1] == pytest.approx(1.1)
+    assert slider.get_attribute("aria-valuenow") == "1.1"
+    box = slider.locator(".track").bounding_box()
+    page.mouse.move(box["x"], box["y"] + 0.5 * box["height"])
+    page.mouse.down()
+    page.mouse.move(box["x"], box["y"] + 0.25 * box["height"])
+    page.mouse.up()
+    assert shown(page)["x"][1] == pytest.approx(2.5, abs=0.1)
+    page.locator("[data-part=k]").focus()
+    page.keyboard.press("ArrowRight")
+    assert shown(page)["k"] == pytest.approx(1.05)
+    page.locator("#play input[type=radio]").nth(2).check()
+    assert shown(page)["label"] == 2
+
+
+def test_it_fits_on_a_phone(page):
+    page.set_viewport_size({"width": 390, "height": 844})
+    for n in (3, 8):
+        page.evaluate(f"location.hash = 'x={','.join(['1'] * n)}&k=2&t=1'")
+        page.wait_for_function(f"document.getElementById('play').state.x.length === {n}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for text in page.evaluate("[...document.querySelectorAll('#play section p')].map(p => p.textContent)"):
+        assert not re.search(r"NaN|undefined", text)

@@ -1,0 +1,97 @@
+"""The built pages: complete, on their own, and linked without gaps."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+pytest.importorskip("sphinx")
+pytest.importorskip("furo")
+from filelock import FileLock  # comes with torch
+
+DOCS = Path(__file__).parents[2] / "docs"
+LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
+
+
+class Page(HTMLParser):
+    """What a page loads, links to and can be linked at."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.loads, self.links, self.anchors = [], [], {""}
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, given: list[tuple[str, str | None]]) -> None:
+        attributes = dict(given)
+        self.anchors |= {attributes[key] for key in ("id", "name") if attributes.get(key)}
+        if tag == "a" and attributes.get("href"):
+            self.links.append(attributes["href"])
+        if tag in LOADS and attributes.get(LOADS[tag]):
+            self.loads.append(attributes[LOADS[tag]])
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """The site, built from nothing but the figures, which are drawn when their source is newer."""
+    out, done = DOCS / "_build" / "test", DOCS / "_build" / "test.run"
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    out.parent.mkdir(exist_ok=True)
+    with FileLock(out.parent / "test.lock"):  # the tests of this file may run in several processes
+        if not done.exists() or done.read_text() != run:
+            shutil.rmtree(out, ignore_errors=True)
+            command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(out)]
+            built = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            assert built.returncode == 0, built.stderr[-3000:]
+            done.write_text(run)
+    return out
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in site.rglob("*.html")}
+
+
+def test_pages_load_nothing_from_another_host(site, pages):
+    for path, page in pages.items():
+        for target in page.loads:
+            assert not re.match(r"(https?:)?//", target), f"{path.name} loads {target}"
+    for path in [*site.rglob("*.css"), *site.rglob("*.html")]:
+        assert not re.search(r"(@import|url\()\s*['\"]?(https?:)?//", path.read_text("utf-8")), path.name
+
+
+def test_links_inside_the_site_lead_somewhere(pages):
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path.resolve()
+            assert target.exists(), f"{path.name} links to {link}"
+            found = next((known for other, known in pages.items() if other.resolve() == target), None)
+            # Sphinx's own links from a listing back to its page take the package for the module.
+            if parts.fragment and found and "_modules" not in path.parts:
+                assert unquote(parts.fragment) in found.anchors, f"{path.name} links to {link}"
+
+
+def test_pictures_have_words(site):
+    for path in site.rglob("*.html"):
+        for picture in re.findall(r"<img [^>]*>", path.read_text("utf-8")):
+            ours = "toggler" not in picture  # of the index, by Sphinx
+            assert not ours or re.search(r'alt="[^"]{15,}"', picture), f"{path.name}: {picture}"
+
+
+def test_every_public_name_can_be_linked(site):
+    from sphinx.util.inventory import InventoryFile
+
+    sys.path.insert(0, str(DOCS / "_ext"))
+    import reference
+
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+    known = {name.split(".")[-1] for kind in inventory for name in inventory[kind] if kind.startswith("py:")}
+    assert set(reference.public_names()) <= known
