@@ -1,10 +1,11 @@
-"""The command line: lastlayer demo | train | evaluate | predict | report | export | tune | bench."""
+"""The command line: lastlayer demo | train | evaluate | predict | report | export | tune | plan | bench."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -24,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status: 0, or 2 with one line on the error stream."""
     try:
         arguments = parser().parse_args(argv)
-        return int(arguments.run(arguments) or 0)
+        with _processes(arguments):
+            return int(arguments.run(arguments) or 0)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command resumes the run.", 130)
     except BrokenPipeError:  # the reader of our output has gone, e.g. `head`
@@ -50,6 +52,22 @@ def _fail(message: str, status: int = 2) -> int:
     return status
 
 
+@contextmanager
+def _processes(arguments: argparse.Namespace) -> Iterator[None]:
+    """With --shard-classes, join the processes that torchrun started. The first of them writes and prints."""
+    if not getattr(arguments, "shard_classes", False):
+        yield
+        return
+    from lastlayer.train import sharded
+
+    with sharded.world(getattr(arguments, "field_accelerator", None) or "auto"):
+        if not sharded.is_first():
+            arguments.json = None
+            if arguments.command == "predict":
+                arguments.out = None
+        yield
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         """One line, without the usage."""
@@ -58,6 +76,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
+    from lastlayer.plan import parser as add_plan_options
+
     top = _Parser(prog="lastlayer", description="Train, evaluate and look at models that put out label sets.")
     commands = top.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
 
@@ -69,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     made = add("demo", _demo, "compare losses on the sample that ships with the package, half of the labels hidden")
     made.add_argument("--out", default="lastlayer_demo", help="folder of the runs and the report")
     made.add_argument("--keep", type=float, default=0.5, help="share of training labels that are kept")
-    made.add_argument("--epochs", type=int, default=12)
+    made.add_argument("--epochs", type=int, default=8)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--losses", default="", help="comma-separated; all six by default")
 
@@ -79,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--test", help="test rows; else a part of the rows")
     made.add_argument("--out", required=True, help="run folder; an unfinished run in it is resumed")
     made.add_argument("--quiet", action="store_true", help="no progress bar")
+    _shard_flag(made)
     _config_flags(made)
     _reader_flags(made)
 
@@ -87,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("data")
     made.add_argument("--part", help="train, valid or test, where the data name parts (default: test)")
     made.add_argument("--json", metavar="FILE", help="write the numbers there too")
+    _shard_flag(made)
     _reader_flags(made)
 
     made = add("predict", _predict, "write the labels of rows, best first, as they are read")
@@ -95,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-k", type=int, default=None, help="labels a row (default: as many as the run expects)")
     made.add_argument("--threshold", type=float, default=0.0, help="leave out labels less probable than this")
     made.add_argument("--out", metavar="FILE", help="default: standard output")
+    _shard_flag(made)
     _reader_flags(made, formats=True)
 
     made = add("report", _report, "write one HTML page about one run or several")
@@ -118,9 +141,17 @@ def parser() -> argparse.ArgumentParser:
     _config_flags(made)
     _reader_flags(made)
 
+    made = add("plan", _plan, "memory, traffic and time of training with split labels, before it is run")
+    add_plan_options(made)
+
     made = add("bench", _bench, "run the benchmark table (from a checkout of the repository)")
     made.add_argument("arguments", nargs=argparse.REMAINDER)
     return top
+
+
+def _shard_flag(made: argparse.ArgumentParser) -> None:
+    text = "split the labels over the processes that torchrun started: torchrun --nproc-per-node N -m lastlayer ..."
+    made.add_argument("--shard-classes", action="store_true", help=text)
 
 
 def _config_flags(made: argparse.ArgumentParser) -> None:
@@ -207,6 +238,9 @@ def _demo(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.keep <= 1 or arguments.epochs < 1:
         raise UsageError("--keep must be above 0 and at most 1, --epochs at least 1.")
     losses = [name for name in arguments.losses.split(",") if name] or list(LOSSES)
+    import torch
+
+    torch.set_num_threads(1)  # the steps are small: more threads only wait for one another
     with _progress() as step:
         runs = demo(
             arguments.out, losses=losses, keep=arguments.keep, epochs=arguments.epochs, seed=arguments.seed, step=step
@@ -221,7 +255,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config = _config(arguments)
     parts = _parts(arguments)
-    run = train(parts, config, arguments.out, progress=not arguments.quiet and sys.stderr.isatty())
+    progress = not arguments.quiet and sys.stderr.isatty()
+    run = train(parts, config, arguments.out, progress=progress, shard_classes=arguments.shard_classes)
     _say_metrics(run.metrics(), str(run.path))
     print(f"run: {run.path}")
     return 0
@@ -232,14 +267,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from lastlayer.train import evaluate
     from lastlayer.train.engine import load
 
-    model = load(arguments.run_folder)
+    model = load(arguments.run_folder, shard_classes=arguments.shard_classes)
     options = _like_training(arguments, model)
     parts = read_parts(arguments.data, on_error=arguments.on_error, **options)
     part = arguments.part or next((p for p in ("test", "all", "valid") if p in parts), "train")
     if part not in parts:
         raise UsageError(f"{arguments.data}: has no part {part!r}, only {', '.join(parts)}.")
     _tell_about(part, parts[part])
-    found = evaluate(arguments.run_folder, parts[part])
+    found = evaluate(arguments.run_folder, parts[part], shard_classes=arguments.shard_classes)
     if found["unknown_labels"]:
         print(f"dropped {found['unknown_labels']} label(s) that the run does not know", file=sys.stderr)
     _say_metrics({"part": part, **found}, arguments.run_folder)
@@ -267,7 +302,7 @@ def _predict(arguments: argparse.Namespace) -> int:
 
     if arguments.k is not None and arguments.k < 1:
         raise UsageError("-k must be at least 1.")
-    model = load(arguments.run_folder)
+    model = load(arguments.run_folder, shard_classes=arguments.shard_classes)
     options = _like_training(arguments, model)
     at, problems = 0, None
     with _output(arguments.out) as out:
@@ -362,10 +397,17 @@ def _tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    from lastlayer.plan import report
+
+    print(report(arguments))
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())
     try:
-        from benchmarks import run
+        run = importlib.import_module("benchmarks.run")
     except ImportError:
         raise UsageError(
             "the benchmarks are not installed: run `lastlayer bench` in a checkout of the repository."

@@ -14,7 +14,7 @@ from train_tools import make_rows
 
 from lastlayer.cli import main
 
-FAST = ["--epochs", "20", "--batch-size", "32", "--lr", "0.1", "--bootstrap", "20", "--quiet"]
+FAST = ["--epochs", "20", "--batch-size", "32", "--bootstrap", "20", "--quiet"]
 
 
 def write(path, data, header=True):
@@ -152,7 +152,7 @@ def test_errors_are_one_line_and_exit_2(trained, capsys, tmp_path):
         (["train", data], "--out"),
         (["nonsense"], "invalid choice"),
         (["train", data, "--out", out, "--loss", "nope"], "`loss` must be one of"),
-        (["train", data, "--out", out, "--lr", "fast"], "`lr` must be a number"),
+        (["train", data, "--out", out, "--lr", "fast"], "`lr` must be a positive number"),
         (["train", data, "--out", run], "holds a finished run"),
         (["train", data, "--out", str(folder)], "not empty and not a run"),
         (["evaluate", str(tmp_path), data], "not a run folder"),

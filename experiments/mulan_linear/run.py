@@ -29,7 +29,7 @@ CARDINALITY = {"bibtex": (2.0, 3.0), "delicious": (5.0, 15.0)}
 
 def grid(name: str, loss: str) -> list[dict[str, Any]]:
     """The settings to choose from; 12 for losses with k, 6 for the others."""
-    rates = [{"lr": lr, "weight_decay": wd} for lr, wd in itertools.product((0.03, 0.08), (0.01, 0.05, 0.15))]
+    rates = [{"lr": lr, "weight_decay": wd} for lr, wd in itertools.product((5.0, 15.0), (3e-6, 1e-5, 3e-5))]
     if not loss.startswith("lml"):
         return rates
     extra = {"labels": "incomplete"} if loss == "lml thinned" else {}

@@ -11,14 +11,15 @@ from lastlayer.train.config import Config
 from lastlayer.train.engine import train
 from lastlayer.train.run_folder import RunFolder
 
-# Learning rates were chosen for each loss on the sample's validation rows with half of the labels hidden.
+# Chosen for each loss on the sample's validation rows with half of the labels hidden, by recall@5 after 8 epochs:
+# learning rates 0.04, 0.08, 0.16, 0.3, weight decays 0.01, 0.3, 1.
 LOSSES: dict[str, dict[str, Any]] = {
-    "lml": {"lr": 0.01},
-    "binary": {"lr": 0.02},
-    "truncated_entropy": {"lr": 0.01},
-    "two_way": {"lr": 0.01},
-    "asymmetric": {"lr": 0.02},
-    "expected_positive": {"lr": 0.02},
+    "lml": {"lr": 0.08, "weight_decay": 0.01},
+    "binary": {"lr": 0.3, "weight_decay": 0.3},
+    "truncated_entropy": {"lr": 0.3, "weight_decay": 0.01},
+    "two_way": {"lr": 0.16, "weight_decay": 0.01},
+    "asymmetric": {"lr": 0.3, "weight_decay": 1.0},
+    "expected_positive": {"lr": 0.16, "weight_decay": 0.01},
 }
 
 
@@ -27,7 +28,7 @@ def demo(
     *,
     losses: Sequence[str] = tuple(LOSSES),
     keep: float = 0.5,
-    epochs: int = 12,
+    epochs: int = 8,
     seed: int = 0,
     step: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> list[RunFolder]:
@@ -47,7 +48,7 @@ def demo(
     parts, runs = load_sample(), []
     for i, loss in enumerate(losses):
         step(loss, i, len(losses))
-        options = {"lr": 0.02, **LOSSES.get(loss, {})}
+        options = LOSSES.get(loss, {})
         config = Config(loss=loss, labels="incomplete", keep=keep, epochs=epochs, seed=seed, **options)
         run = RunFolder(Path(out) / loss)
         runs.append(run if run.is_done() else train(parts, config, run.path))

@@ -18,7 +18,8 @@ from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from lastlayer.data import DataError, LabelData, hide_labels, single_positive, split_rows
-from lastlayer.train import checkpoint
+from lastlayer.shard import ClassShard
+from lastlayer.train import checkpoint, sharded
 from lastlayer.train import measure as evaluation
 from lastlayer.train.config import Config, ConfigError, make
 from lastlayer.train.config import load as load_config
@@ -108,9 +109,17 @@ def prepare(parts: dict[str, LabelData], config: Config) -> dict[str, LabelData]
     return parts
 
 
-def build(config: Config, resolved: Resolved, features: FeatureMap, n_labels: int, steps: int) -> LabelSetModule:
+def build(
+    config: Config,
+    resolved: Resolved,
+    features: FeatureMap,
+    n_labels: int,
+    steps: int,
+    shard: ClassShard | None = None,
+) -> LabelSetModule:
     """Make the module of a run, unless it is too large."""
-    size = LabelSetNetwork.count_parameters(features.n_features, n_labels, config.hidden)
+    held = n_labels if shard is None else shard.size
+    size = LabelSetNetwork.count_parameters(features.n_features, held, config.hidden)
     if size > config.max_parameters:
         raise ConfigError(
             f"the network would have {size} parameters, `max_parameters` is {config.max_parameters}. Use fewer "
@@ -125,6 +134,7 @@ def build(config: Config, resolved: Resolved, features: FeatureMap, n_labels: in
             dropout=config.dropout,
             sparse=features.is_sparse,
             count_head=config.k == "predicted",
+            shard=shard,
         )
     return LabelSetModule(network, config, resolved, total_steps=steps)
 
@@ -149,13 +159,12 @@ def quiet() -> Iterator[None]:
 def trainer(config: Config, *, epochs: int | None = None, progress: bool = False, **options: Any) -> pl.Trainer:
     """Return the Lightning Trainer of a config."""
     precision: Any = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}[config.precision]
-    extra: dict[str, Any] = {"plugins": [checkpoint.SafeCheckpointIO()]}
+    extra: dict[str, Any] = {"plugins": [checkpoint.SafeCheckpointIO()], "devices": config.devices}
     if config.devices > 1:
         extra["strategy"] = "ddp"
     try:
         return pl.Trainer(
             accelerator=config.accelerator,
-            devices=config.devices,
             precision=precision,
             max_epochs=config.epochs if epochs is None else epochs,
             gradient_clip_val=config.clip_norm or None,
@@ -164,8 +173,7 @@ def trainer(config: Config, *, epochs: int | None = None, progress: bool = False
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
             log_every_n_steps=10**9,
-            **extra,
-            **options,
+            **{**extra, **options},
         )
     except (pl.utilities.exceptions.MisconfigurationException, RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -181,6 +189,7 @@ def train(
     resume: bool = True,
     progress: bool = False,
     command: Sequence[str] | None = None,
+    shard_classes: bool = False,
 ) -> RunFolder:
     """Train, evaluate on the held-out part, and write the run folder.
 
@@ -192,20 +201,26 @@ def train(
         resume: Whether an unfinished run may be resumed.
         progress: Whether to show a progress bar.
         command: What to note in environment.json.
+        shard_classes: Whether to split the labels over the processes of the default process group, each of which
+            calls this with the same arguments. See :mod:`lastlayer.train.sharded`.
 
     Returns:
         The run folder.
     """
     begun = time.perf_counter()
-    run, parts = RunFolder(out), prepare(parts, config)
+    if shard_classes:
+        sharded.check(config)
+    run, parts = sharded.run_folder(out) if shard_classes else RunFolder(out), prepare(parts, config)
     resolved = Resolved.of(config, parts["train"])
     if "valid" not in parts and resolved.monitor:
         resolved = Resolved(**{**asdict(resolved), "monitor": ""})
     about = _about(parts, config, resolved)
-    last = _enter(run, config, about, resume, command)
+    last = sharded.once(lambda: _enter(run, config, about, resume, command, shard_classes), shard_classes)
     features = FeatureMap.fit(parts["train"], config)
     steps = len(EpochBatches(len(parts["train"]), config.batch_size, seed=0, world=config.devices)) * config.epochs
-    module = build(config, resolved, features, parts["train"].n_labels, steps)
+    n_labels = parts["train"].n_labels
+    module = build(config, resolved, features, n_labels, steps, sharded.split(n_labels) if shard_classes else None)
+    files, options = sharded.setup(module) if shard_classes else (checkpoint.SafeCheckpointIO(), {})
     module.start_at_frequencies(parts["train"])
     run.write_json("features.json", features.state)
     run.write_json(
@@ -213,6 +228,7 @@ def train(
         {"names": list(parts["train"].label_names), "train_counts": parts["train"].label_counts()},
     )
     about["resolved"]["n_features"] = features.n_features
+    about["resolved"].update({name: getattr(module.config, name) for name in ("optimizer", "lr", "weight_decay")})
     run.write_json("data.json", about)
     inputs = {name: features(data) for name, data in parts.items()}
     data = LabelSetData(
@@ -224,20 +240,24 @@ def train(
         fitter = trainer(
             config,
             progress=progress,
-            callbacks=_callbacks(config, resolved, run, history, progress),
+            callbacks=[*_callbacks(config, resolved, run, history, progress), *options.pop("callbacks", [])],
             logger=_loggers(config, run),
             default_root_dir=str(run.path),
+            **options,
         )
         try:
             fitter.fit(module, datamodule=data, ckpt_path=None if last is None else str(last))
+        except SystemExit:  # how Lightning answers Ctrl-C
+            raise KeyboardInterrupt from None
         except (KeyError, RuntimeError) as error:
-            if last is None:
+            if last is None or str(error).startswith("shard:"):
                 raise
             raise RunError(f"{last}: does not fit this run: {' '.join(str(error).split())[:120]}.") from None
         if fitter.interrupted:
             raise KeyboardInterrupt
     if fitter.is_global_zero:
-        _finish(run, module, config, resolved, parts, inputs, history, time.perf_counter() - begun)
+        _finish(run, module, files, config, resolved, parts, inputs, history, time.perf_counter() - begun)
+    sharded.once(lambda: None, shard_classes)  # the folder is whole on return, on every process
     return run
 
 
@@ -258,7 +278,12 @@ def _about(parts: dict[str, LabelData], config: Config, resolved: Resolved) -> d
 
 
 def _enter(
-    run: RunFolder, config: Config, about: dict[str, Any], resume: bool, command: Sequence[str] | None
+    run: RunFolder,
+    config: Config,
+    about: dict[str, Any],
+    resume: bool,
+    command: Sequence[str] | None,
+    shard_classes: bool = False,
 ) -> Path | None:
     """Claim the folder; return the checkpoint to resume from, if there is one. Nothing is overwritten."""
     if not run.exists():
@@ -288,6 +313,9 @@ def _enter(
     last = run / "checkpoints/last.ckpt"
     if not last.exists():
         return None
+    if sharded.is_split(run) != shard_classes:
+        how = "without --shard-classes" if shard_classes else "with --shard-classes"
+        raise RunError(f"{run.path}: holds an unfinished run {how}. Resume it so, or choose another folder.")
     checkpoint.read(last)  # a damaged one is an error now, before anything is written
     return last
 
@@ -317,6 +345,8 @@ def _callbacks(config: Config, resolved: Resolved, run: RunFolder, history: Hist
 
 def _loggers(config: Config, run: RunFolder) -> Any:
     out: list[Any] = []
+    if isinstance(run, sharded.ReadOnlyRun):
+        return False
     if "csv" in config.loggers:
         from pytorch_lightning.loggers import CSVLogger
 
@@ -331,6 +361,7 @@ def _loggers(config: Config, run: RunFolder) -> Any:
 def _finish(
     run: RunFolder,
     module: LabelSetModule,
+    files: checkpoint.SafeCheckpointIO,
     config: Config,
     resolved: Resolved,
     parts: dict[str, LabelData],
@@ -342,11 +373,11 @@ def _finish(
     best = run / "checkpoints/best.ckpt"
     epoch = len(history.rows) - 1
     if resolved.monitor and best.exists():
-        state = checkpoint.read(best)
+        state = files.load_checkpoint(best)
         epoch = int(state["epoch"])
         module.load_state_dict(state["state_dict"])
     module.to("cpu")
-    run.write_tensors("weights.safetensors", dict(module.network.state_dict()))
+    run.write_tensors("weights.safetensors", sharded.whole_weights(module.network))
     part = next((p for p in ("test", "valid") if p in parts), "train")
     found = evaluation.predict(module, inputs[part], parts[part])
     measured = evaluation.measure(found, resolved.at, resamples=config.bootstrap, seed=config.seed)
@@ -372,11 +403,12 @@ def examples(data: LabelData) -> list[dict[str, Any]]:
     ]
 
 
-def load(path: str | Path | RunFolder) -> Model:
+def load(path: str | Path | RunFolder, *, shard_classes: bool = False) -> Model:
     """Load a finished run for prediction.
 
     Args:
         path: The run folder.
+        shard_classes: Whether to split the labels over the processes of the default process group.
 
     Returns:
         The module with its weights, the feature map, the label names and the config.
@@ -398,8 +430,11 @@ def load(path: str | Path | RunFolder) -> Model:
         raise RunError(f"{run.path}/{error}") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{run / 'data.json'}: damaged: {str(error)[:80]}.") from None
-    module = build(config, resolved, features, len(labels), 1)
-    weights: dict[str, Tensor] = run.read_tensors("weights.safetensors")
+    if shard_classes:
+        sharded.check(config)
+    shard = sharded.split(len(labels)) if shard_classes else None
+    module = build(config, resolved, features, len(labels), 1, shard)
+    weights: dict[str, Tensor] = sharded.read_weights(run, module.network)
     try:
         module.network.load_state_dict(weights)
     except RuntimeError:

@@ -39,10 +39,10 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         hidden: Widths of hidden layers; none is a linear model.
         dropout: Dropout after hidden layers.
         epochs: Passes over the rows.
-        lr: The learning rate at its peak; with hidden layers use less, about 0.005.
-        weight_decay: Decoupled weight decay.
+        lr: The learning rate at its peak; ``"auto"`` follows the optimiser: 5, 0.05, or 0.005 with hidden layers.
+        weight_decay: The weight decay, or ``"auto"``: 1e-5 with SGD, 0.01 (decoupled) with AdamW.
         batch_size: Rows a step.
-        optimizer: ``"adamw"`` or ``"sgd"``.
+        optimizer: ``"adamw"``, ``"sgd"``, or ``"auto"``: SGD for linear models on sparse rows, else AdamW.
         schedule: ``"cosine"`` or ``"constant"``.
         scale: ``"auto"`` (standardise dense, normalise sparse rows), ``"standard"``, ``"l2"`` or ``"none"``.
         threshold: ``predict`` returns labels at least so probable.
@@ -74,10 +74,10 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         hidden: Sequence[int] = (),
         dropout: float = 0.0,
         epochs: int = 50,
-        lr: float = 0.05,
-        weight_decay: float = 0.01,
+        lr: float | str = "auto",
+        weight_decay: float | str = "auto",
         batch_size: int = 128,
-        optimizer: str = "adamw",
+        optimizer: str = "auto",
         schedule: str = "cosine",
         scale: str = "auto",
         threshold: float = 0.5,
@@ -213,7 +213,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         return Config(
             loss=self.loss, loss_options=self.loss_options or {}, labels=self.labels, k=k,  # type: ignore[arg-type]
             observed=self.observed, hidden=tuple(self.hidden), dropout=self.dropout, epochs=self.epochs,  # type: ignore[arg-type]
-            lr=self.lr, weight_decay=self.weight_decay, batch_size=self.batch_size, optimizer=self.optimizer,
+            lr=self.lr, weight_decay=self.weight_decay, batch_size=self.batch_size, optimizer=self.optimizer,  # type: ignore[arg-type]
             scale=self.scale, schedule=changes.pop("schedule", self.schedule), accelerator="cpu",
             **changes,
         )  # fmt: skip
@@ -244,7 +244,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         self.resolved_, self.k_ = resolved, resolved.k
         module = build(config, resolved, self.features_, len(self.classes_), 1)
         module.start_at_frequencies(labels)
-        self.network_, self.optimizer_state_ = module.network, None
+        self.network_ = module.network
+        self.optimizer_state_: dict[str, Any] | None = None
 
     def _labels(self, y: Any) -> LabelData:
         """Return targets as label lists over `classes_`."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from lastlayer.data import LabelData
+from lastlayer.decode.top_k import decode_top_k
+from lastlayer.shard import ClassShard, gather
 from lastlayer.train.module import LabelSetModule, rows_to_input, top_metrics
 
 DENSE = 8_000_000  # entries of a matrix of probabilities that is kept whole
@@ -47,7 +49,7 @@ class Predictions:
 def predict(module: LabelSetModule, x: Any, labels: LabelData, *, batch_size: int = 512) -> Predictions:
     """Compute probabilities for rows of features."""
     n, device = len(labels), next(module.parameters()).device
-    n_labels = module.network.n_labels
+    n_labels, shard = module.network.n_labels, module.shard
     keep = n * n_labels <= DENSE
     most = min(TOP, n_labels)
     module.eval()
@@ -57,12 +59,12 @@ def predict(module: LabelSetModule, x: Any, labels: LabelData, *, batch_size: in
             rows: Any = rows_to_input(x, np.arange(at, min(at + batch_size, n)))
             rows = tuple(part.to(device) for part in rows) if isinstance(rows, tuple) else rows.to(device)
             y, k = module.probabilities(rows)
-            best = y.topk(most, -1)
-            index.append(best.indices.cpu())
-            value.append(best.values.float().cpu())
+            places, best = y.topk(most, -1)[::-1] if shard is None else decode_top_k(y, most, shard=shard)
+            index.append(places.cpu())
+            value.append(best.float().cpu())
             counts.append(k.float().cpu())
             if keep:
-                whole.append(y.float().cpu())
+                whole.append(gather_classes(y.float(), n_labels, shard).cpu())
 
     def joined(parts: list[Tensor], *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.cat(parts).clone() if parts else torch.zeros(shape, dtype=dtype)
@@ -74,6 +76,14 @@ def predict(module: LabelSetModule, x: Any, labels: LabelData, *, batch_size: in
         joined(whole, 0, n_labels) if keep else None,
         labels,
     )
+
+
+def gather_classes(value: Tensor, n_labels: int, shard: ClassShard | None) -> Tensor:
+    """Return ``(..., n_labels)`` on every process from the slices of ``ClassShard.split``."""
+    if shard is None:
+        return value
+    size = -(-n_labels // shard.ranks)
+    return gather(torch.nn.functional.pad(value, (0, size - value.shape[-1])), shard)[..., :n_labels]
 
 
 def measure(found: Predictions, at: tuple[int, ...], *, resamples: int = 200, seed: int = 0) -> dict[str, Any]:
@@ -185,20 +195,21 @@ def notes(incomplete: bool) -> list[str]:
     ]
 
 
-def evaluate(run: Any, data: LabelData, *, resamples: int = 200) -> dict[str, Any]:
+def evaluate(run: Any, data: LabelData, *, resamples: int = 200, shard_classes: bool = False) -> dict[str, Any]:
     """Measure a finished run on other rows.
 
     Args:
         run: A folder, or a :class:`~lastlayer.train.RunFolder`.
         data: Rows with labels; labels that the run does not know are dropped and counted in the result.
         resamples: Of the bootstrap.
+        shard_classes: Whether to split the labels over the processes of the default process group.
 
     Returns:
         ``{"rows", "metrics", "labels", "unknown_labels", "notes"}``.
     """
     from lastlayer.train.engine import load
 
-    model = load(run)
+    model = load(run, shard_classes=shard_classes)
     known, unknown = data.with_labels(model.labels)
     found = predict(model.module, model.features(known), known)
     at = model.module.resolved.at

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lastlayer.data import LabelData
+from lastlayer.decode.top_k import decode_top_k
+from lastlayer.head.linear import ShardedLinear
+from lastlayer.shard import ClassShard, reduce, total
 from lastlayer.train.config import Config, ConfigError, loss_function
 from lastlayer.train.network import Input, LabelSetNetwork
 
@@ -178,6 +181,7 @@ class LabelSetModule(pl.LightningModule):
 
     def __init__(self, network: LabelSetNetwork, config: Config, resolved: Resolved, *, total_steps: int) -> None:
         super().__init__()
+        config = config.settled(network.sparse)
         self.network, self.config, self.resolved, self.total_steps = network, config, resolved, max(total_steps, 1)
         self.function = loss_function(resolved.loss)
         self.options = dict(config.loss_options)
@@ -185,6 +189,10 @@ class LabelSetModule(pl.LightningModule):
         self.takes_k = "k" in parameters and parameters["k"].default is parameters["k"].empty
         if "observed" in parameters:
             self.options["observed"] = resolved.observed
+        self.shard = network.shard
+        self.in_blocks = False  # the loss without the logits of all labels
+        if self.shard is not None:
+            self.options["shard"] = self.shard
         self.k: Any = resolved.k
         if self.takes_k and str(parameters["k"].annotation) in ("int", "<class 'int'>"):
             if resolved.k is None:
@@ -202,6 +210,8 @@ class LabelSetModule(pl.LightningModule):
         if self.network.count_head:
             share = torch.tensor([self.resolved.mean_count / self.network.n_labels])
             bias = torch.cat([bias, share.logit()])
+        if self.shard is not None:
+            bias = bias[self.shard.start : self.shard.stop]
         with torch.no_grad():
             self.network.output_bias().copy_(bias)
 
@@ -209,6 +219,10 @@ class LabelSetModule(pl.LightningModule):
         """Return the loss of a batch and its logits."""
         logits, count = self.network(rows)
         logits = logits.float()
+        if self.shard is not None and target.shape == logits.shape:
+            target = nn.functional.pad(
+                target, (0, 1), value=-1
+            )  # lists as wide as the slice could be read as multi-hot
         if not self.takes_k:
             value = self.function(logits, target, **self.options)
         else:
@@ -218,6 +232,14 @@ class LabelSetModule(pl.LightningModule):
             value = value + self.config.count_weight * nn.functional.poisson_nll_loss(count, seen, log_input=False)
         return value, logits
 
+    def loss_in_blocks(self, rows: Input, target: Tensor) -> Tensor:
+        """Return the LML loss of a batch as :meth:`loss` does, without its logits."""
+        output = self.network.rest[-1]
+        assert isinstance(output, ShardedLinear)
+        if target.shape == (len(target), len(output.weight)):
+            target = nn.functional.pad(target, (0, 1), value=-1)
+        return output.loss(self.network.before_output(rows), target, self.k).float()
+
     def probabilities(self, rows: Input) -> tuple[Tensor, Tensor]:
         """Return probabilities and the expected number of labels a row."""
         from lastlayer.project.lml import lml
@@ -226,9 +248,9 @@ class LabelSetModule(pl.LightningModule):
         logits = logits.float()
         if self.resolved.probability == "sigmoid":
             y = logits.sigmoid()
-            return y, y.sum(-1) if count is None else count
-        k = torch.full_like(logits[:, 0], float(self.resolved.k or 0)) if count is None else count
-        return lml(logits, k, impl="torch" if torch.compiler.is_compiling() else "auto"), k
+            return y, reduce(y, "sum", self.shard).squeeze(-1) if count is None else count
+        k = logits.new_full(logits.shape[:1], float(self.resolved.k or 0)) if count is None else count
+        return lml(logits, k, shard=self.shard, impl="torch" if torch.compiler.is_compiling() else "auto"), k
 
     def on_train_epoch_start(self) -> None:
         """Start the mean of the loss."""
@@ -237,7 +259,10 @@ class LabelSetModule(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch; dropout is seeded by the step, so that a resumed run repeats it."""
         torch.manual_seed((self.config.seed * 1_000_003 + self.global_step * 1009 + self.global_rank) % 2**63)
-        value, _ = self.loss(batch["input"], batch["target"])
+        if self.in_blocks:
+            value = self.loss_in_blocks(batch["input"], batch["target"])
+        else:
+            value, _ = self.loss(batch["input"], batch["target"])
         kept = value.detach()
         self._train_sum = kept if self._train_sum is None else self._train_sum + kept
         self._train_steps += 1
@@ -257,7 +282,7 @@ class LabelSetModule(pl.LightningModule):
         target = batch["target"]
         self._sums["rows"] += len(target)
         self._sums["valid_loss"] += float(value) * len(target)
-        found = row_metrics(logits, target, self.resolved.at)
+        found = row_metrics(logits, target, self.resolved.at, self.shard)
         self._sums["labelled"] += float((target >= 0).any(-1).sum())
         for name, per_row in found.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(per_row.nansum())
@@ -274,24 +299,43 @@ class LabelSetModule(pl.LightningModule):
         if not self.trainer.sanity_checking:
             self.log_dict(self.validation_metrics(), prog_bar=True, logger=True)
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Bound the norm of the gradient, over the labels of all processes where they are split."""
+        if self.shard is None or not gradient_clip_val:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        split = self.network.class_dims()
+        grads = {name: p.grad for name, p in self.network.named_parameters() if p.grad is not None}
+        zero = torch.zeros((), device=self.device)
+        squares = total(sum((g.float().square().sum() for n, g in grads.items() if n in split), zero), self.shard)
+        squares = sum((g.float().square().sum() for n, g in grads.items() if n not in split), squares)
+        scale = (gradient_clip_val / (squares.sqrt() + 1e-6)).clamp(max=1)
+        for grad in grads.values():
+            grad.mul_(scale)
+
     def configure_optimizers(self) -> Any:
         """Return the optimiser with warm-up and cosine decay a step; biases are not decayed."""
-        config = self.config
+        config, lr = self.config, float(self.config.lr)
         matrices = [p for p in self.network.parameters() if p.ndim > 1]
         vectors = [p for p in self.network.parameters() if p.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         optimizer: torch.optim.Optimizer
         if config.optimizer == "adamw":
             fused = all(p.device.type in ("cpu", "cuda") for p in matrices) and config.precision == "32"
-            optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+            optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=float(config.weight_decay), fused=fused)
         else:
             optimizer = torch.optim.SGD(
-                groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum
+                groups, lr=lr, weight_decay=float(config.weight_decay), momentum=config.momentum
             )
         if self.optimizer_state is not None:
             optimizer.load_state_dict(self.optimizer_state)
             for group in optimizer.param_groups:  # the schedule starts again
-                group["lr"] = group["initial_lr"] = config.lr
+                group["lr"] = group["initial_lr"] = lr
         warm = max(int(config.warmup * self.total_steps), 1)
 
         def factor(step: int) -> float:
@@ -304,13 +348,18 @@ class LabelSetModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def row_metrics(scores: Tensor, target: Tensor, at: tuple[int, ...]) -> dict[str, Tensor]:
+def row_metrics(
+    scores: Tensor, target: Tensor, at: tuple[int, ...], shard: ClassShard | None = None
+) -> dict[str, Tensor]:
     """Return precision, recall and nDCG at each k for each row; nan for a row without labels.
 
     `target` holds index lists. The means over rows are those of :mod:`lastlayer.metrics`.
     """
-    most = min(max(at), scores.shape[-1])
-    top = scores.topk(most, -1).indices
+    if shard is not None:
+        top = decode_top_k(scores, max(at), shard=shard).index
+        top = torch.where(top < 0, -2, top)  # -1 is what pads the target
+    else:
+        top = scores.topk(min(max(at), scores.shape[-1]), -1).indices
     return top_metrics(top, target, at)
 
 

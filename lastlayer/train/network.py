@@ -9,6 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from lastlayer.head.linear import ShardedLinear
+from lastlayer.shard import ClassShard
+
 Input = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -22,6 +25,8 @@ class LabelSetNetwork(nn.Module):
         dropout: The dropout after each hidden layer.
         sparse: Whether the input is sparse: ``(index, offsets, value)`` as in :class:`torch.nn.EmbeddingBag`.
         count_head: Whether to predict the number of labels a row.
+        shard: This process's slice of the labels, where they are split over several: the outputs are those of the
+            slice, the hidden layers are alike on all. See :mod:`lastlayer.train.sharded`.
 
     Example:
         >>> from lastlayer.train import LabelSetNetwork
@@ -39,11 +44,14 @@ class LabelSetNetwork(nn.Module):
         dropout: float = 0.0,
         sparse: bool = False,
         count_head: bool = False,
+        shard: ClassShard | None = None,
     ) -> None:
         super().__init__()
         self.n_features, self.n_labels = n_features, n_labels
-        self.sparse, self.count_head = sparse, count_head
+        self.sparse, self.count_head, self.shard = sparse, count_head, shard
         widths = [*hidden, n_labels + count_head]
+        if shard is not None and not hidden:
+            widths = [shard.size]
         self.first: nn.Module
         if sparse:
             self.first = nn.EmbeddingBag(n_features, widths[0], mode="sum")
@@ -51,7 +59,9 @@ class LabelSetNetwork(nn.Module):
             self.first = nn.Linear(n_features, widths[0], bias=False)
         self.bias = nn.Parameter(torch.zeros(widths[0]))
         self.dropout = nn.Dropout(dropout)
-        self.rest = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.rest = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths[:-1]))
+        if hidden:
+            self.rest.append(ShardedLinear(widths[-2], widths[-1], shard=shard))
         self._start(linear=not hidden)
 
     @staticmethod
@@ -75,8 +85,25 @@ class LabelSetNetwork(nn.Module):
         assert isinstance(last, nn.Parameter)
         return last
 
+    def class_dims(self) -> dict[str, int]:
+        """The parameters with an entry for each label, and the dimension in which they have it."""
+        last = len(self.rest) - 1
+        if last < 0:
+            return {"first.weight": 1 if self.sparse else 0, "bias": 0}
+        return {f"rest.{last}.weight": 0, f"rest.{last}.bias": 0}
+
     def forward(self, rows: Input) -> tuple[Tensor, Tensor | None]:
         """Return logits ``(rows, n_labels)`` and expected counts ``(rows,)`` or None."""
+        x = self.before_output(rows)
+        if len(self.rest):
+            x = self.rest[-1](x)
+        if not self.count_head:
+            return x, None
+        # Strictly between 0 and n_labels, so that the projection always has a solution.
+        return x[:, :-1], self.n_labels * x[:, -1].float().sigmoid()
+
+    def before_output(self, rows: Input) -> Tensor:
+        """Return the input of the output layer; of a linear model, its output."""
         if isinstance(rows, tuple):
             index, offsets, value = rows
             assert isinstance(self.first, nn.EmbeddingBag)
@@ -86,9 +113,8 @@ class LabelSetNetwork(nn.Module):
         else:
             x = self.first(rows)
         x = x + self.bias
-        for layer in self.rest:
-            x = layer(self.dropout(x.relu()))
-        if not self.count_head:
-            return x, None
-        # Strictly between 0 and n_labels, so that the projection always has a solution.
-        return x[:, :-1], self.n_labels * x[:, -1].float().sigmoid()
+        for i in range(len(self.rest)):
+            x = self.dropout(x.relu())
+            if i + 1 < len(self.rest):
+                x = self.rest[i](x)
+        return x

@@ -1,7 +1,7 @@
 r"""A run folder: everything about a training run, in files that are safe to open.
 
-JSON is UTF-8, tensors are safetensors, nothing is pickled. Each file is written to a temporary name, flushed to disk
-and renamed, so that a reader finds a whole file or the previous one. Format 1:
+JSON is UTF-8, tensors are safetensors, nothing is pickled (but see ``checkpoints/shards``). Each file is written to a
+temporary name, flushed to disk and renamed, so that a reader finds a whole file or the previous one. Format 1:
 
 ``config.yaml``
     Every field of :class:`~lastlayer.train.Config`, as asked for.
@@ -10,7 +10,8 @@ and renamed, so that a reader finds a whole file or the previous one. Format 1:
 ``data.json``
     ``{"format": 1, "parts": {part: {"source", "rows", "labels_a_row", "fingerprint", "skipped", "listed"}}, "hidden",
     "resolved"}``; ``part`` is train, valid or test; ``fingerprint`` is a SHA-256 of rows and labels; ``resolved``
-    holds what "auto" became: ``{"k", "observed", "loss", "probability", "n_features", "n_labels", "monitor"}``;
+    holds what "auto" became: ``{"k", "observed", "loss", "probability", "n_features", "n_labels", "monitor",
+    "optimizer", "lr", "weight_decay"}``;
     ``k`` is a number, or null where it is predicted a row.
 ``labels.json``
     ``{"format": 1, "names": [...], "train_counts": [...]}``: the classes in the order of the outputs, and how many
@@ -45,6 +46,9 @@ and renamed, so that a reader finds a whole file or the previous one. Format 1:
 ``checkpoints/last.ckpt``, ``checkpoints/best.ckpt``
     The whole state of training after an epoch (:mod:`lastlayer.train.checkpoint`); ``last.ckpt`` is what a killed run
     resumes from.
+``checkpoints/shards``
+    Only with ``--shard-classes``: the tensors of the split labels, as torch.distributed.checkpoint writes them. Its
+    index is a pickle, the one exception here; it is read when an unfinished run is resumed, and at no other time.
 ``done.json``
     Written last: ``{"format": 1, "seconds"}``. Without it the run is not finished.
 """

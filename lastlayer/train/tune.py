@@ -18,15 +18,16 @@ from lastlayer.train.module import Resolved
 from lastlayer.train.run_folder import RunError, RunFolder, write_atomically
 
 
-def propose(config: Config, number: int, losses: Sequence[str], k: float) -> Config:
+def propose(config: Config, number: int, losses: Sequence[str], k: float, sparse: bool) -> Config:
     """Return the config of a trial: the first is as given, the others are drawn; the number decides, not the past."""
     rng = np.random.default_rng([config.seed, number])
     changes: dict[str, Any] = {"loss": losses[number % len(losses)]}
     if changes["loss"] != config.loss:
         changes["loss_options"] = {}
     if number >= len(losses):
-        changes["lr"] = float(f"{config.lr * math.exp(rng.uniform(-1.6, 1.6)):.3g}")
-        changes["weight_decay"] = float(f"{10 ** rng.uniform(-3, -0.5):.3g}")
+        start = dataclasses.replace(config, loss=changes["loss"], loss_options={}).settled(sparse)
+        changes["lr"] = f"{float(start.lr) * math.exp(rng.uniform(-1.6, 1.6)):.3g}"
+        changes["weight_decay"] = f"{float(start.weight_decay) * math.exp(rng.uniform(-2.3, 2.3)):.3g}"
         if config.k == "auto":
             changes["k"] = float(f"{k * math.exp(rng.uniform(-0.7, 0.7)):.3g}")
     return dataclasses.replace(config, **changes)
@@ -68,11 +69,12 @@ def tune(
         raise RunError("tune: needs validation rows; `valid_fraction` is 0.")
     shown = {name: data for name, data in parts.items() if name != "test"}
     resolved = Resolved.of(config, prepare(shown, config)["train"])
+    sparse = not isinstance(parts["train"].features, np.ndarray)
     asked = {"config": config.to_dict(), "losses": list(losses)}
     _same_study(folder, asked)
     lines = []
     for number in range(trials):
-        trial = propose(config, number, losses or [config.loss], resolved.k or 1.0)
+        trial = propose(config, number, losses or [config.loss], resolved.k or 1.0, sparse)
         trial = dataclasses.replace(trial, bootstrap=0)
         run = RunFolder(folder / f"trial_{number:03d}")
         if not run.is_done():

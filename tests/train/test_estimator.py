@@ -15,7 +15,7 @@ EXPECTED_FAILURES: dict[str, str] = {}  # none: every check of scikit-learn pass
 
 
 @parametrize_with_checks(
-    [LabelSetClassifier(random_state=0), LabelSetClassifier(loss="binary", hidden=(16,), lr=0.02, random_state=0)],
+    [LabelSetClassifier(random_state=0), LabelSetClassifier(loss="binary", hidden=(16,), random_state=0, lr=0.02)],
     expected_failed_checks=lambda estimator: EXPECTED_FAILURES,
 )
 def test_scikit_learn_checks(estimator, check):

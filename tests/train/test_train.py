@@ -12,7 +12,7 @@ from lastlayer.train.engine import prepare
 from lastlayer.train.measure import measure, predict
 from lastlayer.train.module import EpochBatches, Resolved, row_metrics, rows_to_input
 
-FAST = {"epochs": 8, "batch_size": 32, "lr": 0.1, "bootstrap": 20}
+FAST = {"epochs": 8, "batch_size": 32, "bootstrap": 20}
 
 
 @pytest.fixture(scope="module")
@@ -210,13 +210,14 @@ def test_too_large_a_network_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({"lr": "fast"}, "`lr` must be a number"), ({"lrr": 1}, "unknown field 'lrr'. Did you mean 'lr'"),
+    [({"lr": "fast"}, "`lr` must be a positive number"), ({"lrr": 1}, "unknown field 'lrr'. Did you mean 'lr'"),
      ({"epochs": 1.5}, "`epochs` must be a whole number"), ({"hidden": "a"}, "`hidden` must be a list of whole"),
      ({"k": "many"}, "`k` must be a positive number or auto or predicted"), ({"observed": 1}, "`observed` must be"),
      ({"single_positive": "perhaps"}, "must be true or false"), ({"loss_options": "a"}, "name=value"),
      ({"loss_options": {"observed": 0.5}}, "must be among"), ({"labels": 3}, "`labels` must be a word"),
      ({"valid_fraction": 0.6, "test_fraction": 0.6}, "less than 1"), ({"loggers": "wandb"}, "csv or tensorboard"),
-     ({"seed": True}, "`seed` must be a number"), ({"at": []}, "positive numbers"), ({"lr": float("nan")}, "number")],
+     ({"seed": True}, "`seed` must be a number"), ({"at": []}, "positive numbers"), ({"lr": float("nan")}, "number"),
+     ({"weight_decay": -1}, "`weight_decay` must be a number of at least 0")],
 )  # fmt: skip
 def test_wrong_fields_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
@@ -237,6 +238,15 @@ def test_config_files_come_back_and_bombs_do_not(tmp_path):
         (tmp_path / "b.yaml").write_bytes(text.encode("latin-1"))
         with pytest.raises(ConfigError, match=message):
             load(tmp_path / "b.yaml")
+
+
+def test_the_optimiser_follows_the_model():
+    assert Config().settled(sparse=True).optimizer == "sgd"
+    assert Config().settled(sparse=False).optimizer == "adamw"
+    assert Config(hidden=(8,)).settled(sparse=True).lr == "0.005"
+    assert Config(loss="expected_positive").settled(sparse=True).optimizer == "adamw"
+    asked = Config(optimizer="adamw", lr=0.3).settled(sparse=True)
+    assert (asked.optimizer, asked.lr, asked.weight_decay) == ("adamw", "0.3", "0.01")
 
 
 def test_monitor_must_exist():
