@@ -29,6 +29,7 @@ exclude_patterns = ["_build", "_ext", "_generated"]
 html_theme = "furo"
 html_title = "lastlayer"
 html_static_path = ["_static"]
+html_css_files = ["lastlayer.css"]
 html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]

@@ -106,8 +106,8 @@ def label_set_errors(
 
     1. *confusion*: a false alarm paired with a miss of the same row, one to one; pairs of siblings in the tree come
        first, then the highest scores. With a tree, siblings and others are counted apart.
-    2. *count*: in a row with labels, a false alarm outside of the row's best |T| classes, or a miss among them, |T|
-       being its number of labels: the right number of labels would have mended it.
+    2. *count*: in a row with labels, a false alarm outside of the row's best ``|T|`` classes, or a miss among them,
+       ``|T|`` being its number of labels: the right number of labels would have mended it.
     3. *threshold*: the threshold that gives the class its best F1 on this data decides it right.
     4. *hallucination* for a false alarm, *miss* for a miss.
 
@@ -130,7 +130,7 @@ def label_set_errors(
         top: How many confusions and pairs of labels to list.
 
     Returns:
-        A :class:`LabelSetErrors`: the kinds; the oracles "no false alarms", "no misses", "true count" (the best |T|
+        A :class:`LabelSetErrors`: the kinds; the oracles "no false alarms", "no misses", "true count" (the best ``|T|``
         classes of each row) and "best thresholds", as gains, the last two of which may be negative; the most
         frequent confusions; and the pairs of labels whose number of common rows differs most between predictions
         and data.
