@@ -1,0 +1,181 @@
+"""`lastlayer train --shard-classes` on two processes: losses, weights and predictions of one, also when disturbed."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from train_tools import make_rows
+
+from lastlayer.cli import main
+from lastlayer.head import linear
+from lastlayer.train import Config, ConfigError, RunError, RunFolder, engine, sharded, train
+from lastlayer.train.module import LabelSetModule, Rows
+
+COMMON = ["--epochs=3", "--batch-size=32", "--bootstrap=20", "--quiet"]
+DEEP = [*COMMON, "--hidden=8", "--dropout=0.2", "--lr=0.02"]
+RUNS = {  # labels: 7, so 4 and 3
+    "deep": DEEP,
+    "linear": [*COMMON, "--loss=binary", "--clip-norm=0.05", "--patience=5"],
+    "two_way": [*DEEP, "--loss=two_way", "--optimizer=sgd", "--labels=incomplete", "--clip-norm=0.1"],
+    "interrupted": [*DEEP, "--hidden=6"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder with the rows, and with the runs of two processes, of which one was killed."""
+    folder = tmp_path_factory.mktemp("sharded")
+    rows = make_rows(150, labels=7)
+    lines = [{"text": rows.texts[i], "labels": rows.names(i)} for i in range(len(rows))]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data, split = str(folder / "rows.jsonl"), "--shard-classes"
+    jobs = [{"command": ["train", data, f"--out={folder / name}", split, *flags]} for name, flags in RUNS.items()]
+    jobs[0]["kill"] = [1, 6]  # rank 1, in the second epoch of four steps
+    jobs[-1].update(interrupt=9, status=130)
+    jobs.append({"command": ["evaluate", str(folder / "deep"), data, f"--json={folder / 'two.json'}", split]})
+    jobs.append(
+        {"command": ["predict", str(folder / "deep"), data, "--format=csv", f"--out={folder / 'two.csv'}", split]}
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    launcher.append("--monitor-interval=1")  # time for the other to say why it stops
+    worker = str(Path(__file__).with_name("train_worker.py"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, worker, json.dumps(jobs)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    (folder / "stderr.txt").write_text(done.stderr)
+    return folder
+
+
+def one_process(folder, name):
+    out = folder / f"{name}-whole"
+    assert main(["train", str(folder / "rows.jsonl"), f"--out={out}", *RUNS[name]]) == 0
+    return RunFolder(out)
+
+
+def assert_same(found: RunFolder, expected: RunFolder) -> None:
+    assert found.is_done()
+    assert len(found.history()) == len(expected.history())
+    for line, other in zip(found.history(), expected.history(), strict=True):
+        other["seconds"] = line["seconds"]
+        assert line == pytest.approx(other, rel=2e-5, abs=2e-6)
+    weights = expected.read_tensors("weights.safetensors")
+    assert found.read_tensors("weights.safetensors").keys() == weights.keys()
+    for name, value in found.read_tensors("weights.safetensors").items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+    assert found.metrics()["metrics"].keys() == expected.metrics()["metrics"].keys()
+    for name, value in expected.metrics()["metrics"].items():
+        assert found.metrics()["metrics"][name]["value"] == pytest.approx(value["value"], abs=1e-4)
+    assert found.predictions()["probability"] == pytest.approx(expected.predictions()["probability"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deep", "linear", "two_way"])
+def test_two_processes_train_as_one(folder, name):
+    assert_same(RunFolder(folder / name), one_process(folder, name))
+
+
+def test_a_rank_that_dies_ends_the_attempt_with_a_message(folder):
+    errors = (folder / "stderr.txt").read_text()
+    assert "lastlayer: error: shard: rank 0 of 2 had no answer from the other ranks of the class group" in errors
+    assert "does not fit this run" not in errors
+
+
+def test_one_process_resumes_what_two_began(folder):
+    out = folder / "interrupted"
+    assert not RunFolder(out).is_done()
+    assert len(RunFolder(out).history()) == 2
+    assert [p.name for p in (out / "checkpoints/shards").glob("last-*")] == ["last-8"]
+    rows = str(folder / "rows.jsonl")
+    assert main(["train", rows, f"--out={out}", *RUNS["interrupted"]]) == 2  # it needs the flag
+    assert main(["train", rows, f"--out={out}", "--shard-classes", *RUNS["interrupted"]]) == 0
+    assert_same(RunFolder(out), one_process(folder, "interrupted"))
+
+
+def test_a_damaged_shard_is_an_error(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(folder / "deep", out)
+    (out / "done.json").unlink()
+    for file in (out / "checkpoints/shards").glob("last-*/*.distcp"):
+        file.unlink()
+    rows = str(folder / "rows.jsonl")
+    assert main(["train", rows, f"--out={out}", "--shard-classes", *RUNS["deep"]]) == 2
+    assert "damaged checkpoint" in capsys.readouterr().err
+
+
+def test_evaluate_and_predict_on_shards(folder, tmp_path):
+    run, data = str(folder / "deep"), str(folder / "rows.jsonl")
+    assert main(["evaluate", run, data, f"--json={tmp_path / 'one.json'}"]) == 0
+    assert main(["predict", run, data, "--format=csv", f"--out={tmp_path / 'one.csv'}"]) == 0
+    one, two = (json.loads((f / n).read_text()) for f, n in ((tmp_path, "one.json"), (folder, "two.json")))
+    assert two["metrics"].keys() == one["metrics"].keys()
+    for name, value in one["metrics"].items():
+        assert two["metrics"][name]["value"] == pytest.approx(value["value"], abs=1e-5)
+    one, two = ([*csv.reader((f / n).open())] for f, n in ((tmp_path, "one.csv"), (folder, "two.csv")))
+    assert [line[:4] for line in two] == [line[:4] for line in one]
+    assert [float(line[4]) for line in two[1:]] == pytest.approx([float(line[4]) for line in one[1:]], abs=1e-5)
+
+
+def test_loss_in_blocks_is_the_loss(tmp_path, monkeypatch):
+    rows, config = make_rows(60, labels=7), Config(hidden=(5,), epochs=2, batch_size=16, bootstrap=0)
+    plain = train({"all": rows}, config, tmp_path / "plain")
+    monkeypatch.setattr(sharded, "IN_BLOCKS", 7)
+    monkeypatch.setattr(linear, "_TILE", {"cpu": 3})
+    used = []
+    real = LabelSetModule.loss_in_blocks
+    monkeypatch.setattr(LabelSetModule, "loss_in_blocks", lambda *a: used.append(1) or real(*a))
+    blocks = train({"all": rows}, config, tmp_path / "blocks", shard_classes=True)
+    assert len(used) == 2 * len(range(0, 43, 16))
+    assert_same(blocks, plain)
+    model = engine.load(plain)
+    batch = Rows(model.features(rows), rows.with_labels(model.labels)[0])[range(20)]
+    with torch.no_grad():
+        loss, _ = model.module.loss(batch["input"], batch["target"])
+        torch.testing.assert_close(model.module.loss_in_blocks(batch["input"], batch["target"]), loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "hill"}, "`loss` must be one of .*lml.* with split classes, got 'hill'"),
+        ({"k": "predicted"}, "`k` must be a number or auto"),
+        ({"devices": 2}, "`devices` must be 1 .* torchrun"),
+        ({"precision": "16"}, "`precision` must be 32 or bf16"),
+    ],
+)
+def test_what_cannot_be_split(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        train({"all": make_rows(20)}, Config(**options), tmp_path / "run", shard_classes=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_each_process_needs_a_label(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 5)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 4)
+    assert sharded.split(9).size == 1  # 2, 2, 2, 2, 1
+    with pytest.raises(ConfigError, match="7 labels leave none for the last of 5 processes"):
+        sharded.split(7)  # 2, 2, 2, 1, 0
+
+
+def test_an_unsplit_run_is_not_resumed_split(tmp_path):
+    rows, config = {"all": make_rows(40)}, Config(epochs=1, bootstrap=0)
+    train(rows, config, tmp_path / "run")
+    (tmp_path / "run/done.json").unlink()
+    with pytest.raises(RunError, match="unfinished run without --shard-classes"):
+        train(rows, config, tmp_path / "run", shard_classes=True)
+
+
+def test_plan_is_a_command(capsys):
+    assert main(["plan", "--labels=1e6", "--features=512", "--rows=1024", "--devices=2"]) == 0
+    assert "classes a device" in capsys.readouterr().out
