@@ -1,9 +1,7 @@
 """Write the speed tables of README.md and docs/kernels.md from benchmarks/results/*.json.
 
 ``python docs/_ext/speed_table.py`` fills what stands between the marks ``<!-- speed -->`` and ``<!-- end speed -->``.
-A results file is an object with ``device``, ``torch`` and ``cases``; a case counts here if it has a ``case`` (its name
-in the benchmark table), ``ms``, ``baseline`` (what it is compared with) and ``ratio``. A page quotes the cases with a
-true ``quote``, or all if there is none.
+Results are those of ``python -m benchmarks.run --json FILE``; files of another form are left alone.
 """
 
 from __future__ import annotations
@@ -15,46 +13,68 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels.md")
 MARKS = re.compile(r"(<!-- speed -->\n).*?(<!-- end speed -->)", re.S)
-NEEDED = {"case", "ms", "baseline", "ratio"}
+ALL = re.compile(r"(lml|lml_backward|lml_loss|k|peer|original)/")
+PAGES = {  # which cases a page shows, and for which numbers of classes
+    ROOT / "README.md": (re.compile(r"(lml|lml_backward|lml_loss)/"), {100, 1000, 10000, 32000, 131072, 1000000}),
+    ROOT / "docs" / "kernels.md": (ALL, None),
+}
+Line = tuple[str, str, str]  # what, its type, what it is compared with
 
 
-def cases(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """The cases to quote, each with its device and the version of torch."""
-    found = []
+def label(row: dict[str, Any]) -> str:
+    """The name of a case without the numbers that have columns of their own."""
+    name = row["name"].split("/")
+    if name[0] == "k":
+        return f"`lml`, k = {row['k']:g}"
+    if name[0] == "original":
+        return "the paper's code"
+    return f"`{name[1] if name[0] == 'peer' else name[0].removesuffix('_backward')}`" + (
+        ", backward" if name[0].endswith("_backward") else ""
+    )
+
+
+def lines(rows: list[dict[str, Any]], pattern: re.Pattern[str], sizes: set[int] | None) -> list[str]:
+    """A table of ratios: a line a function and type, a column a number of classes."""
+    kept = [row for row in rows if pattern.match(row["name"]) and (sizes is None or row["n"] in sizes)]
+    columns = sorted({row["n"] for row in kept})
+    found: dict[Line, dict[int, float]] = {}
+    for row in kept:
+        found.setdefault((label(row), row["dtype"], row["against"]), {})[row["n"]] = row["ratio"]
+    if not found:
+        return []
+    head = ["", "type", "compared with", *(f"n = {n:,}" for n in columns)]
+    out = ["| " + " | ".join(head) + " |", "| --- | --- | --- |" + " ---: |" * len(columns)]
+    for names, ratios in found.items():
+        cells = [f"{ratios[n]:.2f}" if n in ratios else "" for n in columns]
+        out.append("| " + " | ".join([*names, *cells]) + " |")
+    return out
+
+
+def tables(pattern: re.Pattern[str], sizes: set[int] | None, results: Path = RESULTS) -> str:
+    """One table a machine; empty without results."""
+    text = ""
     for path in sorted(results.glob("*.json")):
         data = json.loads(path.read_text("utf-8"))
-        if not isinstance(data, dict):
-            continue
-        rows = [row for row in data.get("cases", []) if isinstance(row, dict) and row.keys() >= NEEDED]
-        quoted = [row for row in rows if row.get("quote")] or rows
-        found += [{"device": data.get("device", path.stem), "torch": data.get("torch", ""), **row} for row in quoted]
-    return found
+        if isinstance(data, dict) and {"machine", "rows"} <= data.keys():
+            table = lines(data["rows"], pattern, sizes)
+            machine = data["machine"]
+            about = f"{machine['device']}, torch {machine['torch']}, {machine['threads']} CPU threads (`{path.name}`):"
+            text += "\n".join(["", about, "", *table, ""]) if table else ""
+    return text + "\n" if text else ""
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The cases as a Markdown table; empty without any."""
-    if not rows:
-        return ""
-    lines = ["| Device | Case | Time | Compared with | Ratio |", "| --- | --- | ---: | --- | ---: |"]
-    for row in rows:
-        device = f"{row['device']}, torch {row['torch']}" if row["torch"] else row["device"]
-        lines.append(f"| {device} | `{row['case']}` | {row['ms']:.3g} ms | {row['baseline']} | {row['ratio']:.2f} |")
-    return "\n" + "\n".join(lines) + "\n\n"
-
-
-def filled(page: str, results: Path = RESULTS) -> str:
-    """A page with its table written between the marks."""
-    return MARKS.sub(lambda found: found[1] + table(cases(results)) + found[2], page)
+def filled(page: str, pattern: re.Pattern[str], sizes: set[int] | None, results: Path = RESULTS) -> str:
+    """A page with its tables written between the marks."""
+    return MARKS.sub(lambda found: found[1] + tables(pattern, sizes, results) + found[2], page)
 
 
 def main() -> None:
-    for path in PAGES:
+    for path, wanted in PAGES.items():
         if path.exists():
             text = path.read_text("utf-8")
-            if filled(text) != text:
-                path.write_text(filled(text), "utf-8")
+            if filled(text, *wanted) != text:
+                path.write_text(filled(text, *wanted), "utf-8")
 
 
 if __name__ == "__main__":

@@ -17,26 +17,35 @@ def test_links_lead_to_files():
 
 
 def test_speed_tables_are_those_of_the_results():
-    for path in speed_table.PAGES:
+    for path, wanted in speed_table.PAGES.items():
         if path.exists():
             text = path.read_text("utf-8")
-            assert speed_table.filled(text) == text, f"run python docs/_ext/speed_table.py: {path.name} is old"
-
-
-def test_readme_has_the_marks():
-    assert speed_table.MARKS.search((ROOT / "README.md").read_text("utf-8"))
+            assert speed_table.MARKS.search(text), f"{path.name} has no place for the table"
+            assert speed_table.filled(text, *wanted) == text, f"run python docs/_ext/speed_table.py: {path.name} is old"
 
 
 def test_a_table_from_results(tmp_path):
+    common = {"dtype": "float32", "k": 5, "against": "softmax"}
     rows = [
-        {"case": "lml/1k", "ms": 1.2345, "baseline": "torch.softmax", "ratio": 0.951, "quote": True},
-        {"case": "lml/2k", "ms": 2.0, "baseline": "torch.softmax", "ratio": 1.1},
-        {"way": "no ratio", "ms": 3.0},
+        {"name": "lml/1000/float32", "n": 1000, "ratio": 0.951, **common},
+        {"name": "lml/4096/float32", "n": 4096, "ratio": 1.1, **common},
+        {"name": "lml_backward/1000/float32", "n": 1000, "ratio": 0.5, **common},
+        {"name": "k/1000/50", "n": 1000, "ratio": 0.9, **common, "k": 50},
+        {"name": "peer/entmax.sparsemax/1000", "n": 1000, "ratio": 20.0, **common},
     ]
-    (tmp_path / "card.json").write_text(json.dumps({"device": "Card", "torch": "2.13", "cases": rows}))
-    text = speed_table.filled("a\n<!-- speed -->\nold\n<!-- end speed -->\nb\n", tmp_path)
-    assert "| Card, torch 2.13 | `lml/1k` | 1.23 ms | torch.softmax | 0.95 |" in text
-    assert "old" not in text
-    assert "2k" not in text
-    assert speed_table.filled(text, tmp_path) == text
-    assert speed_table.filled(text, tmp_path / "none") == "a\n<!-- speed -->\n<!-- end speed -->\nb\n"
+    machine = {"device": "Card", "torch": "2.13", "threads": 2}
+    (tmp_path / "card.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    (tmp_path / "other.json").write_text(json.dumps({"device": "Card", "cases": [{"way": "x", "ms": 3.0}]}))
+    empty = "a\n<!-- speed -->\n<!-- end speed -->\nb\n"
+    short, every = speed_table.PAGES.values()
+    text = speed_table.filled(empty.replace("<!-- end", "old\n<!-- end"), *short, tmp_path)
+    assert "Card, torch 2.13, 2 CPU threads (`card.json`):" in text
+    assert "| `lml` | float32 | softmax | 0.95 |" in text
+    assert "| `lml`, backward | float32 | softmax | 0.50 |" in text
+    assert not any(word in text for word in ("old", "4,096", "k = 50", "entmax"))
+    assert speed_table.filled(text, *short, tmp_path) == text
+    text = speed_table.filled(empty, *every, tmp_path)
+    assert "| `lml` | float32 | softmax | 0.95 | 1.10 |" in text
+    assert "| `lml`, k = 50 | float32 | softmax | 0.90 |  |" in text
+    assert "| `entmax.sparsemax` | float32 | softmax | 20.00 |  |" in text
+    assert speed_table.filled(text, *short, tmp_path / "none") == empty

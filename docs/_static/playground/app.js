@@ -268,10 +268,10 @@ function renderPolytope({ scores, y, pushes }) {
     part("polytope-text").textContent = "";
     return;
   }
-  const [width, height] = [Math.max(260, Math.min(430, box.clientWidth)), 270];
+  const [width, height] = [Math.max(260, Math.min(430, box.clientWidth)), 290];
   const picture = drawing(width, height, "The polytope of k labels among three, and the five answers");
   box.replaceChildren(picture);
-  const scale = 122;
+  const scale = 145;
   const at = (point) => {
     const [u, v] = flatten(point);
     return [width / 2 + scale * u, height / 2 + 14 - scale * v];
@@ -306,7 +306,7 @@ function renderPolytope({ scores, y, pushes }) {
   }
   const shape = corners.length === 6 ? "a hexagon" : corners.length === 3 ? "a triangle" : "a point";
   part("polytope-text").textContent =
-    `All y between 0 and 1 with sum ${round(state.k, 2)}: ${shape}, seen along (1, 1, 1). The line is LML from cold ` +
+    `All y between 0 and 1 with sum ${round(state.k, 2)}: ${shape}, seen along (1, 1, 1). Dots have the colours above. The line is LML from cold ` +
     "(a corner or an edge) to hot (the middle). Hollow dots have another sum: they lie above or below the plane.";
 }
 
