@@ -257,6 +257,8 @@ def _train(arguments: argparse.Namespace) -> int:
     parts = _parts(arguments)
     progress = not arguments.quiet and sys.stderr.isatty()
     run = train(parts, config, arguments.out, progress=progress, shard_classes=arguments.shard_classes)
+    if config.devices > 1 and os.environ.get("LOCAL_RANK", "0") != "0":
+        return 0  # a copy of this command on another device; the first one writes and prints
     _say_metrics(run.metrics(), str(run.path))
     print(f"run: {run.path}")
     return 0
@@ -391,6 +393,8 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     losses = [name for name in arguments.losses.split(",") if name]
     config = _config(arguments)
+    if config.devices > 1:
+        raise UsageError("tune runs on one device; leave out --devices.")
     run = tune(_parts(arguments), config, arguments.out, trials=arguments.trials, losses=losses, say=say)
     _say_metrics(run.metrics(), str(run.path))
     print(f"best run: {run.path}")

@@ -161,9 +161,23 @@ def test_errors_are_one_line_and_exit_2(trained, capsys, tmp_path):
         (["report", str(tmp_path)], "not a finished run"),
         (["demo", "--keep", "7"], "--keep must be"),
         (["tune", data, "--out", out, "--trials", "0"], "--trials must be"),
+        (["tune", data, "--out", out, "--devices", "2"], "one device"),
     ]:
         assert message in error_of(capsys, argv)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo")
+def test_two_processes_train_one_run(trained, tmp_path):
+    argv = [sys.executable, "-m", "lastlayer", "train", trained[1], "--out", str(tmp_path / "run"), *FAST]
+    done = subprocess.run(
+        [*argv, "--devices", "2", "--accelerator", "cpu"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr
+    found = json.loads((tmp_path / "run/metrics.json").read_text())
+    assert found["metrics"]["recall@5"]["value"] > 0.9
+    assert found["epochs"] == 20
 
 
 def test_bench_outside_of_a_checkout(capsys, tmp_path, monkeypatch):
