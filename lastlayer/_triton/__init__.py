@@ -5,10 +5,12 @@ import os
 
 import torch
 
+_FOUND = importlib.util.find_spec("triton") is not None  # looked up once: the compiler cannot trace it
+
 
 def unavailable(device: torch.device) -> str:
     """Why the GPU kernels cannot run on this device; empty if they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _FOUND:
         return "triton is not installed"
     if device.type == "cuda" or (device.type == "cpu" and interpreted()):
         return ""

@@ -73,7 +73,20 @@ def exp(t):
     high = t * LOG2E
     low = tl.where(tl.abs(high) < 1e30, tl.fma(t, LOG2E, -high) + t * LOG2E_LOW, 0.0)
     whole = exp2(high)
-    return whole + whole * (low * LN2)
+    return tl.where(whole < float("inf"), whole + whole * (low * LN2), whole)
+
+
+@triton.jit
+def scaled(x, inv_t):
+    """Divide by the temperature; None is 1. Rounded by itself, so that every pass over a row sees the same scores."""
+    if inv_t is None:
+        return x
+    elif COMPILED:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, inv_t], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x * inv_t
 
 
 @triton.jit
@@ -196,11 +209,14 @@ def columns(first, W: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_raw(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL: tl.constexpr, MASKED: tl.constexpr):
-    """The logits of a tile as they are; -inf where there is no class."""
+def load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL: tl.constexpr, MASKED: tl.constexpr):
+    """The logits of a tile in float32; -inf where there is no class."""
     cols = columns(first, W, C)
     here = x_ptr + (by_row(row) * n + cols)
-    x = tl.load(here) if FULL else tl.load(here, mask=cols < n, other=float("-inf"))
+    if FULL:  # noqa: SIM108
+        x = tl.load(here).to(tl.float32)
+    else:
+        x = tl.load(here, mask=cols < n, other=float("-inf")).to(tl.float32)
     if MASKED:
         keep = tl.load(m_ptr + (by_row(row) * m_row + cols * m_col), mask=cols < n, other=0)
         x = tl.where(keep != 0, x, float("-inf"))
@@ -208,21 +224,15 @@ def load_raw(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL: tl.constexpr
 
 
 @triton.jit
-def load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL: tl.constexpr, MASKED: tl.constexpr):
-    """The logits of a tile in float32."""
-    return load_raw(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED).to(tl.float32)
-
-
-@triton.jit
 def load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL: tl.constexpr, MASKED: tl.constexpr):
-    """The logits of all tiles of some rows, as they are; a tile that is not there is the first one again."""
-    xa = load_raw(x_ptr, m_ptr, row, m_row, m_col, n, 0, WA, C, FULL or WB > 0, MASKED)
+    """The logits of all tiles of some rows; a tile that is not there is the first one again."""
+    xa = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, 0, WA, C, FULL or WB > 0, MASKED)
     xb = xa
     xc = xa
     if WB > 0:
-        xb = load_raw(x_ptr, m_ptr, row, m_row, m_col, n, WA * C, WB, C, FULL or WC > 0, MASKED)
+        xb = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, WA * C, WB, C, FULL or WC > 0, MASKED)
     if WC > 0:
-        xc = load_raw(x_ptr, m_ptr, row, m_row, m_col, n, (WA + WB) * C, WC, C, FULL, MASKED)
+        xc = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, (WA + WB) * C, WC, C, FULL, MASKED)
     return xa, xb, xc
 
 
@@ -240,7 +250,7 @@ def store_tile(out_ptr, row, n, value, first, W: tl.constexpr, C: tl.constexpr, 
 def load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED: tl.constexpr):
     """The scores at some classes of a row, in float32; -inf where `cols` names none."""
     inside = (cols >= 0) & (cols < n)
-    x = tl.load(x_ptr + (row * n + cols), mask=inside, other=float("-inf")).to(tl.float32) * inv_t
+    x = scaled(tl.load(x_ptr + (row * n + cols), mask=inside, other=float("-inf")).to(tl.float32), inv_t)
     if MASKED:
         keep = tl.load(m_ptr + (row * m_row + cols * m_col), mask=inside, other=0)
         x = tl.where(keep != 0, x, float("-inf"))
@@ -291,7 +301,7 @@ def start(s, q, shift, count, k, inv_t):
     |L| <= 14 and d <= 10, with an error in nu of at most 0.031.
     """
     mean = s / count
-    variance = tl.maximum(q / count - mean * mean, 0.0) * inv_t * inv_t
+    variance = scaled(scaled(tl.maximum(q / count - mean * mean, 0.0), inv_t), inv_t)
     logit = (log2(k) - log2(count - k)) * LN2
     u = rcp(1 + 0.25 * tl.abs(logit))
     v = rcp(1 + 0.25 * sqrt(variance))
@@ -300,7 +310,7 @@ def start(s, q, shift, count, k, inv_t):
     w2 = 3.63376 + v * (-20.06052 + v * (40.47055 - v * 20.53883))
     w3 = -2.86131 + v * (15.17705 + v * (-32.22729 + v * 18.464))
     w = w0 + u * (w1 + u * (w2 + u * w3))
-    return (shift + mean) * inv_t - logit * sqrt(tl.maximum(1 + w * variance, 0.0))
+    return scaled(shift + mean, inv_t) - logit * sqrt(tl.maximum(1 + w * variance, 0.0))
 
 
 @triton.jit
@@ -404,13 +414,13 @@ def search(xa, xb, xc, shift, k, n, inv_t, WB, WC, LAST: tl.constexpr, MASKED: t
     center = start(total, squares, shift, count, k, inv_t)
 
     fixed = by_row(center)
-    ea = exp2((fixed - xa * inv_t) * LOG2E)
+    ea = exp2((fixed - scaled(xa, inv_t)) * LOG2E)
     eb = ea
     ec = ea
     if WB > 0:
-        eb = exp2((fixed - xb * inv_t) * LOG2E)
+        eb = exp2((fixed - scaled(xb, inv_t)) * LOG2E)
     if WC > 0:
-        ec = exp2((fixed - xc * inv_t) * LOG2E)
+        ec = exp2((fixed - scaled(xc, inv_t)) * LOG2E)
 
     delta = tl.zeros_like(center)
     mass = delta + 1
@@ -451,7 +461,7 @@ def search(xa, xb, xc, shift, k, n, inv_t, WB, WC, LAST: tl.constexpr, MASKED: t
 @triton.jit
 def sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """A center for one row, from its first BLOCK classes."""
-    x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, tl.arange(0, BLOCK), 1.0, MASKED)
+    x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, tl.arange(0, BLOCK), None, MASKED)
     alive = is_finite(x)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
     shift = tl.where(is_finite(shift), shift, 0.0)

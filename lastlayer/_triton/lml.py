@@ -30,6 +30,7 @@ from lastlayer._triton.device import (
     points,
     rcp,
     sample,
+    scaled,
     search,
     settle,
     store_tile,
@@ -51,7 +52,7 @@ def _emit_tile(e, xs_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, i
     if KIND == "y":
         out = rcp(1 + e * by_row(exp(-delta)))
     else:
-        x = load_tile(xs_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED) * inv_t
+        x = scaled(load_tile(xs_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED), inv_t)
         out = log_sigmoid((x - by_row(center)) + by_row(delta))
     store_tile(out_ptr, row, n, out, first, W, C, FULL)
 
@@ -77,55 +78,42 @@ def _emit(x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, lo, hi, center, delta, in
 def _resident(
     x_ptr, m_ptr, k_ptr, out_ptr, center_ptr, delta_ptr, rows, units, m_row, m_col, k_row, inv_t,
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
-    TURNS: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """R rows at a time, held in registers; TURNS of them a program, the next one loaded while one is searched."""
+    """R rows a program, held in registers."""
     n = units * ALIGN
-    first = tl.program_id(0).to(tl.int64) * (R * TURNS)
+    first = tl.program_id(0).to(tl.int64) * R
     row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may stand several times
+    k = tl.load(k_ptr + row * k_row)
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
-    for turn in range(TURNS):
-        k = tl.load(k_ptr + row * k_row)
-        shift = tl.load(x_ptr + row * n).to(tl.float32)
-        now = row
-        fa = xa.to(tl.float32)
-        fb = fa
-        fc = fa
+    shift = tl.load(x_ptr + row * n).to(tl.float32)
+    ea, eb, ec, center, delta, _, lost = search(xa, xb, xc, shift, k, n, inv_t, WB, WC, not FULL, MASKED, TOL)
+    tl.store(center_ptr + row, center)
+    tl.store(delta_ptr + row, delta)
+    if KIND != "nu":
+        _emit_tile(
+            ea, x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, inv_t, 0, WA, C, KIND,
+            FULL or WB > 0, MASKED,
+        )  # fmt: skip
         if WB > 0:
-            fb = xb.to(tl.float32)
-        if WC > 0:
-            fc = xc.to(tl.float32)
-        if TURNS > 1:
-            row = tl.minimum(first + tl.minimum(turn + 1, TURNS - 1) * R + tl.arange(0, R), rows - 1)
-            xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
-        ea, eb, ec, center, delta, _mass, lost = search(fa, fb, fc, shift, k, n, inv_t, WB, WC, not FULL, MASKED, TOL)
-        tl.store(center_ptr + now, center)
-        tl.store(delta_ptr + now, delta)
-        if KIND != "nu":
             _emit_tile(
-                ea, x_ptr, m_ptr, out_ptr, now, m_row, m_col, n, center, delta, inv_t, 0, WA, C, KIND,
-                FULL or WB > 0, MASKED,
+                eb, x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, inv_t, WA * C, WB, C, KIND,
+                FULL or WC > 0, MASKED,
             )  # fmt: skip
-            if WB > 0:
-                _emit_tile(
-                    eb, x_ptr, m_ptr, out_ptr, now, m_row, m_col, n, center, delta, inv_t, WA * C, WB, C, KIND,
-                    FULL or WC > 0, MASKED,
+        if WC > 0:
+            _emit_tile(
+                ec, x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, inv_t, (WA + WB) * C, WC, C,
+                KIND, FULL, MASKED,
+            )  # fmt: skip
+    if tl.max(lost.to(tl.int32), 0) > 0:
+        tl.debug_barrier()  # what was written for these rows is written again
+        for i in range(R):
+            if tl.max((lost & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
+                one = tl.minimum(first + i, rows - 1)
+                _settle_and_emit(
+                    x_ptr, m_ptr, out_ptr, center_ptr, delta_ptr, one, m_row, m_col, n,
+                    tl.load(k_ptr + one * k_row), inv_t, KIND, BLOCK, MASKED,
                 )  # fmt: skip
-            if WC > 0:
-                _emit_tile(
-                    ec, x_ptr, m_ptr, out_ptr, now, m_row, m_col, n, center, delta, inv_t, (WA + WB) * C, WC, C,
-                    KIND, FULL, MASKED,
-                )  # fmt: skip
-        if tl.max(lost.to(tl.int32), 0) > 0:
-            tl.debug_barrier()  # what was written for these rows is written again
-            for i in range(R):
-                if tl.max((lost & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
-                    one = tl.minimum(first + turn * R + i, rows - 1)
-                    _settle_and_emit(
-                        x_ptr, m_ptr, out_ptr, center_ptr, delta_ptr, one, m_row, m_col, n,
-                        tl.load(k_ptr + one * k_row), inv_t, KIND, BLOCK, MASKED,
-                    )  # fmt: skip
 
 
 @triton.jit
@@ -279,11 +267,11 @@ def forward(
     if n > shapes.LONGEST:
         solve_long(given, out, center, delta, None, kind)
     else:
-        p = shapes.plan(n, x.element_size())
+        p = shapes.plan(n, x.element_size(), shapes.FORWARD)
         with torch.cuda.device_of(x):
-            _resident[(triton.cdiv(rows, p.rows * p.turns),)](
+            _resident[(triton.cdiv(rows, p.rows),)](
                 *given.head, out, center, delta, rows, *given.tail,
-                R=p.rows, C=p.c, WA=p.wa, WB=p.wb, WC=p.wc, TURNS=p.turns, KIND=kind, MASKED=given.masked,
+                R=p.rows, C=p.c, WA=p.wa, WB=p.wb, WC=p.wc, KIND=kind, MASKED=given.masked,
                 FULL=p.width == n, TOL=given.tolerance, BLOCK=p.block, ALIGN=given.align, num_warps=p.warps,
             )  # fmt: skip
     return out, center, delta

@@ -18,6 +18,7 @@ from lastlayer._triton.device import (
     load_tile,
     peak_and_mass,
     rcp,
+    scaled,
     store_tile,
     sum2,
     sum_w,
@@ -57,7 +58,7 @@ def _load_grad(g_ptr, row, n, first, W: tl.constexpr, C: tl.constexpr, FULL: tl.
 
 @triton.jit
 def _tile(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, center, delta, inv_t, first, W, C, KIND, FULL, MASKED):
-    x = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED) * inv_t
+    x = scaled(load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED), inv_t)
     u = x
     if KIND != "nu":
         u = _load_grad(g_ptr, row, n, first, W, C, FULL)
@@ -99,11 +100,11 @@ def _resident(
     dk = dot / mass
     tl.store(dk_ptr + row, dk)
     both = by_row(dk)
-    store_tile(dx_ptr, row, n, (va - ha * both) * inv_t, 0, WA, C, FULL or WB > 0)
+    store_tile(dx_ptr, row, n, scaled(va - ha * both, inv_t), 0, WA, C, FULL or WB > 0)
     if WB > 0:
-        store_tile(dx_ptr, row, n, (vb - hb * both) * inv_t, WA * C, WB, C, FULL or WC > 0)
+        store_tile(dx_ptr, row, n, scaled(vb - hb * both, inv_t), WA * C, WB, C, FULL or WC > 0)
     if WC > 0:
-        store_tile(dx_ptr, row, n, (vc - hc * both) * inv_t, (WA + WB) * C, WC, C, FULL)
+        store_tile(dx_ptr, row, n, scaled(vc - hc * both, inv_t), (WA + WB) * C, WC, C, FULL)
     odd = ~(mass > TINY) | ~is_finite(delta)
     if tl.max(odd.to(tl.int32), 0) > 0:
         tl.debug_barrier()  # what was written for these rows is written again
@@ -155,7 +156,7 @@ def _row(
         if KIND != "nu":
             u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
             d += slope * (u - mean) if KIND == "y" else slope * u
-        d = tl.where(is_finite(x), d, 0.0) * inv_t
+        d = scaled(tl.where(is_finite(x), d, 0.0), inv_t)
         d = tl.where(nan_row, delta, tl.where(live_row, d, 0.0))
         tl.store(dx_ptr + (row * n + cols), d.to(dx_ptr.dtype.element_ty), mask=cols < n)
 
@@ -209,7 +210,7 @@ def _row_write(
         if KIND != "nu":
             u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
         h, v = _weight(x, u, center, delta, KIND)
-        d = (v - h * dk) * inv_t
+        d = scaled(v - h * dk, inv_t)
         tl.store(dx_ptr + (row * n + cols), d.to(dx_ptr.dtype.element_ty), mask=cols < n)
 
 

@@ -28,6 +28,7 @@ from lastlayer._triton.device import (
     peak_and_mass,
     points,
     rcp,
+    scaled,
     search,
     settle,
     store_tile,
@@ -158,7 +159,7 @@ def _row(
         loss += more
         pull += more_pull
     if GRAD:
-        scale = weight * inv_t
+        scale = scaled(weight, inv_t)
         over = 1 / mass
         pull_sum = tl.sum(pull, 0)
         for j in range(lo, hi, BLOCK):
@@ -191,7 +192,7 @@ def _tile_sums(
 ):  # fmt: skip
     """Sums of loss and slope over a tile, shape (R, C)."""
     cols = columns(first, W, C)
-    x = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED) * inv_t
+    x = scaled(load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED), inv_t)
     z = (x - by_row(center)) + by_row(delta)
     label = _load_label(t_ptr, by_row(row), n, cols, DENSE)
     loss, slope = _terms(z, x, label, rho, DENSE, RHO)
@@ -210,7 +211,7 @@ def _tile_grad(
     y = rcp(1 + a)
     d = a * y * y * by_row(-scale * pull / mass)
     if DENSE or RHO:
-        x = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED) * inv_t
+        x = scaled(load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL, MASKED), inv_t)
         z = (x - by_row(center)) + by_row(delta)
         label = _load_label(t_ptr, by_row(row), n, cols, DENSE)
         _, slope = _terms(z, x, label, rho, DENSE, RHO)
@@ -231,9 +232,6 @@ def _resident(
     row = tl.minimum(tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), rows - 1)  # the last one may stand twice
     k = tl.load(k_ptr + row * k_row)
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
-    xa = xa.to(tl.float32)
-    xb = xb.to(tl.float32)
-    xc = xc.to(tl.float32)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
     ea, eb, ec, center, delta, mass, lost = search(xa, xb, xc, shift, k, n, inv_t, WB, WC, not FULL, MASKED, TOL)
 
@@ -271,7 +269,7 @@ def _resident(
     tl.store(mass_ptr + row, tl.log(mass))
     tl.store(pull_ptr + row, pull)
     if GRAD:
-        scale = tl.load(w_ptr + row * w_row) * inv_t
+        scale = scaled(tl.load(w_ptr + row * w_row), inv_t)
         _tile_grad(
             ea, x_ptr, m_ptr, t_ptr, d_ptr, row, m_row, m_col, n, center, delta, scale, pull, mass, inv_t, rho, 0,
             WA, C, DENSE, RHO, FULL or WB > 0, MASKED,

@@ -12,7 +12,7 @@ BLOCK = 1024  # classes at a time where a long row is settled
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows at a time, tiles of ``w * c`` classes a row (``w`` the sum of three powers of two), warps, and turns."""
+    """Rows a program, tiles of ``w * c`` classes a row (``w`` the sum of three powers of two), and warps."""
 
     rows: int
     c: int
@@ -20,7 +20,6 @@ class Plan:
     wb: int
     wc: int
     warps: int
-    turns: int = 1
 
     @property
     def width(self) -> int:
@@ -58,25 +57,21 @@ def tiles(n: int, c: int) -> tuple[int, int, int]:
     return parts[0], parts[1], parts[2]
 
 
-# Up to how many classes, how many of them a thread holds, and how many rows a program takes in turn; by search on an
-# H200. Long rows take the registers that the next row would be loaded into.
-FORWARD = {
-    4: [(256, 32, 4), (768, 16, 4), (1024, 32, 2), (8192, 32, 1), (12288, 40, 1), (LONGEST, 32, 1)],
-    2: [(256, 32, 4), (768, 16, 4), (1024, 32, 4), (8192, 32, 1), (12288, 40, 1), (LONGEST, 32, 1)],
-}
-LOSS = {size: [(256, 32, 1), (768, 16, 1), (8192, 32, 1), (12288, 40, 1), (LONGEST, 32, 1)] for size in (2, 4)}
-BACKWARD = {size: [(8192, 16, 1), (12288, 20, 1), (LONGEST, 16, 1)] for size in (2, 4)}
+# Up to how many classes a row, and how many of them a thread holds; by search on an H200.
+Table = list[tuple[int, int]]
+FORWARD: Table = [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 64)]
+LOSS: Table = [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 32)]
+BACKWARD: Table = [(8192, 16), (12288, 20), (LONGEST, 16)]
 
 
-def plan(n: int, itemsize: int, table: dict[int, list[tuple[int, int, int]]] = FORWARD) -> Plan:
+def plan(n: int, itemsize: int, table: Table) -> Plan:
     """Lay rows of n classes over threads by a table; short rows share a warp."""
-    per_thread, turns = next((per, turns) for limit, per, turns in table[itemsize] if n <= limit)
-    v = vector(n, itemsize)
+    per_thread = next(per_thread for limit, per_thread in table if n <= limit)
     threads = 1
     while threads < 1024 and threads * per_thread < n:
         threads *= 2
-    c = threads * v
-    return Plan(max(1, 32 // threads), c, *tiles(n, c), max(1, threads // 32), turns)
+    c = threads * vector(n, itemsize)
+    return Plan(max(1, 32 // threads), c, *tiles(n, c), max(1, threads // 32))
 
 
 def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:

@@ -21,7 +21,8 @@ class Rows:
             one_a_row = k.reshape(self.count)
             self.head += (one_a_row,)
             strides += (one_a_row.stride(0),)
-        self.tail = (self.n // self.align, *strides, 1.0 / temperature)
+        inverse = None if temperature == 1 else 1.0 / temperature  # None is known when a kernel is compiled
+        self.tail = (self.n // self.align, *strides, inverse)
         # |r| at which Householder's step ends the search. The error is at most r^4 / 3 in nu (measured: r^4 / 29),
         # and r^3 / 6 in sum h, which the loss uses.
         half = x.dtype != torch.float32

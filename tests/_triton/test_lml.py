@@ -126,14 +126,14 @@ def test_long_rows_of_the_loss(split, monkeypatch, launches):
     assert ("lml_split_finish" in launches) == split
 
 
-@pytest.mark.parametrize("gap", [40.0, 100.0, 1e4])
-def test_saturated_rows(gap):
-    logits = torch.randn(2, 30, device=DEVICE)
+@pytest.mark.parametrize(("gap", "k"), [(40.0, 3.0), (100.0, 27.0), (1e4, 3.0)])
+def test_saturated_rows(gap, k):
+    logits = torch.randn(1, 30, device=DEVICE)
     logits[:, ::10] += gap
-    k = torch.tensor([3.0, 27.0], device=DEVICE)
-    logits[1] *= -1
+    logits = logits if k == 3 else -logits
+    k = torch.tensor([k], device=DEVICE)
     check(lambda x, k, impl: log_lml(x, k, impl=impl), logits, k)
-    target = torch.tensor([[10, 3], [0, 5]], device=DEVICE)
+    target = torch.tensor([[10, 3]], device=DEVICE)
     check(lambda x, k, impl: lml_loss(x, target, k, reduction="none", impl=impl), logits, k)
 
 
@@ -185,6 +185,19 @@ def test_loss(target, observed, launches):
     }[target].to(DEVICE)
     check(lambda x, k, impl: lml_loss(x, given, k, observed=observed, reduction="none", impl=impl), logits, k)
     assert "lml_loss_resident" in launches
+
+
+@pytest.mark.parametrize("observed", [0.0, 0.4])
+def test_edges_of_the_loss(observed):
+    inf, nan = torch.inf, torch.nan
+    logits = torch.randn(6, 6, device=DEVICE)
+    logits[2, 2], logits[3, 1], logits[4, 0] = -inf, inf, nan
+    k = torch.tensor([0.0, 6.0, 2.0, 2.0, 2.0, 7.0], device=DEVICE)
+    target = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 2], [1, 2], [-1, -1]], device=DEVICE)
+    for reduction in ("none", "sum"):
+        check(
+            lambda x, k, impl, r=reduction: lml_loss(x, target, k, observed=observed, reduction=r, impl=impl), logits, k
+        )
 
 
 def test_loss_with_gradient_in_one_launch():
