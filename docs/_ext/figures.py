@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -159,7 +160,9 @@ def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not figure.subfigs:
         figure.tight_layout()
-    figure.savefig(path, dpi=130, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
+    part = path.with_stem(f"{path.stem}.{os.getpid()}")  # another build may be reading
+    figure.savefig(part, dpi=130, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
+    part.replace(path)
     plt.close(figure)
 
 

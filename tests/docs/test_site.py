@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -37,18 +36,18 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site() -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built from nothing but the figures, which are drawn when their source is newer."""
-    out, done = DOCS / "_build" / "test", DOCS / "_build" / "test.run"
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    out.parent.mkdir(exist_ok=True)
-    with FileLock(out.parent / "test.lock"):  # the tests of this file may run in several processes
-        if not done.exists() or done.read_text() != run:
-            shutil.rmtree(out, ignore_errors=True)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the workers of a run share what the first has built
+        folder = folder.parent
+    out, done = folder / "site", folder / "site.done"
+    with FileLock(folder / "site.lock"):
+        if not done.exists():
             command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(out)]
             built = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
             assert built.returncode == 0, built.stderr[-3000:]
-            done.write_text(run)
+            done.touch()
     return out
 
 
