@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- speed -->\n).*?(<!-- end speed -->)", re.S)
 ALL = re.compile(r"(lml|lml_backward|lml_loss|k|peer|original)/")
 PAGES = {  # which cases a page shows, and for which numbers of classes
-    ROOT / "README.md": (re.compile(r"(lml|lml_backward|lml_loss)/"), {100, 1000, 10000, 32000, 131072, 1000000}),
+    ROOT / "README.md": (re.compile(r"(lml|lml_backward|lml_loss)/"), {100, 1000, 4096, 10000, 32000, 131072, 1000000}),
     ROOT / "docs" / "kernels.md": (ALL, None),
 }
 Line = tuple[str, str, str]  # what, its type, what it is compared with
@@ -58,10 +58,16 @@ def tables(pattern: re.Pattern[str], sizes: set[int] | None, results: Path = RES
         data = json.loads(path.read_text("utf-8"))
         if isinstance(data, dict) and {"machine", "rows"} <= data.keys():
             table = lines(data["rows"], pattern, sizes)
-            machine = data["machine"]
-            about = f"{machine['device']}, torch {machine['torch']}, {machine['threads']} CPU threads (`{path.name}`):"
-            text += "\n".join(["", about, "", *table, ""]) if table else ""
+            text += "\n".join(["", about(path.name, data), "", *table, ""]) if table else ""
     return text + "\n" if text else ""
+
+
+def about(name: str, data: dict[str, Any]) -> str:
+    """Where the numbers come from, and whether all of them are there."""
+    machine = data["machine"]
+    threads = f", {machine['threads']} CPU threads" if "threads" in machine else ""
+    part = "" if data.get("complete", True) else "; the run was cut short, these are the rows it reached"
+    return f"{machine['device']}, torch {machine['torch']}{threads} (`benchmarks/results/{name}`{part}):"
 
 
 def filled(page: str, pattern: re.Pattern[str], sizes: set[int] | None, results: Path = RESULTS) -> str:

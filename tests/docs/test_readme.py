@@ -34,7 +34,7 @@ def test_a_table_from_results(tmp_path):
     common = {"dtype": "float32", "k": 5, "against": "softmax"}
     rows = [
         {"name": "lml/1000/float32", "n": 1000, "ratio": 0.951, **common},
-        {"name": "lml/4096/float32", "n": 4096, "ratio": 1.1, **common},
+        {"name": "lml/512/float32", "n": 512, "ratio": 1.1, **common},
         {"name": "lml_backward/1000/float32", "n": 1000, "ratio": 0.5, **common},
         {"name": "k/1000/50", "n": 1000, "ratio": 0.9, **common, "k": 50},
         {"name": "peer/entmax.sparsemax/1000", "n": 1000, "ratio": 20.0, **common},
@@ -45,13 +45,18 @@ def test_a_table_from_results(tmp_path):
     empty = "a\n<!-- speed -->\n<!-- end speed -->\nb\n"
     short, every = speed_table.PAGES.values()
     text = speed_table.filled(empty.replace("<!-- end", "old\n<!-- end"), *short, tmp_path)
-    assert "Card, torch 2.13, 2 CPU threads (`card.json`):" in text
+    assert "Card, torch 2.13, 2 CPU threads (`benchmarks/results/card.json`):" in text
     assert "| `lml` | float32 | softmax | 0.95 |" in text
     assert "| `lml`, backward | float32 | softmax | 0.50 |" in text
-    assert not any(word in text for word in ("old", "4,096", "k = 50", "entmax"))
+    assert not any(word in text for word in ("old", "512", "k = 50", "entmax"))
     assert speed_table.filled(text, *short, tmp_path) == text
     text = speed_table.filled(empty, *every, tmp_path)
-    assert "| `lml` | float32 | softmax | 0.95 | 1.10 |" in text
-    assert "| `lml`, k = 50 | float32 | softmax | 0.90 |  |" in text
-    assert "| `entmax.sparsemax` | float32 | softmax | 20.00 |  |" in text
+    assert "| `lml` | float32 | softmax | 1.10 | 0.95 |" in text
+    assert "| `lml`, k = 50 | float32 | softmax |  | 0.90 |" in text
+    assert "| `entmax.sparsemax` | float32 | softmax |  | 20.00 |" in text
     assert speed_table.filled(text, *short, tmp_path / "none") == empty
+    short_run = {"complete": False, "machine": {"device": "Card", "torch": "2.13"}, "rows": rows}
+    (tmp_path / "card.json").write_text(json.dumps(short_run))
+    assert "Card, torch 2.13 (`benchmarks/results/card.json`; the run was cut short" in speed_table.filled(
+        empty, *short, tmp_path
+    )
