@@ -12,10 +12,11 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum { KIND_Y, KIND_LOG, KIND_NU };
-enum { DEGENERATE, SOLVED, HARD, CLOSE, OPEN };
+enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, solved, solved in logarithms */
 
 #define PART 16384       /* scores a thread takes at a time from a long row */
 #define COPY_BELOW 2048  /* rows up to here are copied and padded */
+#define GROUP 4 /* rows that are solved in step with each other, at most */
 #define SERIAL_BELOW 32768 /* scores; less is not worth a second thread */
 
 /* What the passes over a row sum; each pass says what the fields mean there. */
@@ -57,9 +58,10 @@ struct call {
     void *log_mass, *pull;
 };
 
-/* The memory of one thread. */
+/* The memory of one thread: `copy` and `e` hold `width` numbers for each row of a group. */
 struct space {
     void *copy, *e;
+    int64_t width;
     double *workspace;
     int8_t *sign;
     struct sums *parts;
@@ -224,12 +226,12 @@ static void signs_of_row(const struct call *call, int64_t index, int8_t *restric
 
 /* ---- The calls. ---- */
 
-typedef void (*row_work)(const struct call *, int64_t, struct space *);
+typedef void (*row_work)(const struct call *, int64_t, int, struct space *);
 enum { FORWARD, BACKWARD, LOSS_FORWARD, LOSS_BACKWARD };
 
 #define ROWS(type, isa)                                                                                     \
-    { forward_row_##type##_##isa, backward_row_##type##_##isa, loss_forward_row_##type##_##isa,             \
-      loss_backward_row_##type##_##isa }
+    { forward_rows_##type##_##isa, backward_rows_##type##_##isa, loss_forward_rows_##type##_##isa,             \
+      loss_backward_rows_##type##_##isa }
 
 static const row_work works[3][2][4] = {
     {ROWS(f32, baseline), ROWS(f64, baseline)},
@@ -266,11 +268,16 @@ struct job {
     int64_t rows_a_part;
 };
 
+/* Rows to solve in step: short ones leave the processor waiting, long ones would leave the first cache. */
+static int64_t group_of(int64_t n) { return n <= 128 ? GROUP : n <= 384 ? GROUP / 2 : 1; }
+
 static void job_part(void *job, int64_t part, int slot) {
     const struct job *j = job;
     int64_t first = part * j->rows_a_part, last = first + j->rows_a_part;
     if (last > j->call->rows) last = j->call->rows;
-    for (int64_t i = first; i < last; i++) j->work(j->call, i, j->spaces + slot);
+    int64_t group = group_of(j->call->n);
+    for (int64_t i = first; i < last; i += group)
+        j->work(j->call, i, (int)(last - i < group ? last - i : group), j->spaces + slot);
 }
 
 static size_t round_up(size_t bytes) { return (bytes + 127) / 64 * 64; }
@@ -283,9 +290,9 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
     int split = threads > 1 && n >= 4 * PART && call->rows < 4 * threads; /* rows one by one, each over all threads */
     int64_t spaces = split || threads > call->rows ? (split ? 1 : call->rows) : threads;
 
-    size_t real = type ? 8 : 4, width = (size_t)n + 64;
+    size_t real = type ? 8 : 4, width = ((size_t)n + 127) / 64 * 64, group = (size_t)group_of(n);
     int forward = operation == FORWARD || operation == LOSS_FORWARD, loss = operation >= LOSS_FORWARD;
-    size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up(width * real);
+    size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up(group * width * real);
     size_t e = forward ? copy : 0, workspace = forward ? round_up(width * 8) : 0, sign = loss ? round_up(width) : 0;
     size_t one = parts + copy + e + workspace + sign;
     char *memory = malloc(one * (size_t)spaces + 64);
@@ -298,6 +305,7 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
     for (int64_t i = 0; i < spaces; i++) {
         char *at = (char *)(((uintptr_t)memory + 63) / 64 * 64) + one * (size_t)i;
         space[i].parts = (struct sums *)at;
+        space[i].width = (int64_t)width;
         space[i].copy = at += parts;
         space[i].e = at += copy;
         space[i].workspace = (double *)(at += e);

@@ -22,6 +22,10 @@ typedef struct {
     REAL c, s, t, scale, shift, rho, rest, weight; /* rest = 1 - rho */
     int kind, threads;
     struct sums *parts;
+    /* The search. nu is kept as a distance `at` from -c, and its bounds with it: far from 0 a sum would lose digits. */
+    int state, passes;
+    double k, top, at, lo, hi, step, sum_h;
+    struct sums m;
 } NAME(row);
 
 INLINE REAL NAME(from_bits)(BITS i) {
@@ -36,10 +40,15 @@ INLINE BITS NAME(to_bits)(REAL f) {
     return i;
 }
 
-/* exp to about one unit in the last place, for EXP_LOW <= x <= EXP_HIGH and as at these ends beyond. */
-INLINE REAL NAME(exp)(REAL x) {
-    x = x > EXP_HIGH ? EXP_HIGH : x;
-    x = x < EXP_LOW ? EXP_LOW : x;
+/* exp to about one unit in the last place, for low <= x <= high and as at these ends beyond. LIMITS declares the two
+   such that the compiler does not know their values: it would work out the ends apart, and blend. */
+#define LIMITS                                 \
+    REAL low = EXP_LOW, high = EXP_HIGH;       \
+    __asm__("" : "+m"(low), "+m"(high));
+
+INLINE REAL NAME(exp)(REAL x, REAL low, REAL high) {
+    x = x > high ? high : x;
+    x = x < low ? low : x;
     REAL shifted = x * R(1.44269504088896340736) + ROUNDER;
     REAL m = shifted - ROUNDER;
     REAL r = (x - m * LN2_HIGH) - m * LN2_LOW;
@@ -90,7 +99,7 @@ FN void NAME(prepare_part)(NAME(row) * row, int64_t first, int64_t last, struct 
         for (int64_t i = first; i < end; i++) copy[i] = logits[i] / temperature;
     else
         memcpy(copy + first, logits + first, (size_t)(end - first) * sizeof(REAL));
-    for (int64_t i = end; i < last; i++) copy[i] = -INFINITE;
+    for (int64_t i = end; i < last; i++) copy[i] = copy[0]; /* adds nothing to the moments */
 }
 
 /* Moments about the first score; nan or inf in a row shows in them. */
@@ -98,7 +107,6 @@ FN void NAME(moments_part)(NAME(row) * row, int64_t first, int64_t last, struct 
     const REAL *restrict x = row->x;
     REAL pivot = row->pivot, low = 0, high = 0;
     double total = 0, squares = 0;
-    if (last > row->n) last = row->n;
     for (int64_t b = first; b < last; b += BLOCK) {
         int64_t end = b + BLOCK < last ? b + BLOCK : last;
         REAL sum = 0, square = 0;
@@ -152,6 +160,7 @@ FN void NAME(census_part)(NAME(row) * row, int64_t first, int64_t last, struct s
 
 /* E = exp(c - x), kept for the passes to come, and the sums at nu = -c. */
 FN void NAME(start_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    LIMITS
     const REAL *restrict x = row->x;
     REAL *restrict e = row->e;
     REAL c = row->c;
@@ -161,7 +170,7 @@ FN void NAME(start_part)(NAME(row) * row, int64_t first, int64_t last, struct su
         REAL a = 0, b = 0, f = 0, square = 0, above = 0;
         PRAGMA(omp simd reduction(+ : a, b, f, square, above))
         for (int64_t i = begin; i < end; i++) {
-            REAL q = NAME(exp)(c - x[i]);
+            REAL q = NAME(exp)(c - x[i], low, high);
             e[i] = q;
             SUM_POINT(q)
         }
@@ -205,7 +214,7 @@ FN void NAME(write_log_part)(NAME(row) * row, int64_t first, int64_t last, struc
     PRAGMA(omp simd)
     for (int64_t i = first; i < last; i++) {
         REAL z = NAME(point)(x[i], c, t);
-        REAL e = NAME(exp)(-NAME(abs)(z));
+        REAL e = NAME(exp)(-NAME(abs)(z), EXP_LOW, EXP_HIGH);
         e = NAME(abs)(z) > -EXP_LOW ? R(0.0) : e;
         out[i] = (z < 0 ? z : R(0.0)) - NAME(log1p)(e);
     }
@@ -214,7 +223,7 @@ FN void NAME(write_log_part)(NAME(row) * row, int64_t first, int64_t last, struc
 /* Backward: h to `out`, and the sums of h (a) and h u (b), or of (1 - y) u (b) for the logarithm. */
 #define POINT_H                                                  \
     REAL z = NAME(point)(x[i], c, t);                            \
-    REAL e = NAME(exp)(-NAME(abs)(z));                           \
+    REAL e = NAME(exp)(-NAME(abs)(z), EXP_LOW, EXP_HIGH);                           \
     e = NAME(abs)(z) > -EXP_LOW ? R(0.0) : e;                    \
     REAL over = R(1.0) / (R(1.0) + e);                           \
     REAL h = e * over * over;
@@ -370,10 +379,11 @@ INLINE struct sums NAME(pass)(NAME(row) * row, NAME(part) part) {
    across a wide gap. a = sum y^2 (1 - y), b = sum y (1 - y)^2, f = the signed small parts w, square = sum of the
    signed w^2 (3 - 2 w). */
 FN struct sums NAME(hard_sums)(const double *restrict x, int64_t n, double c, double peak) {
+    LIMITS
     double a = 0, b = 0, f = 0, cubic = 0, above = 0, unit = exp(peak);
     PRAGMA(omp simd reduction(+ : a, b, f, cubic, above))
     for (int64_t i = 0; i < n; i++) {
-        double d = x[i] - c, tail = NAME(exp)(-NAME(abs)(d) - peak), over = 1.0 / (1.0 + tail * unit);
+        double d = x[i] - c, tail = NAME(exp)(-NAME(abs)(d) - peak, low, high), over = 1.0 / (1.0 + tail * unit);
         double w = tail * unit * over, part = tail * over, o = 1.0 - w;
         double outer = part * o * o, inner = part * o * w, bend = part * w * (3.0 - 2.0 * w);
         a += d > 0 ? outer : inner;
@@ -441,91 +451,112 @@ FN void NAME(prepare)(NAME(row) * row, int pad) {
     row->x = row->copy;
 }
 
+/* Moments of the row and a first guess; DEGENERATE with the infinite or nan t where there is nothing to search. */
+FN void NAME(begin)(NAME(row) * row, double k, struct start *start) {
+    struct sums m = {.a = NAN};
+    double n = (double)row->n, pivot = 0;
+    row->c = row->t = 0;
+    row->top = row->passes = 0;
+    if (row->n > 0 && NAME(finite)(row->x[0])) {
+        row->pivot = row->x[0];
+        m = NAME(pass)(row, NAME(moments_part));
+        pivot = row->pivot;
+    }
+    for (int64_t i = row->n; i < row->width; i++) row->copy[i] = -INFINITE; /* weighs nothing in the search */
+    if (!(fabs(m.a) <= DBL_MAX) || !(m.b <= DBL_MAX)) {
+        m = (struct sums){.low = INFINITY, .high = -INFINITY};
+        if (row->n > 0) m = NAME(pass)(row, NAME(census_part));
+        pivot = 0;
+        n = m.f;
+        k -= row->top = m.square;
+        if (m.above > 0) k = NAN;
+    }
+    row->k = k;
+    row->state = DEGENERATE;
+    row->t = (REAL)(k == 0 ? -INFINITY : k == n ? INFINITY : NAN);
+    if (!(k > 0 && k < n)) return;
+
+    double mean = m.a / n, variance = m.b / n - mean * mean;
+    start_prepare(start, k, n);
+    row->state = OPEN;
+    row->lo = start->logit - (m.high + pivot);
+    row->hi = start->logit - (m.low + pivot);
+    row->at = start_guess(start, mean + pivot, variance, row->lo, row->hi);
+}
+
+/* The sums at `at`: from the scores where that is far from the centre, else from `e`. */
+FN void NAME(look)(NAME(row) * row) {
+    if (row->passes++ == 0 || fabs(row->at) > 4) {
+        double c = row->c;
+        row->c = (REAL)(c - row->at);
+        double moved = (double)row->c - c;
+        row->lo += moved, row->hi += moved, row->at = 0;
+        row->m = NAME(pass)(row, NAME(start_part));
+    } else {
+        row->s = (REAL)exp(-row->at);
+        row->m = NAME(pass)(row, NAME(search_part));
+    }
+}
+
+FN void NAME(move)(NAME(row) * row) {
+    double slack = 16 * EPS * (1 + fabs((double)row->c));
+    double k = row->k + row->top; /* the passes count the infinite scores in */
+    row->state = take_step(&row->m, k, row->at, &row->lo, &row->hi, EPS, slack, SMALLEST_SUM, &row->step);
+    if (row->state != HARD) row->at += row->step;
+    if (row->state == OPEN && row->passes == 16) row->state = HARD;
+}
+
 /* nu = t - c as a pair whose second part is small: a long t would be rounded where it shows. */
 FN void NAME(split)(NAME(row) * row, double c, double t) {
     row->c = (REAL)(fabs(t) < 0.03 ? c : c - t);
     row->t = (REAL)(((double)row->c - c) + t);
 }
 
-/* Solve the row for nu = t - c, and return how: SOLVED with `e` and `s` set, so that y = 1 / (1 + e s); HARD where it
-   took the search in logarithms; DEGENERATE where t is infinite or nan. The last step of the search enters through `s`:
-   the sums are right at the points returned, to rounding. `sum_h` is of the last pass, moved to the solution, or nan
-   where the last step was too long for that. */
-FN int NAME(solve)(NAME(row) * row, double k, struct space *space, double *sum_h) {
-    struct sums m = {0};
-    double n = (double)row->n, pivot = 0, top = 0;
-    row->c = row->t = 0;
-    if (row->n > 0 && NAME(finite)(row->x[0])) {
-        row->pivot = row->x[0];
-        m = NAME(pass)(row, NAME(moments_part));
-        pivot = row->pivot;
-    } else {
-        m.a = NAN;
+/* After CLOSE, `e` and `s` are set, so that y = 1 / (1 + e s): the last step of the search enters through `s`, and the
+   sums are right at the points returned, to rounding. `sum_h` is of the last pass, moved to the solution, or nan where
+   the last step was too long for that. After HARD the search in logarithms gives c and t alone. */
+FN void NAME(finish)(NAME(row) * row, double *workspace) {
+    row->sum_h = NAN;
+    if (row->state == CLOSE) {
+        double t = row->step, a = row->m.a, b = row->m.b;
+        if (fabs(t * t * t) < EPS) row->sum_h = (a + b) + t * ((b - a) + t / 2 * (a + b - 6 * row->m.square));
+        row->s = (REAL)exp(-row->at);
+        NAME(split)(row, (double)row->c, row->at);
+    } else if (row->state == HARD) {
+        int64_t finite = 0;
+        for (int64_t i = 0; i < row->n; i++)
+            if (NAME(finite)(row->x[i])) workspace[finite++] = (double)row->x[i];
+        double c, t;
+        SOLVE_HARD(workspace, finite, row->k, &c, &t);
+        NAME(split)(row, c, t);
     }
-    if (!(fabs(m.a) <= DBL_MAX) || !(m.b <= DBL_MAX)) {
-        m = (struct sums){.low = INFINITY, .high = -INFINITY};
-        if (row->n > 0) m = NAME(pass)(row, NAME(census_part));
-        pivot = 0;
-        n = m.f;
-        k -= top = m.square;
-        if (m.above > 0) k = NAN;
-    }
-    if (!(k > 0 && k < n)) {
-        row->t = (REAL)(k == 0 ? -INFINITY : k == n ? INFINITY : NAN);
-        return DEGENERATE;
-    }
-
-    double mean = m.a / n, variance = m.b / n - mean * mean;
-    mean += pivot;
-    start_prepare(&space->start, k, n);
-    /* nu is kept as a distance `at` from -c, and its bounds with it: far from 0 a sum would lose digits. */
-    double lo = space->start.logit - (m.high + pivot), hi = space->start.logit - (m.low + pivot), t = 0;
-    double at = start_guess(&space->start, mean, variance, lo, hi);
-    for (int i = 0; i < 16; i++) {
-        if (i == 0 || fabs(at) > 4) {
-            double moved = (double)(REAL)((double)row->c - at) - (double)row->c;
-            row->c = (REAL)((double)row->c - at);
-            lo += moved, hi += moved, at = 0;
-            m = NAME(pass)(row, NAME(start_part));
-        } else {
-            row->s = (REAL)exp(-at);
-            m = NAME(pass)(row, NAME(search_part));
-        }
-        double slack = 16 * EPS * (1 + fabs((double)row->c));
-        int state = take_step(&m, k + top, at, &lo, &hi, EPS, slack, SMALLEST_SUM, &t);
-        if (state == HARD) break;
-        at += t;
-        if (state == CLOSE) {
-            *sum_h = m.a + m.b;
-            *sum_h += t * ((m.b - m.a) + t / 2 * (*sum_h - 6 * m.square));
-            if (fabs(t * t * t) > EPS) *sum_h = NAN;
-            row->s = (REAL)exp(-at);
-            NAME(split)(row, (double)row->c, at);
-            return SOLVED;
-        }
-    }
-
-    int64_t finite = 0;
-    for (int64_t i = 0; i < row->n; i++)
-        if (NAME(finite)(row->x[i])) space->workspace[finite++] = (double)row->x[i];
-    double c;
-    SOLVE_HARD(space->workspace, finite, k, &c, &t);
-    NAME(split)(row, c, t);
-    *sum_h = NAN;
-    return HARD;
 }
 
-/* ---- Calls: each works on one row. ---- */
+/* Solve rows for nu, in step with each other: while one waits for its sums, the processor works on the next. */
+FN void NAME(solve)(NAME(row) * rows, int count, const REAL *k, struct space *space) {
+    int open = 0;
+    for (int i = 0; i < count; i++) NAME(begin)(rows + i, (double)k[i], &space->start);
+    do {
+        for (int i = 0; i < count; i++)
+            if (rows[i].state == OPEN) NAME(look)(rows + i);
+        open = 0;
+        for (int i = 0; i < count; i++)
+            if (rows[i].state == OPEN) NAME(move)(rows + i), open |= rows[i].state == OPEN;
+    } while (open);
+    for (int i = 0; i < count; i++) NAME(finish)(rows + i, space->workspace);
+}
 
-FN void NAME(load)(NAME(row) * row, const struct call *call, int64_t index, struct space *space, int pad) {
+/* ---- Calls: each works on `count` rows from `index` on, no more than GROUP. ---- */
+
+FN void NAME(load)(NAME(row) * row, const struct call *call, int64_t index, struct space *space, int place, int pad) {
     int64_t n = call->n;
     memset(row, 0, sizeof *row);
     row->n = n;
     row->logits = (const REAL *)call->logits + index * n;
     row->mask = call->mask ? call->mask + index * call->mask_stride : 0;
     row->temperature = (REAL)call->temperature;
-    row->copy = space->copy;
-    row->e = space->e;
+    row->copy = (REAL *)space->copy + place * space->width;
+    row->e = (REAL *)space->e + place * space->width;
     row->parts = space->parts;
     row->threads = space->threads;
     row->rho = (REAL)call->observed;
@@ -534,32 +565,35 @@ FN void NAME(load)(NAME(row) * row, const struct call *call, int64_t index, stru
     NAME(prepare)(row, pad);
 }
 
-FN void NAME(forward_row)(const struct call *call, int64_t index, struct space *space) {
-    NAME(row) row;
-    double sum_h;
-    NAME(load)(&row, call, index, space, 1);
-    int state = NAME(solve)(&row, ((const REAL *)call->k)[index], space, &sum_h);
-    ((REAL *)call->center)[index] = row.c;
-    ((REAL *)call->delta)[index] = row.t;
+FN void NAME(write)(const struct call *call, NAME(row) * row, int64_t index) {
+    ((REAL *)call->center)[index] = row->c;
+    ((REAL *)call->delta)[index] = row->t;
     if (call->kind == KIND_NU) return;
-    row.out = (REAL *)call->out + index * row.n;
-    if (state == DEGENERATE) {
-        for (int64_t i = 0; i < row.n; i++) {
-            REAL y = row.x[i] == INFINITE ? 1 : row.x[i] == -INFINITE ? 0 : row.t > 0;
+    row->out = (REAL *)call->out + index * row->n;
+    if (row->state == DEGENERATE) {
+        for (int64_t i = 0; i < row->n; i++) {
+            REAL y = row->x[i] == INFINITE ? 1 : row->x[i] == -INFINITE ? 0 : row->t > 0;
             y = call->kind == KIND_Y ? y : y > 0 ? R(0.0) : -INFINITE;
-            row.out[i] = row.t != row.t ? row.t : y;
+            row->out[i] = row->t != row->t ? row->t : y;
         }
         return;
     }
     if (call->kind == KIND_LOG) {
-        NAME(pass)(&row, NAME(write_log_part));
+        NAME(pass)(row, NAME(write_log_part));
         return;
     }
-    if (state == HARD) { /* no `e` yet */
-        NAME(pass)(&row, NAME(start_part));
-        row.s = (REAL)exp(-(double)row.t);
+    if (row->state == HARD) { /* no `e` yet */
+        NAME(pass)(row, NAME(start_part));
+        row->s = (REAL)exp(-(double)row->t);
     }
-    NAME(pass)(&row, NAME(write_y_part));
+    NAME(pass)(row, NAME(write_y_part));
+}
+
+FN void NAME(forward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    NAME(row) rows[GROUP];
+    for (int i = 0; i < count; i++) NAME(load)(rows + i, call, index + i, space, i, 1);
+    NAME(solve)(rows, count, (const REAL *)call->k + index, space);
+    for (int i = 0; i < count; i++) NAME(write)(call, rows + i, index + i);
 }
 
 /* log sum h, where the sum itself may underflow. */
@@ -598,7 +632,7 @@ FN void NAME(backward_row)(const struct call *call, int64_t index, struct space 
     NAME(row) row;
     REAL *grad_k = (REAL *)call->grad_k + index;
     double given = call->grad_delta ? ((const REAL *)call->grad_delta)[index] : 0;
-    NAME(load)(&row, call, index, space, 0);
+    NAME(load)(&row, call, index, space, 0, 0);
     row.c = ((const REAL *)call->center)[index];
     row.t = ((const REAL *)call->delta)[index];
     row.u = call->grad ? (const REAL *)call->grad + index * row.n : 0;
@@ -621,6 +655,10 @@ FN void NAME(backward_row)(const struct call *call, int64_t index, struct space 
     NAME(pass)(&row, NAME(spread_part));
 }
 
+FN void NAME(backward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    for (int i = 0; i < count; i++) NAME(backward_row)(call, index + i, space);
+}
+
 /* Where an index list is told as signs: 1 for the labels, 0 elsewhere. */
 FN void NAME(mark)(const struct call *call, int64_t index, int8_t *sign, int8_t value) {
     const int64_t *list = call->index + index * call->m;
@@ -641,46 +679,50 @@ FN double NAME(loss_term)(const NAME(row) * row, int64_t i, int sign, double *d)
     return y < 0.5 ? -log1p(-rho * y) : -log(rest + rho * out);
 }
 
-FN void NAME(loss_forward_row)(const struct call *call, int64_t index, struct space *space) {
-    NAME(row) row;
-    double sum_h, log_mass, loss = 0, pull = 0, d;
-    NAME(load)(&row, call, index, space, 1);
-    int state = NAME(solve)(&row, ((const REAL *)call->k)[index], space, &sum_h);
+FN void NAME(write_loss)(const struct call *call, NAME(row) * row, int64_t index, struct space *space) {
+    double log_mass, loss = 0, pull = 0, d;
     int listed = call->index && call->observed == 0;
     if (call->dense) signs_of_row(call, index, space->sign);
     if (listed) {
         const int64_t *list = call->index + index * call->m;
         for (int64_t i = 0; i < call->m; i++)
-            if (list[i] >= 0 && list[i] < call->n) loss += NAME(loss_term)(&row, list[i], 1, &d), pull += d;
+            if (list[i] >= 0 && list[i] < call->n) loss += NAME(loss_term)(row, list[i], 1, &d), pull += d;
     } else {
-        row.sign = space->sign;
+        row->sign = space->sign;
         if (call->index) NAME(mark)(call, index, space->sign, 1);
-        if (state == SOLVED) {
-            struct sums m = NAME(pass)(&row, NAME(loss_part));
+        if (row->state == CLOSE) {
+            struct sums m = NAME(pass)(row, NAME(loss_part));
             loss = m.f, pull = m.b;
         } else {
-            for (int64_t i = 0; i < row.n; i++) loss += NAME(loss_term)(&row, i, space->sign[i], &d), pull += d;
+            for (int64_t i = 0; i < row->n; i++) loss += NAME(loss_term)(row, i, space->sign[i], &d), pull += d;
         }
         if (call->index) NAME(mark)(call, index, space->sign, 0);
     }
-    if (state == DEGENERATE) {
-        log_mass = row.t != row.t ? NAN : -INFINITY;
-        pull = row.t != row.t ? NAN : 0;
-        loss = row.t != row.t ? NAN : loss;
-    } else if (state == HARD) {
-        log_mass = NAME(log_mass)(&row);
+    if (row->state == DEGENERATE) {
+        log_mass = row->t != row->t ? NAN : -INFINITY;
+        pull = row->t != row->t ? NAN : 0;
+        loss = row->t != row->t ? NAN : loss;
+    } else if (row->state == HARD) {
+        log_mass = NAME(log_mass)(row);
     } else {
-        if (sum_h != sum_h) {
-            struct sums m = NAME(pass)(&row, NAME(search_part));
-            sum_h = m.a + m.b;
+        if (row->sum_h != row->sum_h) {
+            struct sums m = NAME(pass)(row, NAME(search_part));
+            row->sum_h = m.a + m.b;
         }
-        log_mass = log(sum_h);
+        log_mass = log(row->sum_h);
     }
     ((REAL *)call->out)[index] = (REAL)loss;
-    ((REAL *)call->center)[index] = row.c;
-    ((REAL *)call->delta)[index] = row.t;
+    ((REAL *)call->center)[index] = row->c;
+    ((REAL *)call->delta)[index] = row->t;
     ((REAL *)call->log_mass)[index] = (REAL)log_mass;
     ((REAL *)call->pull)[index] = (REAL)pull;
+}
+
+FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    NAME(row) rows[GROUP];
+    for (int i = 0; i < count; i++) NAME(load)(rows + i, call, index + i, space, i, 1);
+    NAME(solve)(rows, count, (const REAL *)call->k + index, space);
+    for (int i = 0; i < count; i++) NAME(write_loss)(call, rows + i, index + i, space);
 }
 
 /* (dz - pull h / sum h) / temperature for one class, in double. */
@@ -696,7 +738,7 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
     double log_mass = ((const REAL *)call->log_mass)[index], pull = ((const REAL *)call->pull)[index];
     double grad = ((const REAL *)call->grad)[index];
     REAL *grad_k = (REAL *)call->grad_k + index;
-    NAME(load)(&row, call, index, space, 0);
+    NAME(load)(&row, call, index, space, 0, 0);
     row.c = ((const REAL *)call->center)[index];
     row.t = ((const REAL *)call->delta)[index];
     row.out = (REAL *)call->out + index * row.n;
@@ -728,10 +770,15 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
     if (call->index) NAME(mark)(call, index, space->sign, 0);
 }
 
+FN void NAME(loss_backward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    for (int i = 0; i < count; i++) NAME(loss_backward_row)(call, index + i, space);
+}
+
 #undef BLOCK
 #undef FN
 #undef INLINE
 #undef PRAGMA
 #undef SUM_POINT
+#undef LIMITS
 #undef POINT_H
 #undef POINT_LOSS
