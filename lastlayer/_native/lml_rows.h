@@ -638,7 +638,9 @@ FN void NAME(backward_row)(const struct call *call, int64_t index, struct space 
     row.u = call->grad ? (const REAL *)call->grad + index * row.n : 0;
     row.out = (REAL *)call->out + index * row.n;
     if (!NAME(finite)(row.t)) {
-        REAL fill = row.t != row.t ? row.t : R(0.0);
+        int asked = given != 0; /* a row nobody asks for has no gradient, nan or not */
+        for (int64_t i = 0; i < row.n && row.u && !asked; i++) asked = row.u[i] != 0;
+        REAL fill = row.t != row.t && asked ? row.t : R(0.0);
         for (int64_t i = 0; i < row.n; i++) row.out[i] = fill;
         *grad_k = fill;
         return;
@@ -743,7 +745,7 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
     row.t = ((const REAL *)call->delta)[index];
     row.out = (REAL *)call->out + index * row.n;
     if (!NAME(finite)(row.t)) {
-        REAL fill = row.t != row.t ? row.t : R(0.0);
+        REAL fill = row.t != row.t && grad != 0 ? row.t : R(0.0); /* as in backward_row */
         for (int64_t i = 0; i < row.n; i++) row.out[i] = fill;
         *grad_k = fill;
         return;

@@ -255,6 +255,19 @@ def test_loss_of_rows_without_a_finite_threshold():
         assert grad[2:].isnan().all()
 
 
+@built
+def test_rows_nobody_asks_for_have_no_gradient():
+    x = torch.tensor([[NAN, 1.0], [2.0, 1.0]], requires_grad=True)
+    for value in (
+        plain.lml(x, 1, impl="native"),
+        plain.lml_threshold(x, 1, impl="native"),
+        lml_loss(x, torch.tensor([1, 1]), 1, reduction="none", impl="native"),
+    ):
+        grad = torch.autograd.grad(value[1].sum(), x)[0]
+        assert (grad[0] == 0).all()
+        assert grad[1].isfinite().all()
+
+
 def test_reason_on_other_devices():
     assert native.unavailable(torch.device("meta")) == "the compiled kernel is for the CPU, and the tensor is on meta"
 
