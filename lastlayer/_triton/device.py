@@ -107,12 +107,6 @@ def is_finite(x):
 
 
 @triton.jit
-def dead(delta):
-    """The gradient where nu is not finite: none, and nan where nu is nan."""
-    return tl.where(delta == delta, 0.0, delta)
-
-
-@triton.jit
 def points(x, center, delta):
     """X + nu; an infinite score keeps its sign against an infinite nu."""
     z = (x - center) + delta

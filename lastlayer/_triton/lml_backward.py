@@ -129,6 +129,7 @@ def _row(
     over = 1 / mass
     live_row = is_finite(delta)
     dot = tl.zeros((BLOCK,), tl.float32)
+    asks = tl.zeros((BLOCK,), tl.int32)
     if KIND != "nu":
         for j in range(0, n, BLOCK):
             cols = j + tl.arange(0, BLOCK)
@@ -136,17 +137,19 @@ def _row(
             u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
             p, slope = _share(x, center, delta, peak, over, KIND)
             dot += tl.where(is_finite(x), u * (p if KIND == "y" else slope), 0.0)
+            asks = tl.where(u != 0, 1, asks)
     mean = tl.where(live_row, tl.sum(dot, 0), 0.0)
     given = tl.full((), 0.0, tl.float32)
     if GIVEN:
         given = tl.load(gd_ptr + row)
+    # A row without a solution has a gradient of nan, but where nobody asks for one.
+    nan_row = (delta != delta) & ((tl.max(asks, 0) > 0) | (given != 0))
     inverse = exp(-peak) * over
     if KIND == "y":
         dk = mean + given * inverse
     else:
         given = given + mean
         dk = given * inverse
-    nan_row = delta != delta
     tl.store(dk_ptr + row, tl.where(nan_row, delta, dk))
     for j in range(0, n, BLOCK):
         cols = j + tl.arange(0, BLOCK)

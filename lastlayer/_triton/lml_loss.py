@@ -17,7 +17,6 @@ from lastlayer._triton import plan as shapes
 from lastlayer._triton.device import (
     by_row,
     columns,
-    dead,
     exp,
     is_finite,
     load_flat,
@@ -93,7 +92,7 @@ def _label_sums(
             slope -= less_slope
         loss += tl.sum(tl.where(found, one_loss, 0.0), 1)
         pull += tl.sum(tl.where(found & is_finite(x), slope, 0.0), 1)
-    return loss, tl.where(is_finite(delta), pull, dead(delta))
+    return loss, tl.where(is_finite(delta), pull, 0.0)
 
 
 @triton.jit
@@ -112,7 +111,7 @@ def _label_store(
         slope = -tl.where(z > 0, q, 1.0) * y
         share = exp(-tl.abs(z) - peak) * y * y * over[:, None]
         d = tl.where(is_finite(x), scale[:, None] * (slope - pull[:, None] * share), 0.0)
-        d = tl.where(is_finite(delta[:, None]), d, dead(delta)[:, None])
+        d = tl.where(is_finite(delta[:, None]), d, 0.0)
         inside = (index >= lo) & (index < hi)
         tl.store(d_ptr + (row[:, None] * n + index), d.to(d_ptr.dtype.element_ty), mask=inside)
 
@@ -151,7 +150,7 @@ def _row(
             slopes += slope
         loss_sum, slope_sum = sum2(losses, slopes, 0)
         loss += loss_sum
-        pull += tl.where(is_finite(delta), slope_sum, dead(delta))
+        pull += tl.where(is_finite(delta), slope_sum, 0.0)
     if not DENSE:
         more, more_pull = _label_sums(
             x_ptr, m_ptr, i_ptr, only, m_row, m_col, n, n_labels, center1, delta1, inv_t, rho, M, RHO, MASKED
@@ -173,7 +172,7 @@ def _row(
                 _, slope = _terms(z, x, label, rho, DENSE, RHO)
                 d += slope
             d = tl.where(is_finite(x), scale * d, 0.0)
-            d = tl.where(is_finite(delta), d, dead(delta))
+            d = tl.where(is_finite(delta), d, 0.0)
             tl.store(d_ptr + (row * n + cols), d.to(d_ptr.dtype.element_ty), mask=cols < n)
         if not DENSE:
             tl.debug_barrier()  # the labels are written over what is there

@@ -25,7 +25,7 @@ PARTS = [
 @pytest.mark.parametrize("part", PARTS)
 def test_kernels_in_the_interpreter(part):
     tests = Path(__file__).with_name("test_lml.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(tests), "-k", part]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "ignore", str(tests), "-k", part]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
