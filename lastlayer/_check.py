@@ -67,8 +67,8 @@ def cardinality(op: str, k: Any, scores: Tensor, shard: ClassShard | None = None
     limit = n if at_most_n and shard is None else math.inf
     if not 0 <= float(k) <= limit:  # also catches nan
         raise ValueError(
-            f"{op}: `k` must be between 0 and n_classes={n}, got {k}. Lower `k`, or pass a tensor of one `k` a row, "
-            "where a row that asks for too many becomes nan."
+            f"{op}: `k` must be between 0 and n_classes={n}, got {k}. Choose a `k` in that range, or pass a tensor of "
+            "one `k` a row, where a row that cannot be met becomes nan."
         )
     return torch.full((*batch, 1), float(k), dtype=dtype, device=scores.device)
 
@@ -188,10 +188,12 @@ class Labels:
         return torch.where(found, function(*picked), 0).sum(-1)
 
 
-def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None) -> Labels:
+def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None, *, in_range: bool = True) -> Labels:
     """Check a target in any of its three forms against scores of shape ``(*batch, n_classes)``.
 
-    With `shard`, index targets hold classes of all ranks; the result holds those of this rank, counted from 0.
+    With `shard`, index targets hold classes of all ranks; the result holds those of this rank, counted from 0. A class
+    that does not exist is an error where that can be seen for free (on the CPU, outside of traces), unless `in_range`
+    is False.
     """
     batch, n = scores.shape[:-1], scores.shape[-1]
     if not isinstance(value, Tensor):
@@ -202,7 +204,7 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None)
     if not one_a_row and value.shape[:-1] != batch:
         raise ValueError(
             f"{op}: `target` must have shape {tuple(scores.shape)} (multi-hot), {tuple(batch)} (one class a row) or "
-            f"{(*batch, 'm')} (index lists padded with -1), got {tuple(value.shape)}."
+            f"({', '.join(map(str, (*batch, 'm')))}) (index lists padded with -1), got {tuple(value.shape)}."
         )
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise TypeError(
@@ -210,10 +212,25 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None)
             f"got {value.dtype}. Use `target.long()`."
         )
     index = value.long().unsqueeze(-1) if one_a_row else value.long()
+    if shard is None and in_range:
+        _in_range(op, index, n)
     if shard is not None:
         index = index - shard.start
         index = torch.where((index >= 0) & (index < n), index, -1)
     return Labels(_distinct(index), None, n)
+
+
+def _in_range(op: str, index: Tensor, n: int) -> None:
+    """Check class indices where reading them costs nothing: on the CPU, outside of traces and transforms."""
+    if index.device.type != "cpu" or type(index) is not Tensor or index.numel() == 0:
+        return
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    largest = int(index.max())
+    if largest >= n:
+        raise ValueError(
+            f"{op}: `target` must hold classes below n_classes={n}, got {largest}. Classes count from 0, and -1 pads."
+        )
 
 
 def _lists(value: Tensor) -> bool:

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 
 class FunctionModule(nn.Module):
-    """A Module whose ``forward`` is ``function(*inputs, **options)``; tensors among the options become buffers."""
+    """A Module whose ``forward`` is ``function(*inputs, **options)``; tensors among the options become buffers.
+
+    Keywords of a call, such as the mask of a batch, come on top of the options.
+    """
 
     function: ClassVar[Callable[..., Any]]
 
@@ -22,8 +25,9 @@ class FunctionModule(nn.Module):
             else:
                 setattr(self, name, value)
 
-    def forward(self, *inputs: Tensor) -> Any:
-        return type(self).function(*inputs, **{name: getattr(self, name) for name in self._options})
+    def forward(self, *inputs: Tensor, **more: Any) -> Any:
+        options = {name: getattr(self, name) for name in self._options} | more
+        return type(self).function(*inputs, **options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)

@@ -96,7 +96,7 @@ def whole(op: str, name: str, value: float) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{op}: `{name}` must be a whole number, got {type(value).__name__}.")
     if not 0 <= value < float("inf") or value != int(value):
-        raise ValueError(f"{op}: `{name}` must be a whole number of at least 0, got {value}. Round it first.")
+        raise ValueError(f"{op}: `{name}` must be a whole number of at least 0, got {value}. Round or raise it.")
     return int(value)
 
 

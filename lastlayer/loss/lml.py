@@ -12,6 +12,7 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
 from lastlayer._module import FunctionModule
+from lastlayer.loss import _rows
 from lastlayer.project import lml as projection
 from lastlayer.project.lml import Impl
 from lastlayer.shard import ClassShard, local_part, reduce, total, unwrap
@@ -70,15 +71,17 @@ def lml_loss(
     contributes = _contributes(labels, rho, _check.work_dtype(x), shard)
     if chosen == "triton" and reduction in ("mean", "sum") and _wants_gradient(x):
         # The kernel writes the gradient with the loss, in one pass over the logits: it must know what becomes of it.
-        rows = contributes.sum().clamp(min=1).float()
-        weight = rows.reciprocal() if reduction == "mean" else torch.ones_like(rows)
+        weight = contributes.float()
+        if reduction == "mean":
+            weight = weight / weight.sum().clamp(min=1)
         loss = _LMLLossAndGradient.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight)
-        return loss.to(logits.dtype)
+        return _rows.leave(op, loss, "sum", None, logits.dtype)
     if chosen == "torch":
         loss = _plain(x, k, mask, divisor, rho, labels, shard)
     else:
         loss = _LMLLoss.apply(x, k, mask, divisor, rho, labels.index, labels.dense, chosen)[0]
-    return _check.reduced(op, loss, reduction, contributes).to(logits.dtype)
+    loss = torch.where(contributes, loss, 0)  # a row that says nothing is silent, whatever its logits
+    return _rows.leave(op, loss, reduction, contributes, logits.dtype)
 
 
 def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassShard | None) -> Tensor:
@@ -117,7 +120,8 @@ def lml_fenchel_young_loss(
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
         target: Multi-hot, one class a row, or index lists padded with -1. Unknown classes (-1 in a multi-hot target)
             are left out of the projection: they have no influence and no gradient.
-        k: The size of the label set; ``None`` is each row's number of labels.
+        k: The size of the label set; ``None`` is each row's number of labels. A row with fewer known classes takes
+            those: where nothing is known the loss is 0.
         mask: Boolean, True where a class takes part.
         reduction: ``"none"`` is a loss a row; ``"mean"`` is over all rows.
 
@@ -137,6 +141,8 @@ def lml_fenchel_young_loss(
         mask = known if mask is None else mask & known
     count = labels.count().to(_check.work_dtype(logits))
     x, size, mask, _, _, impl = projection.enter(op, logits, count if k is None else k, -1, 1.0, mask, None, "auto")
+    if labels.dense is not None:  # where less is known, less can be asked for
+        size = torch.minimum(size, (labels.dense >= 0).sum(-1, keepdim=True).to(size.dtype))
     _, center, delta = projection.apply(x, size, mask, 1.0, "nu", None, impl)
 
     scores = projection.scores(x, mask, 1.0)
@@ -151,7 +157,7 @@ def lml_fenchel_young_loss(
     flat = torch.where(scores.isfinite(), scores, 0)
     end = torch.where(nu > 0, flat.sum(-1), 0) - labels.sum_over_positives(lambda s: s, flat)
     loss = torch.where(nu.isinf(), end, loss)
-    return _check.reduced(op, loss, reduction).to(logits.dtype)
+    return _rows.leave(op, loss, reduction, None, logits.dtype)
 
 
 def _plain(
@@ -185,6 +191,8 @@ def _unseen(z: Tensor, rho: float, labels: Labels) -> Tensor:
         silent = -torch.logaddexp(-silent, math.log1p(-rho) + F.logsigmoid(z))
     if labels.dense is not None:
         return torch.where(labels.dense == 0, silent, 0).sum(-1)
+    if rho == 1:  # a term may be infinite, and must not be taken away again
+        return torch.where(labels.positive(), 0, silent).sum(-1)
     return silent.sum(-1) - labels.sum_over_positives(lambda s: s, silent)
 
 
@@ -255,7 +263,7 @@ class _LMLLossAndGradient(torch.autograd.Function):
         loss, *rows, ctx.grad = projection.kernels("triton").loss_forward_with_grad(*arguments, weight)
         ctx.save_for_backward(logits, k, mask, index, dense, weight, *rows)
         ctx.temperature, ctx.rho = temperature, rho
-        return loss.sum() * weight
+        return torch.where(weight > 0, loss * weight, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -265,16 +273,16 @@ class _LMLLossAndGradient(torch.autograd.Function):
             labels = Labels(index, dense, logits.shape[-1])
             loss = _plain(logits, k, mask, ctx.temperature, ctx.rho, labels, None)
             inputs = [t for t, needed in zip((logits, k), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(loss.sum(), inputs, batch, create_graph=True))
+            found = iter(torch.autograd.grad(loss, inputs, batch, create_graph=True))
             grad_logits, grad_k = (next(found) if needed else None for needed in ctx.needs_input_grad[:2])
             return grad_logits, grad_k, None, None, None, None, None, None
         kernels = projection.kernels("triton")
         grad, ctx.grad = ctx.grad, None  # handed over once; a second backward pass computes it again
         if grad is not None:
             grad_logits = kernels.scale_rows_(grad, grads[0])
-            grad_k = batch * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
+            grad_k = batch.unsqueeze(-1) * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
         else:
-            rows = (center, delta, log_mass, pull, batch.expand(logits.shape[:-1]))
+            rows = (center, delta, log_mass, pull, batch)
             grad_logits, grad_k = kernels.loss_backward(logits, mask, ctx.temperature, ctx.rho, index, dense, *rows)
         return grad_logits, grad_k, None, None, None, None, None, None
 

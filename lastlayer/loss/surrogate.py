@@ -224,7 +224,7 @@ def _recall(bits: Tensor, target: Tensor, k: int | None) -> Tensor:
 
 def _mean(value: Tensor, has_label: Tensor) -> Tensor:
     """The mean over the rows with a label, a number an anchor; 0 if there is none."""
-    total = torch.where(has_label, value, 0).flatten(1).sum(1)
+    total = torch.where(has_label, value, 0).reshape(len(value), -1).sum(1)
     return total / has_label.sum().clamp(min=1)
 
 

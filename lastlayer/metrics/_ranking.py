@@ -141,7 +141,8 @@ def _labels(op: str, target: Any, scores: Tensor, part: ClassShard | None) -> _c
 def _index_labels(op: str, target: Any, scores: Tensor) -> _check.Labels:
     """The checked target where it must hold class indices: compared with a shape that no index target has."""
     width = target.shape[-1] + 1 if isinstance(target, Tensor) and target.ndim else 1
-    return flat(_check.target(op, target, scores.new_empty(()).expand(*scores.shape[:-1], width)))
+    shape = scores.new_empty(()).expand(*scores.shape[:-1], width)
+    return flat(_check.target(op, target, shape, in_range=False))
 
 
 def _best(scores: Tensor, labels: _check.Labels, k: int) -> tuple[Tensor, Tensor]:

@@ -154,8 +154,8 @@ def _root(slopes: Callable[[float], tuple[float, float]], low: float, high: floa
     at = 1.0
     for _ in range(100):
         value, derivative = slopes(at)
-        if value == 0:
-            return at
+        if value == 0:  # without curvature, where the start is not the answer, every error has underflowed
+            return at if derivative > 0 or at == 1.0 else high
         low, high = (low, at) if value > 0 else (at, high)
         step = at - value / derivative if derivative > 0 else low
         following = step if low < step < high else (low * high) ** 0.5
@@ -171,9 +171,11 @@ def _sigmoid_slope(x: Tensor, labels: _check.Labels, inverse: float) -> tuple[Te
     live = x.isfinite() if known is None else x.isfinite() & known
     x = torch.where(live, x, 0)
     p = torch.sigmoid(inverse * x)
-    held = labels.sum_over_positives(lambda v: v, x)
+    q = torch.sigmoid(-inverse * x)
+    # x p - x over the labels is -x q, which does not cancel where p rounds to 1.
+    excess = torch.where(labels.positive(), -x * q, x * p)
     dtype = _sums.exact_dtype(x.device)
-    return (x * p).sum(dtype=dtype) - held.sum(dtype=dtype), (x * x * p * (1 - p)).sum(dtype=dtype)
+    return excess.sum(dtype=dtype), (x * x * p * q).sum(dtype=dtype)
 
 
 def _softmax_slope(x: Tensor, labels: _check.Labels, inverse: float) -> tuple[Tensor, Tensor]:

@@ -309,8 +309,13 @@ def over_images(found: Found, counted: Tensor) -> RowSums:
 
 def over_predicates(found: Found, n_predicates: int) -> tuple[Tensor, Tensor]:
     """Add up over images the recall of each predicate, ``(cuts, n_predicates)``, and the images that have it."""
-    # Padding goes to a column that is cut off.
-    place = torch.where(found.real, found.target[..., 2].clamp(0, n_predicates - 1), n_predicates)
+    predicate = found.target[..., 2]
+    if bool((found.real & (predicate >= n_predicates)).any()):
+        raise ValueError(
+            f"graph_mean_recall_at_k: `target` must hold predicates below n_predicates={n_predicates}, "
+            f"got {int(predicate.max())}. Predicates count from 0."
+        )
+    place = torch.where(found.real, predicate, n_predicates)  # padding goes to a column that is cut off
     none = torch.zeros(len(place), n_predicates + 1, dtype=torch.float64, device=place.device)
     total = none.scatter_add(1, place, torch.ones_like(place, dtype=torch.float64))[:, :-1]
     recall = [

@@ -508,7 +508,7 @@ class _LMLForwardMode(_LML):
         dk = torch.zeros_like(delta) if k_t is None else k_t
         p, log_h, inverse, means, _unused = _weights(live, z, ctx.shard, [dx], [])
         mean = means[0]
-        delta_t = dk * inverse - mean
+        delta_t = _product(dk, inverse) - mean
         if ctx.kind == "nu":
             out_t = logits.new_empty(0)
         elif ctx.kind == "y":
@@ -565,20 +565,31 @@ def _plain_backward(
     given = torch.zeros_like(delta) if grad_delta is None else grad_delta
     if grad_out is None:
         p, log_h, inverse, _, (given,) = _weights(live, z, shard, [], [given])
-        grad_x, grad_k = -p * given, given * inverse
+        grad_x, grad_k = -p * given, _product(given, inverse)
     elif kind == "y":
         u = torch.where(live, grad_out.to(x.dtype), 0)
         p, log_h, inverse, (mean,), (given,) = _weights(live, z, shard, [u], [given])
-        grad_x, grad_k = log_h.exp() * (u - mean) - p * given, mean + given * inverse
+        grad_x, grad_k = log_h.exp() * (u - mean) - p * given, mean + _product(given, inverse)
     else:
         v = torch.where(live, grad_out.to(x.dtype) * (-z).sigmoid(), 0)
         p, log_h, inverse, _, sums = _weights(live, z, shard, [], [v, given])
         given = sums[0] + sums[1]
-        grad_x, grad_k = v - p * given, given * inverse
+        grad_x, grad_k = v - p * given, _product(given, inverse)
     if temperature != 1.0:
         grad_x = grad_x / temperature
-    broken = delta.isnan()
+    broken = delta.isnan() & _asked(grad_out, grad_delta)  # a row nobody asks for has no gradient, nan or not
     return torch.where(broken, torch.nan, grad_x).to(logits.dtype), torch.where(broken, torch.nan, grad_k)
+
+
+def _product(given: Tensor, inverse: Tensor) -> Tensor:
+    """Multiply by ``1 / sum h``, which overflows across a wide gap: nothing given stays nothing."""
+    return torch.where(given == 0, 0, given * torch.where(given == 0, 0, inverse))
+
+
+def _asked(grad_out: Tensor | None, grad_delta: Tensor | None) -> Tensor:
+    """Which rows have an upstream gradient that is not 0."""
+    found = [(g != 0).any(-1, keepdim=True) for g in (grad_out, grad_delta) if g is not None]
+    return found[0] | found[-1]
 
 
 @torch.library.custom_op("lastlayer::lml_forward", mutates_args=())

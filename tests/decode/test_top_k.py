@@ -105,7 +105,7 @@ def test_module():
     ("arguments", "error", "text"),
     [
         (([1.0], 1), TypeError, r"decode_top_k: `scores` must be a tensor, got list"),
-        ((torch.zeros(2, 3), -1), ValueError, r"`k` must be a whole number of at least 0, got -1. Round it first."),
+        ((torch.zeros(2, 3), -1), ValueError, r"`k` must be a whole number of at least 0, got -1. Round or raise it."),
         ((torch.zeros(2, 3), 1.5), ValueError, r"`k` must be a whole number of at least 0, got 1.5"),
         ((torch.zeros(2, 3), True), TypeError, r"`k` must be a whole number, got bool"),
         ((torch.zeros(2, 3), "many"), ValueError, r"`k` must be one of 'auto', got 'many'"),

@@ -199,6 +199,43 @@ def test_messages(call, error, text):
         call(torch.randn(2, 4))
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("rows", ["nan", "too few classes"])
+def test_a_row_without_a_label_is_silent_whatever_its_logits(rows, impl):
+    x = torch.tensor([[NAN, 1.0] if rows == "nan" else [-INF, 1.0], [0.0, 1.0]], requires_grad=True)
+    target, k = torch.tensor([-1, 0]), torch.tensor([2.0, 1.0])
+    loss = ll.lml_loss(x, target, k, impl=impl)
+    torch.testing.assert_close(loss, ll.lml_loss(x[1:], target[1:], 1.0))
+    (grad,) = torch.autograd.grad(loss, x)
+    assert grad[0].tolist() == [0, 0]
+    assert grad[1, 0] < 0
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_every_class_asked_for_and_every_label_seen(impl):
+    x = torch.tensor([[0.0, 1, 2]])
+    assert ll.lml_loss(x, torch.tensor([1]), 3, observed=1.0, impl=impl) == INF
+    assert ll.lml_loss(x, torch.tensor([[0, 1, 2, -1]]), 3, observed=1.0, impl=impl) == 0
+
+
+def test_classes_that_do_not_exist_are_an_error():
+    x = torch.zeros(3, 4)
+    for loss in (ll.binary_loss, ll.two_way_loss, lambda x, t: ll.lml_loss(x, t, 2)):
+        with pytest.raises(
+            ValueError, match=r"`target` must hold classes below n_classes=4, got 4. Classes count from 0"
+        ):
+            loss(x, torch.tensor([4, 1, 2]))
+
+
+def test_float16_stays_finite():
+    x = torch.full((4, 8), -1e4, dtype=torch.float16)
+    x[:, :2] = 1e4
+    target = torch.zeros(4, 8)
+    target[:, 2:] = 1
+    assert ll.lml_loss(x, target, 2, reduction="sum") == 65504
+    assert ll.lml_fenchel_young_loss(x, target, 2).isfinite()
+
+
 # the convex loss
 
 
@@ -226,6 +263,17 @@ def test_fenchel_young_is_convex_and_not_negative():
     assert (at[0] >= 0).all()
     sure = torch.tensor([[50.0, 50.0, -50.0]])
     assert ll.lml_fenchel_young_loss(sure, torch.tensor([[0, 1]])) < 1e-20
+
+
+def test_fenchel_young_asks_for_no_more_than_is_known():
+    x = torch.randn(3, 4, requires_grad=True)
+    target = torch.tensor([[1, 0, 0, 0], [-1, -1, -1, -1], [0, 1, -1, -1]])
+    loss = ll.lml_fenchel_young_loss(x, target, 3, reduction="none")
+    assert loss[1] == 0
+    assert loss.isfinite().all()
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert (grad[1] == 0).all()
+    assert (grad[2, 2:] == 0).all()
 
 
 def test_fenchel_young_edges():

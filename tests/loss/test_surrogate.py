@@ -185,3 +185,12 @@ def test_messages():
         ValueError, match=r"MetricRefactoring.recall_at_k: `k` must be a positive integer or None, got 0"
     ):
         MetricRefactoring.recall_at_k(0)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "average_precision", "recall_at_2"])
+def test_one_row_without_a_batch(metric):
+    x = torch.randn(4)
+    for target in (torch.tensor([0, 1, 0, 1]), torch.tensor(2)):
+        loss = metric_surrogate_loss(x, target, metric, generator=torch.Generator().manual_seed(0))
+        expected = metric_surrogate_loss(x[None], target[None], metric, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(loss, expected)

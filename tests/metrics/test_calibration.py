@@ -178,3 +178,9 @@ def test_messages(call, error, text):
 def test_temperature_messages():
     with pytest.raises(ValueError, match="fit_temperature: `link` must be one of 'sigmoid', 'softmax', got 'lml'"):
         ll.fit_temperature(torch.ones(2, 3), torch.ones(2, 3), link="lml")
+
+
+def test_data_told_apart_without_an_error_give_the_lower_bound_in_float32():
+    for size in (0.5, 3.0, 30.0):
+        temperature = ll.fit_temperature(torch.tensor([[size], [-size]]), torch.tensor([[1], [0]]))
+        assert temperature.item() == pytest.approx(0.01, rel=1e-3)

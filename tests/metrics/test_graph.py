@@ -194,3 +194,8 @@ def test_laws():
 def test_messages(call, error, text):
     with pytest.raises(error, match=text):
         call(torch.tensor([[0, 1, 0], [1, 0, 1]]))
+
+
+def test_a_predicate_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match=r"`target` must hold predicates below n_predicates=3, got 7"):
+        graph_mean_recall_at_k(torch.tensor([[0, 1, 7]]), torch.tensor([[0, 1, 7], [1, 0, 2]]), 5, n_predicates=3)

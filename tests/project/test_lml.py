@@ -192,6 +192,14 @@ def test_gradients_of_saturated_rows(gap, dtype, impl):
     assert found.isfinite().all()
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_k_has_a_finite_gradient_across_a_wide_gap(impl):
+    k = torch.tensor([2.0], requires_grad=True)
+    y = ll.lml(torch.tensor([[1e3, 1e3, 0.0, 0.0]]), k, impl=impl)
+    (found,) = torch.autograd.grad(y[0, 2], k)
+    assert found.item() == pytest.approx(0.25)  # each of the four is as near to the gap
+
+
 def test_k_learns():
     x = normal(4, 6)
     k = torch.full((4,), 2.0, dtype=torch.float64, requires_grad=True)
@@ -317,7 +325,7 @@ def test_nothing_is_printed_and_no_warning_given(recwarn, capfd):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda x: ll.lml(x, 9), ValueError, r"lml: `k` must be between 0 and n_classes=4, got 9. Lower `k`"),
+        (lambda x: ll.lml(x, 9), ValueError, r"lml: `k` must be between 0 and n_classes=4, got 9. Choose a"),
         (lambda x: ll.lml(x, -0.5), ValueError, r"lml: `k` must be between 0 and n_classes=4, got -0.5"),
         (lambda x: ll.log_lml(x, NAN), ValueError, r"log_lml: `k` must be between .* got nan"),
         (lambda x: ll.lml(x, "2"), TypeError, r"lml: `k` must be a number or a tensor, got str"),
