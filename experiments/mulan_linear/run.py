@@ -92,7 +92,7 @@ def tiny() -> dict[str, LabelData]:
     return {"train": data.take(np.arange(200)), "test": data.take(np.arange(200, 300))}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     made = common.parser(__doc__, HERE / "results/results.json")
     made.add_argument("--sets", nargs="+", default=["bibtex", "delicious"])
     made.add_argument("--keep", nargs="+", type=float, default=[1.0, 0.5, 0.2])
@@ -100,7 +100,7 @@ def main() -> None:
     made.add_argument("--epochs", type=int, default=15)
     made.add_argument("--jobs", type=int, default=1, help="processes of one thread each")
     made.set_defaults(seeds=5)
-    arguments = made.parse_args()
+    arguments = made.parse_args(argv)
     if common.finish(arguments, tables):
         return
     if arguments.smoke:

@@ -68,10 +68,9 @@ def lml_loss(
     labels = _check.target(op, local_part(target), x, shard)
     if impl == "auto" and projection.transformed():
         chosen = "torch"
-    contributes = _contributes(labels, rho, _check.work_dtype(x), shard)
     if chosen == "triton" and reduction in ("mean", "sum") and _wants_gradient(x):
         # The kernel writes the gradient with the loss, in one pass over the logits: it must know what becomes of it.
-        weight = contributes.float()
+        weight = _contributes(labels, rho, _check.work_dtype(x), shard).float()
         if reduction == "mean":
             weight = weight / weight.sum().clamp(min=1)
         loss = _LMLLossAndGradient.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight)
@@ -80,6 +79,7 @@ def lml_loss(
         loss = _plain(x, k, mask, divisor, rho, labels, shard)
     else:
         loss = _LMLLoss.apply(x, k, mask, divisor, rho, labels.index, labels.dense, chosen)[0]
+    contributes = _contributes(labels, rho, _check.work_dtype(x), shard)
     loss = torch.where(contributes, loss, 0)  # a row that says nothing is silent, whatever its logits
     return _rows.leave(op, loss, reduction, contributes, logits.dtype)
 

@@ -135,7 +135,7 @@ def _labels(op: str, target: Any, scores: Tensor, part: ClassShard | None) -> _c
     """The checked target; index lists keep the classes of all ranks, also where a slice is as wide as they are."""
     if part is not None and isinstance(target, Tensor) and target.shape == scores.shape and _check._lists(target):
         return _index_labels(op, target, scores)
-    return flat(_check.target(op, target, scores))
+    return flat(_check.target(op, target, scores, in_range=part is None))
 
 
 def _index_labels(op: str, target: Any, scores: Tensor) -> _check.Labels:

@@ -577,7 +577,9 @@ def _plain_backward(
         grad_x, grad_k = v - p * given, _product(given, inverse)
     if temperature != 1.0:
         grad_x = grad_x / temperature
-    broken = delta.isnan() & _asked(grad_out, grad_delta)  # a row nobody asks for has no gradient, nan or not
+    broken = delta.isnan()
+    if shard is None:  # a row nobody asks for has no gradient, nan or not; over ranks that would cost a collective
+        broken = broken & _asked(grad_out, grad_delta)
     return torch.where(broken, torch.nan, grad_x).to(logits.dtype), torch.where(broken, torch.nan, grad_k)
 
 

@@ -14,7 +14,7 @@ from lastlayer.cli import main
 from lastlayer.shard import join
 from lastlayer.train.module import LabelSetModule
 
-first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
 real = LabelSetModule.training_step
 
 
