@@ -23,6 +23,7 @@ EPS = tl.constexpr(1.1920928955078125e-07)
 PASSES = tl.constexpr(12)  # of the fast search, before `settle` takes over
 SPREAD = tl.constexpr(16.0)  # how far the fast search may move from its start: E loses digits beyond
 SPLIT_RATIO = tl.constexpr(4.0)  # where k / sum h is larger, sum y - k has lost digits
+RUN = tl.constexpr(128)  # neighbours read together where a row is sampled
 LEAST_MASS = tl.constexpr(1e-5)  # where sum h / k is smaller, the fast sums say nothing
 
 
@@ -454,8 +455,10 @@ def search(xa, xb, xc, shift, k, n, inv_t, WB, WC, LAST: tl.constexpr, MASKED: t
 
 @triton.jit
 def sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """A center for one row, from its first BLOCK classes."""
-    x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, tl.arange(0, BLOCK), None, MASKED)
+    """A center for one row, from BLOCK of its classes: runs of RUN classes, spread evenly, as ids may be sorted."""
+    i = tl.arange(0, BLOCK)
+    apart = n // (BLOCK // RUN) // 16 * 16
+    x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, (i // RUN) * apart + i % RUN, None, MASKED)
     alive = is_finite(x)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
     shift = tl.where(is_finite(shift), shift, 0.0)

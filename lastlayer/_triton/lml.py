@@ -302,7 +302,7 @@ def solve_long(given: Rows, out: Tensor, center: Tensor, delta: Tensor, mass: Te
         if not shapes.is_split(rows, n):
             _streamed[(rows,)](
                 *given.head, out, center, delta, mass, *given.tail,
-                KIND=kind, MASS=has_mass, SAMPLE=8192, BLOCK=shapes.BLOCK, **common,
+                KIND=kind, MASS=has_mass, SAMPLE=shapes.SAMPLE, BLOCK=shapes.BLOCK, **common,
             )  # fmt: skip
             return
         splits = triton.cdiv(n, shapes.CHUNK)
@@ -313,7 +313,7 @@ def solve_long(given: Rows, out: Tensor, center: Tensor, delta: Tensor, mass: Te
             before = max(i - 1, 0)
             _split_pass[(splits, rows)](
                 *given.head, parts[before], parts[i], state[before], state[i], rows, *given.tail, shapes.CHUNK,
-                FIRST=i == 0, SAMPLE=8192, **common,
+                FIRST=i == 0, SAMPLE=shapes.SAMPLE, **common,
             )  # fmt: skip
         _split_finish[(splits, rows)](
             *given.head, parts[-1], state[-1], out, center, delta, mass, rows, *given.tail, shapes.CHUNK,

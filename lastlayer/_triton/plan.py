@@ -7,6 +7,7 @@ from torch import Tensor
 
 LONGEST = 32768  # classes of a row held in the registers of one program
 CHUNK = 32768  # classes a program takes of a row that is split over programs
+SAMPLE = 8192  # classes of a long row from which its search starts
 BLOCK = 1024  # classes at a time where a long row is settled
 
 
