@@ -7,11 +7,15 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 
@@ -29,11 +33,14 @@ def parser(description: str | None, out: Path) -> argparse.ArgumentParser:
 
 
 class Results:
-    """Rows of settings and numbers in a JSON file, written whole after each row."""
+    """Rows of settings and numbers in a JSON file, written whole after each row, with the seconds of each device."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
+        found = json.loads(path.read_text()) if path.exists() else {}
+        self.rows: list[Row] = found.get("rows", [])
+        self.seconds: dict[str, float] = found.get("seconds", {})
+        self._counted_to = time.monotonic()
 
     def missing(self, **settings: Any) -> bool:
         """Whether no row has these settings yet."""
@@ -49,9 +56,13 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
         machine = {"device": device, "torch": torch.__version__, "python": platform.python_version()}
+        now = time.monotonic()
+        self.seconds[device] = round(self.seconds.get(device, 0.0) + now - self._counted_to, 1)
+        self._counted_to = now
         partial = self.path.with_suffix(".partial")
+        head = f'"machine": {json.dumps(machine)}, "seconds": {json.dumps(self.seconds)}'
         lines = ",\n".join("  " + json.dumps(r) for r in self.rows)
-        partial.write_text(f'{{"machine": {json.dumps(machine)}, "rows": [\n{lines}\n]}}\n')
+        partial.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
         os.replace(partial, self.path)
 
 
@@ -91,3 +102,14 @@ def finish(arguments: argparse.Namespace, tables: Callable[[Sequence[Row]], dict
         return False
     arguments.readme.write_text(fill(arguments.readme, tables(Results(arguments.out).rows)))
     return True
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG, the same bytes for the same numbers."""
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    with plt.rc_context({"svg.hashsalt": "lastlayer", "svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

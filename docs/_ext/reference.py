@@ -6,6 +6,7 @@ A public name that a page describes is linked; the others (Modules, mostly) are 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -85,10 +86,21 @@ def api() -> str:
     return "\n".join(lines) + "\n"
 
 
+def device_time(results: list[dict[str, Any]]) -> str:
+    """A sentence on the time each device spent on the results, as counted by the runs."""
+    total: dict[str, float] = {}
+    for found in results:
+        for device, seconds in found.get("seconds", {}).items():
+            total[device] = total.get(device, 0.0) + seconds
+    spent = [f"{seconds / 60:.1f} minutes of {device}" for device, seconds in sorted(total.items())]
+    return f"The results below took {', '.join(spent)}.\n\n" if spent else ""
+
+
 def experiments() -> str:
-    """The README of every experiment, one after another."""
+    """The time they took, and the README of every experiment, one after another."""
+    results = [json.loads(path.read_text("utf-8")) for path in DOCS.parent.glob("experiments/*/results/results.json")]
     found = sorted(DOCS.parent.glob("experiments/*/README.md"))
-    return "\n".join(
+    return device_time(results) + "\n".join(
         f"```{{include}} ../experiments/{path.parent.name}/README.md\n:heading-offset: 1\n:relative-images:\n```\n"
         for path in found
     )

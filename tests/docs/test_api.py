@@ -43,3 +43,9 @@ def test_every_public_name_is_described_once():
     described = [target for page in [*pages, reference.api()] for target in reference.DESCRIBED.findall(page)]
     counts = Counter(target.split(".")[-1] for target in described)
     assert {name: counts[name] for name in names_in_the_source() if counts[name] != 1} == {}
+
+
+def test_device_time_is_the_sum_over_the_results():
+    results = [{"rows": []}, {"seconds": {"GPU": 90.0}}, {"seconds": {"GPU": 30.0, "CPU": 6.0}}]
+    assert reference.device_time(results) == "The results below took 0.1 minutes of CPU, 2.0 minutes of GPU.\n\n"
+    assert reference.device_time([{"rows": []}]) == ""

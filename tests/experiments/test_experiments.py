@@ -32,3 +32,13 @@ def test_readme_equals_the_results(name, monkeypatch):
     folder = ROOT / "experiments" / name
     rows = common.Results(folder / "results" / "results.json").rows
     assert common.fill(folder / "README.md", run.tables(rows)) == (folder / "README.md").read_text()
+
+
+def test_results_count_the_seconds_of_all_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    common = importlib.import_module("experiments.common")
+    clock = iter([0.0, 5.0, 100.0, 103.0])
+    monkeypatch.setattr(common.time, "monotonic", lambda: next(clock))
+    for run in range(2):
+        common.Results(tmp_path / "results.json").add(run=run)
+    assert list(json.loads((tmp_path / "results.json").read_text())["seconds"].values()) == [8.0]
