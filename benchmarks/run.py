@@ -44,6 +44,7 @@ class Op(NamedTuple):
     base: Callable[[Data], Thunk]
     traffic: int  # reads plus writes of the logits that the mathematics cannot avoid
     against: str
+    waits: bool = False  # for the device, so that it cannot be captured in a CUDA graph
 
 
 class Case(NamedTuple):
@@ -145,13 +146,24 @@ def peers(device: torch.device) -> Iterator[tuple[str, Case]]:
                 yield f"peer/{package}.{name}/{n}", Case(op, 256, n, torch.float32, 5)
 
 
-def original(path: str) -> Iterator[tuple[str, Case]]:
-    """The public implementation of the paper, from a checkout of github.com/locuslab/lml."""
+def original(path: str, device: torch.device) -> Iterator[tuple[str, Case]]:
+    """Ours beside the public implementation of the paper, from a checkout of github.com/locuslab/lml."""
     sys.path.insert(0, path)
     layer = importlib.import_module("lml").LML
-    op = Op(forward(lambda x, k: layer(N=int(k))(x)), forward(softmax), 2, "softmax")
-    for n in (100, 1000, 10000):
-        yield f"original/{n}", Case(op, 256, n, torch.float32, 5)
+
+    def theirs(x: Tensor, k: float) -> Tensor:
+        return layer(N=int(k))(x)
+
+    against = "the paper's code"
+    pairs = [
+        ("original", Op(forward(ll.lml), forward(theirs), 2, against, waits=True)),
+        ("original_backward", Op(backward(ll.lml), backward(theirs), 3, f"{against}, backward", waits=True)),
+    ]
+    for name, op in pairs:
+        for n in (100, 1000, 10000):
+            yield f"{name}/{n}", Case(op, 256, n, torch.float32, 5)
+            if device.type == "cuda":  # a batch that fills it
+                yield f"{name}/{n}/full", Case(op, (1 << 25) // n, n, torch.float32, 5)
 
 
 def make(case: Case, device: torch.device) -> Data:
@@ -166,9 +178,9 @@ def gate(name: str, case: Case, data: Data) -> float:
     """Compare the first rows with float64 in plain torch; a wrong kernel has no speed."""
     some = min(case.rows, max(1, (1 << 18) // case.n))
     x, target, upstream = data.x[:some], data.target[:some], data.upstream[:some]
-    if case.op is LML:
+    if case.op is LML or name.startswith("original/"):
         found, exact = ll.lml(x, case.k), ll.lml(x.double(), case.k, impl="torch")
-    elif case.op is LML_BACKWARD or case.op is LOSS:
+    elif case.op is LML_BACKWARD or case.op is LOSS or name.startswith("original_backward/"):
         results = []
         for part, impl in ((x, "auto"), (x.double(), "torch")):
             part = part.detach().requires_grad_()
@@ -187,25 +199,27 @@ def gate(name: str, case: Case, data: Data) -> float:
     return error
 
 
+def captured(thunk: Thunk) -> Thunk:
+    """The replay of a CUDA graph of a call: the time of the device alone."""
+    for _ in range(2):
+        thunk()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):  # that of the forward pass, for autograd
+        thunk()
+    return graph.replay
+
+
 def time_cuda(thunks: list[Thunk], repeats: int) -> list[float]:
-    """Milliseconds of the device for each function: a graph of a call, replayed in turn; medians."""
-    graphs = []
-    for thunk in thunks:
-        for _ in range(2):
-            thunk()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):  # that of the forward pass, for autograd
-            thunk()
-        graphs.append(graph)
+    """Milliseconds for each function, called in turn; medians."""
     times: list[list[float]] = [[] for _ in thunks]
     for _ in range(repeats):
-        for graph, found in zip(graphs, times, strict=True):
+        for thunk, found in zip(thunks, times, strict=True):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graph.replay()  # what the other left in the cache is gone
+            thunk()  # what the other left in the cache is gone
             begin.record()
             for _ in range(4):
-                graph.replay()
+                thunk()
             end.record()
             end.synchronize()
             found.append(begin.elapsed_time(end) / 4)
@@ -250,7 +264,12 @@ def measure(name: str, case: Case, device: torch.device, repeats: int) -> dict[s
     source = torch.empty(-(-data.x.nbytes // (1 << 20)) << 18, device=device)
     thunks = [ours, base, lambda: torch.neg(source, out=target)]
     target = torch.empty_like(source)
-    ms, base_ms, copy_ms = time_cuda(thunks, repeats) if device.type == "cuda" else time_cpu(thunks, 0.02 * repeats)
+    if device.type == "cuda":
+        if not case.op.waits:
+            thunks = [captured(thunk) for thunk in thunks]
+        ms, base_ms, copy_ms = time_cuda(thunks, repeats)
+    else:
+        ms, base_ms, copy_ms = time_cpu(thunks, 0.02 * repeats)
     traffic = case.op.traffic * data.x.nbytes
     copy = 2 * source.nbytes / copy_ms
     row = {
@@ -268,6 +287,10 @@ def measure(name: str, case: Case, device: torch.device, repeats: int) -> dict[s
         "scratch_bytes": extra,
         "error": None if math.isnan(error) else error,
     }
+    if case.op.waits:
+        row["times_faster"] = base_ms / ms
+        if device.type == "cuda":
+            row["captured_ms"] = time_cuda([captured(ours)], repeats)[0]  # `ms` is mostly the host's
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
@@ -304,28 +327,36 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def write(path: Path, device: torch.device, rows: list[dict[str, Any]], complete: bool) -> None:
+    """Write what has been measured; the file is whole at any time."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps({"complete": complete, "machine": machine(device), "rows": rows}, indent=1) + "\n")
+    part.replace(path)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Print the table and write the JSON file."""
+    """Print the table and write the JSON file, row by row: a run that is cut short keeps what it measured."""
     options = arguments(argv)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     table = cases(device)
     if options.original:
-        table |= dict(original(options.original))
+        table |= dict(original(options.original, device))
     chosen = {name: case for name, case in table.items() if re.search(options.rows, name)}
     width = max((len(name) for name in chosen), default=4)
     print(f"{'case':{width}}  {'ms':>9}  {'ratio':>6}  {'GB/s':>6}  {'of copy':>7}  {'scratch MB':>10}  against")
-    found = []
+    found: list[dict[str, Any]] = []
     for name, case in chosen.items():
         row = measure(name, case, device, options.repeats)
         found.append(row)
         memory = "-" if row["scratch_bytes"] is None else f"{row['scratch_bytes'] / 1e6:.2f}"
+        faster = f", {row['times_faster']:.0f} times faster" if "times_faster" in row else ""
         print(
             f"{name:{width}}  {row['ms']:9.4f}  {row['ratio']:6.2f}  {row['GB/s']:6.0f}  {row['share_of_copy']:7.2f}  "
-            f"{memory:>10}  {row['against']}",
+            f"{memory:>10}  {row['against']}{faster}",
             flush=True,
         )
-    if options.json:
-        Path(options.json).write_text(json.dumps({"machine": machine(device), "rows": found}, indent=1) + "\n")
+        if options.json:
+            write(Path(options.json), device, found, complete=len(found) == len(chosen))
     return 0
 
 

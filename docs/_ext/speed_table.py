@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- speed -->\n).*?(<!-- end speed -->)", re.S)
-ALL = re.compile(r"(lml|lml_backward|lml_loss|k|peer|original)/")
+ALL = re.compile(r"(lml|lml_backward|lml_loss|k|peer|original|original_backward)/")
 PAGES = {  # which cases a page shows, and for which numbers of classes
     ROOT / "README.md": (re.compile(r"(lml|lml_backward|lml_loss)/"), {100, 1000, 4096, 10000, 32000, 131072, 1000000}),
     ROOT / "docs" / "kernels.md": (ALL, None),
@@ -27,11 +27,16 @@ def label(row: dict[str, Any]) -> str:
     name = row["name"].split("/")
     if name[0] == "k":
         return f"`lml`, k = {row['k']:g}"
-    if name[0] == "original":
-        return "the paper's code"
-    return f"`{name[1] if name[0] == 'peer' else name[0].removesuffix('_backward')}`" + (
-        ", backward" if name[0].endswith("_backward") else ""
-    )
+    if name[0] == "peer":
+        return f"`{name[1]}`"
+    batch = ("", ", a batch of 256", ", a full batch")[name[0].startswith("original") + (name[-1] == "full")]
+    function = name[0].removesuffix("_backward").replace("original", "lml")
+    return f"`{function}`" + (", backward" if name[0].endswith("_backward") else "") + batch
+
+
+def ratio(value: float) -> str:
+    """Two digits after the point, or two that say something."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def lines(rows: list[dict[str, Any]], pattern: re.Pattern[str], sizes: set[int] | None) -> list[str]:
@@ -46,7 +51,7 @@ def lines(rows: list[dict[str, Any]], pattern: re.Pattern[str], sizes: set[int] 
     head = ["", "type", "compared with", *(f"n = {n:,}" for n in columns)]
     out = ["| " + " | ".join(head) + " |", "| --- | --- | --- |" + " ---: |" * len(columns)]
     for names, ratios in found.items():
-        cells = [f"{ratios[n]:.2f}" if n in ratios else "" for n in columns]
+        cells = [ratio(ratios[n]) if n in ratios else "" for n in columns]
         out.append("| " + " | ".join([*names, *cells]) + " |")
     return out
 

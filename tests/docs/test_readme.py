@@ -38,6 +38,8 @@ def test_a_table_from_results(tmp_path):
         {"name": "lml_backward/1000/float32", "n": 1000, "ratio": 0.5, **common},
         {"name": "k/1000/50", "n": 1000, "ratio": 0.9, **common, "k": 50},
         {"name": "peer/entmax.sparsemax/1000", "n": 1000, "ratio": 20.0, **common},
+        {"name": "original/1000", "n": 1000, "ratio": 0.00213, **common, "against": "the paper's code"},
+        {"name": "original_backward/1000/full", "n": 1000, "ratio": 0.043, **common},
     ]
     machine = {"device": "Card", "torch": "2.13", "threads": 2}
     (tmp_path / "card.json").write_text(json.dumps({"machine": machine, "rows": rows}))
@@ -54,6 +56,8 @@ def test_a_table_from_results(tmp_path):
     assert "| `lml` | float32 | softmax | 1.10 | 0.95 |" in text
     assert "| `lml`, k = 50 | float32 | softmax |  | 0.90 |" in text
     assert "| `entmax.sparsemax` | float32 | softmax |  | 20.00 |" in text
+    assert "| `lml`, a batch of 256 | float32 | the paper's code |  | 0.0021 |" in text
+    assert "| `lml`, backward, a full batch | float32 | softmax |  | 0.043 |" in text
     assert speed_table.filled(text, *short, tmp_path / "none") == empty
     short_run = {"complete": False, "machine": {"device": "Card", "torch": "2.13"}, "rows": rows}
     (tmp_path / "card.json").write_text(json.dumps(short_run))

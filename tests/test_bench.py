@@ -1,0 +1,60 @@
+"""The benchmark's runner: what it writes, whatever it measures."""
+
+import importlib
+import json
+import sys
+
+import pytest
+
+run = pytest.importorskip("benchmarks.run", reason="not a checkout")
+
+THEIRS = """
+import torch
+
+class LML(torch.nn.Module):
+    def __init__(self, N):
+        super().__init__()
+        self.N = N
+
+    def forward(self, x):
+        return self.N * torch.softmax(x, -1)
+"""
+
+
+def test_a_run_cut_short_keeps_what_it_measured(tmp_path, monkeypatch):
+    measured = run.measure
+
+    def twice(name, *arguments):
+        if name.endswith("/10"):
+            raise KeyboardInterrupt
+        return measured(name, *arguments)
+
+    monkeypatch.setattr(run, "measure", twice)
+    path = tmp_path / "found.json"
+    options = ["--device", "cpu", "--repeats", "1", "--json", str(path), "--rows"]
+    with pytest.raises(KeyboardInterrupt):
+        run.main([*options, "figure3/lml_loss/100/"])
+    found = json.loads(path.read_text())
+    assert not found["complete"]
+    assert [row["name"] for row in found["rows"]] == ["figure3/lml_loss/100/1", "figure3/lml_loss/100/5"]
+    run.main([*options, "figure3/lml_loss/100/5$"])
+    found = json.loads(path.read_text())
+    assert found["complete"]
+    assert found["rows"][0]["ratio"] > 0
+    assert [file.name for file in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_the_original_stands_beside_ours(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lml.py").write_text(THEIRS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    importlib.invalidate_caches()
+    path = tmp_path / "found.json"
+    options = ["--device", "cpu", "--repeats", "1", "--json", str(path), "--original", str(tmp_path)]
+    run.main([*options, "--rows", "original.*/100$"])
+    sys.modules.pop("lml")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["original/100", "original_backward/100"]
+    for row in rows:
+        assert row["times_faster"] == pytest.approx(row["against_ms"] / row["ms"], rel=1e-3)
+        assert row["error"] < 1e-6
+    assert "times faster" in capsys.readouterr().out
