@@ -29,6 +29,7 @@ def parser(description: str | None, out: Path) -> argparse.ArgumentParser:
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--smoke", action="store_true", help="seconds, on tiny data made on the fly")
     made.add_argument("--readme", type=Path, help="only rewrite the tables of this README from the results")
+    made.add_argument("--merge", type=Path, nargs="+", default=[], help="only take these results files into --out")
     return made
 
 
@@ -38,6 +39,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path = path
         found = json.loads(path.read_text()) if path.exists() else {}
+        self.machine: dict[str, str] = found.get("machine", {})
         self.rows: list[Row] = found.get("rows", [])
         self.seconds: dict[str, float] = found.get("seconds", {})
         self._counted_to = time.monotonic()
@@ -51,16 +53,28 @@ class Results:
         self.extend([row])
 
     def extend(self, rows: list[Row]) -> None:
-        """Append rows and write the file; the old one stays until the new one is whole."""
+        """Append rows and write the file."""
         self.rows += rows
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
-        machine = {"device": device, "torch": torch.__version__, "python": platform.python_version()}
+        self.machine = {"device": device, "torch": torch.__version__, "python": platform.python_version()}
         now = time.monotonic()
         self.seconds[device] = round(self.seconds.get(device, 0.0) + now - self._counted_to, 1)
         self._counted_to = now
+        self._write()
+
+    def merge(self, other: Results) -> None:
+        """Append the rows of another run, count its seconds, and write the file as from its machine."""
+        self.rows += [row for row in other.rows if row not in self.rows]
+        for device, seconds in other.seconds.items():
+            self.seconds[device] = round(self.seconds.get(device, 0.0) + seconds, 1)
+        self.machine = other.machine
+        self._write()
+
+    def _write(self) -> None:
+        """Write the file; the old one stays until the new one is whole."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        head = f'"machine": {json.dumps(machine)}, "seconds": {json.dumps(self.seconds)}'
+        head = f'"machine": {json.dumps(self.machine)}, "seconds": {json.dumps(self.seconds)}'
         lines = ",\n".join("  " + json.dumps(r) for r in self.rows)
         partial.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
         os.replace(partial, self.path)
@@ -97,11 +111,12 @@ def fill(readme: Path, tables: dict[str, str]) -> str:
 
 
 def finish(arguments: argparse.Namespace, tables: Callable[[Sequence[Row]], dict[str, str]]) -> bool:
-    """With ``--readme``, rewrite its tables and say that the work is done."""
-    if arguments.readme is None:
-        return False
-    arguments.readme.write_text(fill(arguments.readme, tables(Results(arguments.out).rows)))
-    return True
+    """With ``--merge`` or ``--readme``, take rows from other files or rewrite its tables, and say that all is done."""
+    for path in arguments.merge:
+        Results(arguments.out).merge(Results(path))
+    if arguments.readme is not None:
+        arguments.readme.write_text(fill(arguments.readme, tables(Results(arguments.out).rows)))
+    return bool(arguments.merge) or arguments.readme is not None
 
 
 def save(figure: Figure, path: Path) -> None:

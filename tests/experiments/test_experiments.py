@@ -1,5 +1,6 @@
 """Every experiment runs on tiny data, resumes, and its README shows the numbers of its results file."""
 
+import argparse
 import importlib
 import json
 from pathlib import Path
@@ -42,3 +43,33 @@ def test_results_count_the_seconds_of_all_runs(tmp_path, monkeypatch):
     for run in range(2):
         common.Results(tmp_path / "results.json").add(run=run)
     assert list(json.loads((tmp_path / "results.json").read_text())["seconds"].values()) == [8.0]
+
+
+def test_merged_results_hold_each_row_once(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    common = importlib.import_module("experiments.common")
+    here, there = common.Results(tmp_path / "here.json"), common.Results(tmp_path / "there.json")
+    here.extend([{"seed": 0}, {"seed": 1}])
+    there.extend([{"seed": 1}, {"seed": 2}])
+    here.seconds, there.seconds = {"CPU": 1.0}, {"CPU": 2.0, "GPU": 3.0}
+    here.merge(there)
+    again = common.Results(tmp_path / "here.json")
+    assert again.rows == [{"seed": 0}, {"seed": 1}, {"seed": 2}]
+    assert again.seconds == {"CPU": 3.0, "GPU": 3.0}
+
+
+def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT)
+    common, cifar = (importlib.import_module(f"experiments.{name}") for name in ("common", "cifar"))
+    run = importlib.import_module("experiments.noisy_cifar100.run")
+    settings = [
+        {"network": "resnet", "noise": "blocks", "p": 0.2, "loss": loss, "seed": 0}
+        for loss in ("no such loss", "cross-entropy", "two-way")
+    ]
+    arguments = argparse.Namespace(smoke=True, device="cpu", workers=2, minutes=10.0)
+    cifar.shrink(arguments)
+    results = common.Results(tmp_path / "results.json")
+    with pytest.raises(SystemExit, match="1 settings failed"):
+        cifar.run(settings, run.train, arguments, results)
+    assert {row["loss"] for row in results.rows} == {"cross-entropy", "two-way"}
+    assert "KeyError: 'no such loss'" in capsys.readouterr().out

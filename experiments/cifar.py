@@ -1,0 +1,315 @@
+"""CIFAR-100 for several experiments: the images, two networks, one way to train, several models at once on a device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue as queues
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments import common
+
+MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
+PEAK = {"resnet": 0.4, "densenet": 0.2}  # largest learning rate
+
+Arrays = dict[str, np.ndarray]
+Tensors = dict[str, Tensor]
+Train = Callable[[dict[str, Any], Tensors, Any], common.Row]  # setting, data, arguments -> what was measured
+
+
+def load(folder: Path) -> Arrays:
+    """Read the official files: ``train``/``test`` of cifar-100-python converted to npz, or WebP sheets of 50 x 50."""
+    npz = folder / "cifar100.npz"
+    if npz.exists():
+        with np.load(npz) as data:
+            return dict(data)
+    from PIL import Image
+
+    labels = np.load(folder / "labels.npz")
+    found: Arrays = {}
+    for split in ("train", "test"):
+        fine = labels[f"{split}_fine"]
+        by_class = [np.flatnonzero(fine == c) for c in range(100)]
+        images, order = [], []
+        for path in sorted(folder.glob(f"{split}_*.webp")):
+            sheet = int(path.stem.split("_")[1])
+            tiles = np.asarray(Image.open(path).convert("RGB")).reshape(50, 32, 50, 32, 3)
+            images.append(tiles.transpose(0, 2, 1, 3, 4).reshape(2500, 32, 32, 3))
+            order.append(np.concatenate([rows[25 * sheet : 25 * sheet + 25] for rows in by_class]))
+        if not images:
+            raise SystemExit(f"{folder} holds neither cifar100.npz nor {split}_*.webp; see the README.")
+        place = np.concatenate(order)
+        back = np.argsort(place)
+        found[f"{split}_x"] = np.concatenate(images)[back]
+        found[f"{split}_fine"] = fine[place[back]]
+        found[f"{split}_coarse"] = labels[f"{split}_coarse"][place[back]]
+    return found
+
+
+def tiny() -> Arrays:
+    """Random images whose colour tells the class: enough to run every line."""
+    rng = np.random.default_rng(0)
+    fine = np.repeat(np.arange(100), 6)
+    x = rng.integers(0, 60, (600, 32, 32, 3)) + (fine[:, None, None, None] % 7) * 25
+    coarse = fine // 5
+    data: Arrays = {"x": x.astype(np.uint8), "fine": fine, "coarse": coarse}
+    return {f"{split}_{name}": value for split in ("train", "test") for name, value in data.items()}
+
+
+def prepared(raw: Arrays, held_out: int, device: str) -> Tensors:
+    """Normalise the images and split off the validation rows, the same for all seeds.
+
+    The keys are ``x``, ``fine`` and ``coarse`` after ``train_``, ``valid_`` and ``test_``.
+    """
+    order = np.random.default_rng(1234).permutation(len(raw["train_x"]))
+    valid, train = order[:held_out], order[held_out:]
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (MEAN, STD))
+    found: Tensors = {}
+    for split, source, rows in (("train", "train", train), ("valid", "train", valid), ("test", "test", slice(None))):
+        x = torch.as_tensor(raw[f"{source}_x"][rows], device=device).permute(0, 3, 1, 2)
+        found[f"{split}_x"] = ((x.float() - mean) / std).to(torch.bfloat16 if split == "train" else torch.float32)
+        for name in ("fine", "coarse"):
+            found[f"{split}_{name}"] = torch.as_tensor(raw[f"{source}_{name}"][rows].astype(int), device=device)
+    return found
+
+
+class Residual(nn.Module):
+    """Two convolutions and a short cut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(convolution(width, width), convolution(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+def convolution(inner: int, outer: int, pool: bool = False) -> nn.Sequential:
+    layers = [nn.Conv2d(inner, outer, 3, padding=1, bias=False), nn.BatchNorm2d(outer), nn.GELU()]
+    return nn.Sequential(*layers[:1], *([nn.MaxPool2d(2)] if pool else []), *layers[1:])
+
+
+def resnet(width: int = 64) -> nn.Sequential:
+    """A small residual network that trains in a few epochs: 4.2 million parameters, ``6 * width`` features."""
+    w = width
+    return nn.Sequential(
+        convolution(3, w),
+        convolution(w, 2 * w, pool=True),
+        Residual(2 * w),
+        convolution(2 * w, 4 * w, pool=True),
+        convolution(4 * w, 6 * w, pool=True),
+        Residual(6 * w),
+        nn.AdaptiveMaxPool2d(1),
+        nn.Flatten(),
+    )
+
+
+class Dense(nn.Module):
+    """A bottleneck layer of DenseNet: its output joins its input."""
+
+    def __init__(self, inner: int, growth: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.BatchNorm2d(inner),
+            nn.ReLU(),
+            nn.Conv2d(inner, 4 * growth, 1, bias=False),
+            nn.BatchNorm2d(4 * growth),
+            nn.ReLU(),
+            nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.body(x)], 1)
+
+
+def densenet(growth: int = 40, depth: int = 40) -> nn.Sequential:
+    """DenseNet-BC: with growth and depth 40, as published, 440 features and 1.94 million parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 2 * growth, 3, padding=1, bias=False)]
+    width = 2 * growth
+    for block in range(3):
+        for _ in range((depth - 4) // 6):
+            layers.append(Dense(width, growth))
+            width += growth
+        if block < 2:
+            layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2)]
+            width //= 2
+    return nn.Sequential(*layers, nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def network(name: str, width: int) -> tuple[nn.Sequential, int]:
+    """Make a network without its last layer, and say how many features it has."""
+    return (resnet(width), 6 * width) if name == "resnet" else (densenet(), 440)
+
+
+def half(device: str) -> torch.autocast:
+    return torch.autocast(torch.device(device).type, torch.bfloat16)
+
+
+def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A random crop of the image padded by 4, and a mirror image half of the time, on the device."""
+    rows = x.shape[0]
+    shift = torch.randint(0, 9, (2, rows), device=x.device, generator=generator)
+    base = torch.arange(32, device=x.device)
+    up, left = shift[0][:, None] + base, shift[1][:, None] + base
+    flip = torch.rand(rows, device=x.device, generator=generator) < 0.5
+    left = torch.where(flip[:, None], left.flip(-1), left)
+    padded = F.pad(x, (4, 4, 4, 4))
+    channel = torch.arange(3, device=x.device)
+    picked = padded[
+        torch.arange(rows, device=x.device)[:, None, None, None],
+        channel[:, None, None],
+        up[:, None, :, None],
+        left[:, None, None, :],
+    ]
+    return picked.contiguous(memory_format=torch.channels_last)
+
+
+def fit(
+    objective: Callable[[Tensor, Tensor], Tensor],
+    parameters: Iterable[Any],
+    x: Tensor,
+    y: Tensor,
+    *,
+    peak: float,
+    epochs: int,
+    batch: int,
+    seed: int,
+) -> None:
+    """Lower ``objective(images, target)`` by SGD with one cycle of the learning rate, over augmented images."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    parameters = list(parameters)
+    tensors = [p for group in parameters for p in (group["params"] if isinstance(group, dict) else [group])]
+    optimiser = torch.optim.SGD(
+        parameters, lr=peak, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=x.device.type == "cuda"
+    )
+    per_epoch = max(1, len(x) // batch)
+    steps = epochs * per_epoch
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, peak, total_steps=steps + 1, pct_start=0.25)
+    for step in range(steps):
+        place = step % per_epoch
+        if place == 0:
+            order = torch.randperm(len(x), device=x.device, generator=generator)
+        at = order[place * batch :][:batch]
+        loss = objective(augmented(x[at], generator), y[at])
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(tensors, 5.0)
+        optimiser.step()
+        schedule.step()
+
+
+@torch.no_grad()
+def outputs(net: nn.Module, x: Tensor) -> Tensor:
+    """What a network in evaluation mode says of images, in float32."""
+    net.eval()
+    with half(x.device.type):
+        parts = [net(part.contiguous(memory_format=torch.channels_last)) for part in x.split(2000)]
+    return torch.cat(parts).float()
+
+
+def add_arguments(parser: Any) -> None:
+    """The arguments of a run that trains on CIFAR-100."""
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=1, help="networks trained at the same time")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no network after this time")
+    parser.add_argument("--held-out", type=int, default=5000)
+
+
+def shrink(arguments: Any) -> None:
+    """Make a run one of seconds."""
+    arguments.epochs, arguments.batch, arguments.width, arguments.held_out, arguments.seeds = 1, 64, 4, 100, 1
+
+
+def run(settings: list[dict[str, Any]], train: Train, arguments: Any, results: common.Results) -> None:
+    """Train a network for each setting, in this process or in several that share the device, and keep the results."""
+    if not settings:
+        return
+    if not arguments.smoke and arguments.data is None:
+        raise SystemExit("--data is needed: the folder of CIFAR-100 (or --smoke)")
+    end = time.time() + 60 * arguments.minutes
+    raw = tiny() if arguments.smoke else load(arguments.data)
+    if arguments.workers == 1:
+        ready = _ready(raw, arguments)
+        for setting in settings:
+            if time.time() > end:
+                return
+            _report(results, _row(setting, train, ready, arguments), len(settings))
+        return
+    _run_workers(settings, train, arguments, results, raw, end)
+
+
+def _run_workers(
+    settings: list[dict[str, Any]], train: Train, arguments: Any, results: common.Results, raw: Arrays, end: float
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue, answers = context.Queue(), context.Queue()
+    workers = [
+        context.Process(target=_work, args=(queue, answers, train, raw, arguments), daemon=True)
+        for _ in range(min(arguments.workers, len(settings)))
+    ]
+    for worker in workers:
+        worker.start()
+    waiting, running, failed = list(reversed(settings)), 0, 0
+    for _ in workers:
+        queue.put(waiting.pop())
+        running += 1
+    while running > sum(not worker.is_alive() for worker in workers) - failed or not answers.empty():
+        try:
+            answer = answers.get(timeout=5)
+        except queues.Empty:
+            continue
+        running -= 1
+        if isinstance(answer, str):  # this worker has stopped: the others go on
+            print(answer, flush=True)
+            failed += 1
+            continue
+        _report(results, answer, len(settings))
+        if waiting and time.time() < end:
+            queue.put(waiting.pop())
+            running += 1
+    for _ in workers:
+        queue.put(None)
+    for worker in workers:
+        worker.join(timeout=10)
+    if failed:
+        raise SystemExit(f"{failed} settings failed.")
+
+
+def _work(queue: Any, answers: Any, train: Train, raw: Arrays, arguments: Any) -> None:
+    """Take settings until there are no more; an error goes back as text."""
+    ready = _ready(raw, arguments)
+    while (setting := queue.get()) is not None:
+        try:
+            answers.put(_row(setting, train, ready, arguments))
+        except Exception:
+            answers.put(f"{setting}: {traceback.format_exc()}")
+            return
+
+
+def _ready(raw: Arrays, arguments: Any) -> Tensors:
+    if torch.device(arguments.device).type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cuda.matmul.allow_tf32 = True
+    return prepared(raw, arguments.held_out, arguments.device)
+
+
+def _row(setting: dict[str, Any], train: Train, ready: Tensors, arguments: Any) -> common.Row:
+    torch.manual_seed(setting["seed"])
+    start = time.time()
+    found = train(setting, ready, arguments)
+    return setting | {"epochs": arguments.epochs, "seconds": round(time.time() - start, 2)} | found
+
+
+def _report(results: common.Results, row: common.Row, total: int) -> None:
+    results.add(**row)
+    print(f"{len(results.rows)} rows, {total} in this run:", *row.values(), flush=True)
