@@ -11,6 +11,7 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._module import FunctionModule
 from lastlayer.decode.top_k import Decoded, decode_top_k, usable
+from lastlayer.shard import ClassShard, reduce
 
 Evidence = Literal["confidence", "distance", "log_density"]
 
@@ -24,6 +25,7 @@ def decode_reject(
     values: Tensor | None = None,
     at_most: int | None = None,
     mask: Tensor | None = None,
+    shard: ClassShard | None = None,
 ) -> Decoded:
     r"""Choose the `k` best classes of a row, or none where the row looks like nothing known.
 
@@ -41,6 +43,8 @@ def decode_reject(
         values: The evidence of each row, of the batch shape, where it is not computed from the scores.
         at_most: As in :func:`decode_top_k`.
         mask: Boolean, True where a class may be chosen, and counts as evidence.
+        shard: This rank's slice, when the classes are split over processes, as in :func:`decode_top_k`; the evidence
+            is that of the classes of all ranks.
 
     Returns:
         Lists as from :func:`decode_top_k`; those of rejected rows hold nothing but -1.
@@ -52,8 +56,8 @@ def decode_reject(
     """
     op = "decode_reject"
     scores = _check.logits(op, scores, "scores")
-    found = decode_top_k(scores, k, at_most=at_most, mask=mask)
-    speaks = _evidence(op, scores, by, values, mask)
+    found = decode_top_k(scores, k, at_most=at_most, mask=mask, shard=shard)
+    speaks = _evidence(op, scores, by, values, mask, shard)
     level = _level(op, threshold, speaks)
     kept = (speaks >= (-level if by == "distance" else level)).unsqueeze(-1)
     return Decoded(torch.where(kept, found.index, -1), torch.where(kept, found.score, -torch.inf))
@@ -66,6 +70,7 @@ def tune_reject(
     by: Evidence = "confidence",
     values: Tensor | None = None,
     mask: Tensor | None = None,
+    shard: ClassShard | None = None,
 ) -> Tensor:
     """Choose the threshold at which :func:`decode_reject` rejects a wanted share of held-out rows.
 
@@ -78,6 +83,7 @@ def tune_reject(
         by: As in :func:`decode_reject`.
         values: As in :func:`decode_reject`.
         mask: As in :func:`decode_reject`.
+        shard: As in :func:`decode_reject`.
 
     Returns:
         The threshold, a tensor of shape ``()``.
@@ -90,7 +96,7 @@ def tune_reject(
     op = "tune_reject"
     scores = _check.logits(op, scores, "scores")
     rate = _check.number(op, "rate", rate, 0, 1)
-    speaks = _evidence(op, scores, by, values, mask).flatten()
+    speaks = _evidence(op, scores, by, values, mask, shard).flatten()
     if speaks.numel() == 0:
         raise ValueError(f"{op}: `scores` must hold at least one row, got shape {tuple(scores.shape)}.")
     rows = torch.where(speaks.isnan(), -torch.inf, speaks).sort().values
@@ -99,7 +105,9 @@ def tune_reject(
     return -level if by == "distance" else level
 
 
-def _evidence(op: str, scores: Tensor, by: Evidence, values: Tensor | None, mask: Tensor | None) -> Tensor:
+def _evidence(
+    op: str, scores: Tensor, by: Evidence, values: Tensor | None, mask: Tensor | None, shard: ClassShard | None
+) -> Tensor:
     """What speaks for each row: the higher, the more it is like what is known."""
     _check.choice(op, "by", by, ("confidence", "distance", "log_density"))
     if values is not None:
@@ -113,9 +121,11 @@ def _evidence(op: str, scores: Tensor, by: Evidence, values: Tensor | None, mask
         return -values if by == "distance" else values
     x = usable(scores, _check.mask(op, mask, scores)).to(_check.work_dtype(scores))
     x = torch.where(x.isnan(), -torch.inf, x)
+    peak = reduce(x, "max", shard)
     if by == "log_density":
-        return x.logsumexp(-1)
-    return torch.nn.functional.pad(x, (0, 1), value=-torch.inf).amax(-1)  # also without a class
+        peak = torch.where(peak.isfinite(), peak, 0)
+        return (peak + reduce((x - peak).exp(), "sum", shard).log()).squeeze(-1)
+    return peak.squeeze(-1)
 
 
 def _level(op: str, threshold: float | Tensor, speaks: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ def tune_thresholds(
     objective: Literal["f1", "precision", "recall"] = "f1",
     value: float | None = None,
     per: Literal["label", "all"] = "label",
+    shard: ClassShard | None = None,
 ) -> Tensor:
     """Choose thresholds for :func:`decode_threshold` on held-out data.
 
@@ -110,6 +111,7 @@ def tune_thresholds(
         objective: ``"f1"``, ``"precision"`` or ``"recall"``.
         value: The precision or recall wanted, 0 to 1.
         per: ``"label"``, a threshold for each class; ``"all"``, one for all.
+        shard: This rank's slice, when the classes are split over processes; the thresholds are those of its classes.
 
     Returns:
         Thresholds of shape ``(n_classes,)``, or ``()`` for ``per="all"``; of the dtype of `scores`, at least float32.
@@ -126,12 +128,14 @@ def tune_thresholds(
     if (value is None) != (objective == "f1"):
         rule = "must be given" if value is None else "must be left out"
         raise ValueError(f'{op}: `value` {rule} for objective="{objective}", got {value}.')
+    if shard is not None and per == "all":
+        raise ValueError(f'{op}: `per` must be "label" with `shard`, got "all": one threshold needs all classes.')
     wanted = 0.0 if value is None else _check.number(op, "value", value, 0, 1)
-    labels = _check.target(op, target, scores)
+    labels = _check.target(op, target, scores, shard)
     known, hit = labels.known(), labels.positive()
     known = ~scores.isnan() if known is None else known & ~scores.isnan()
-    parts = [t.reshape(-1, 1) if per == "all" else t.reshape(-1, t.shape[-1]) for t in (scores, hit & known, known)]
-    x, hit, known = (t.movedim(0, -1) for t in parts)
+    rows, n = (scores.numel(), 1) if per == "all" else (scores.shape[:-1].numel(), scores.shape[-1])
+    x, hit, known = (t.reshape(rows, n).T for t in (scores, hit & known, known))
     x = torch.where(known, x, -torch.inf).to(_check.work_dtype(x))
     found = best_cuts(x, hit, known, objective, wanted - 1e-9)  # 0.55 of 20 is 11, which 0.55 * 20 exceeds
     return found.squeeze(0) if per == "all" else found

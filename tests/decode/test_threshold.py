@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lastlayer import DecodeThreshold, decode_threshold, tune_thresholds
+from lastlayer import ClassShard, DecodeThreshold, decode_threshold, tune_thresholds
 
 INF = float("inf")
 
@@ -109,6 +109,8 @@ def test_unknown_labels_are_left_out_and_empty_columns_defined():
     assert level[1] == pytest.approx(0.3)  # no label: nothing in the data is above
     assert level[2] == INF  # nothing known
     assert tune_thresholds(torch.empty(0, 3), torch.empty(0, 3)).tolist() == [INF] * 3
+    assert tune_thresholds(torch.empty(4, 0), torch.empty(4, 0)).shape == (0,)
+    assert tune_thresholds(torch.empty(4, 0), torch.empty(4, 0), per="all") == INF
 
 
 def test_target_forms_agree():
@@ -137,6 +139,11 @@ def test_target_forms_agree():
         (lambda s: tune_thresholds(s, s, value=0.5), ValueError, '`value` must be left out for objective="f1"'),
         (lambda s: tune_thresholds(s, s, objective="x"), ValueError, "`objective` must be one of 'f1', 'precision'"),
         (lambda s: tune_thresholds(s, s, per="row"), ValueError, "`per` must be one of 'label', 'all', got 'row'"),
+        (
+            lambda s: tune_thresholds(s, s, per="all", shard=ClassShard(0, 3)),
+            ValueError,
+            '`per` must be "label" with `shard`, got "all"',
+        ),
         (
             lambda s: tune_thresholds(s, s, objective="recall", value=2),
             ValueError,

@@ -307,6 +307,48 @@ def check_decoders() -> None:
             assert torch.equal(found.score, expected.score)
 
 
+def check_reject_and_tuning() -> None:
+    torch.manual_seed(4)
+    scores = torch.randint(-4, 5, (40, N)) / 2.0
+    scores[torch.rand(40, N) < 0.2] = -torch.inf
+    scores[3], scores[4, 7], scores[5, 2] = -torch.inf, torch.inf, torch.nan
+    mask, counts, distance = torch.rand(N) < 0.8, torch.randint(0, 4, (40,)), torch.rand(40)
+    index, dense, single = targets(40, N)
+    for split in splits():
+        part, x = split.shard, split.cut(scores)
+        for by in ("confidence", "distance", "log_density"):
+            for whole, own in ((None, None), (mask, split.cut(mask))):
+                level = ll.tune_reject(scores, 0.5, by=by, mask=whole)
+                close(ll.tune_reject(x, 0.5, by=by, mask=own, shard=part), level, f"tune_reject {by}")
+                level = level - 1e-3 if by == "log_density" else level  # sums of other orders round differently
+                for k in (2, counts):
+                    expected = ll.decode_reject(scores, level, k=k, by=by, mask=whole)
+                    found = ll.decode_reject(x, level, k=k, by=by, mask=own, shard=part)
+                    assert torch.equal(found.index, expected.index)
+                    assert torch.equal(found.score, expected.score)
+                    assert 0 < int((found.index >= 0).any(-1).sum()) < 40
+        expected = ll.decode_reject(scores, 0.5, by="distance", values=distance)
+        found = ll.decode_reject(x, 0.5, by="distance", values=distance, shard=part)
+        assert torch.equal(found.index, expected.index)
+        for target in (index, dense, single):
+            mine = split.cut(target) if target.shape == scores.shape else target
+            for options in ({}, {"objective": "recall", "value": 0.7}):
+                levels = ll.tune_thresholds(x, mine, shard=part, **options)
+                assert torch.equal(levels, split.cut(ll.tune_thresholds(scores, target, **options)))
+
+
+def check_reject_traffic() -> None:
+    """The lists of each rank, and one number a row for the evidence: two for a log-density."""
+    shard = ClassShard.split(400)
+    scores = torch.randn(6, shard.size)
+    lists = [plan.Collective("all_gather", 6 * 3 * 4), plan.Collective("all_gather", 6 * 3 * 8)]
+    one = plan.Collective("all_reduce", 6 * 4)
+    for by, evidence in (("confidence", [one]), ("distance", [one]), ("log_density", [one, one])):
+        with counted() as sent:
+            ll.decode_reject(scores, 0.5, k=3, by=by, shard=shard)
+        assert sent == [*lists, *evidence]
+
+
 def check_layer_trains_alike() -> None:
     """Ten steps on two ranks and on four are the ten steps of one."""
     torch.manual_seed(5)
