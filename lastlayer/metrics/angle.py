@@ -118,9 +118,14 @@ def _reduced(op: str, angle: Tensor, degrees: bool, reduction: Any) -> Tensor:
     angle = torch.rad2deg(angle) if degrees else angle
     if reduction == "none":
         return angle
+    if reduction == "median":
+        return median(angle)
+    return angle.mean() if angle.numel() else angle.new_zeros(())
+
+
+def median(angle: Tensor) -> Tensor:
+    """The middle one of some angles, or the mean of the two middle ones; 0 for none."""
     if angle.numel() == 0:
         return angle.new_zeros(())
-    if reduction == "mean":
-        return angle.mean()
     ordered = angle.flatten().sort().values
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

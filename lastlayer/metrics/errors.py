@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,8 +142,36 @@ def label_set_errors(
         (0.3333, [('confusion', 1, 1), ('count', 1, 0)])
     """
     op = "label_set_errors"
+    return analysed(op, label_sets(op, scores, target, k, threshold, predicted), tree, metric, names, top)
+
+
+class LabelSets(NamedTuple):
+    """Scores without nan and, Boolean, what is true, known and predicted; each ``(rows, n_classes)``."""
+
+    scores: Tensor
+    true: Tensor
+    known: Tensor
+    said: Tensor
+
+
+def label_sets(
+    op: str, scores: Tensor, target: Tensor, k: int | Tensor | None, threshold: float | Tensor, predicted: Any
+) -> LabelSets:
+    """Check the inputs of :func:`label_set_errors` and decode the predictions."""
     x, true, known = _rows(op, scores, target)
-    said = _said(op, x, scores, k, threshold, predicted) & known
+    return LabelSets(x, true, known, _said(op, x, scores, k, threshold, predicted) & known)
+
+
+def check_metric(op: str, metric: Any) -> None:
+    """Check the name of a metric, or that it is a function."""
+    _set_scores.measure(op, metric)
+
+
+def analysed(
+    op: str, sets: LabelSets, tree: LabelTree | None, metric: Any, names: Sequence[str] | None, top: int
+) -> LabelSetErrors:
+    """Explain and price the errors of checked label sets."""
+    x, true, known, said = sets
     names = _names(op, names, tree, x.shape[-1])
     measure = _set_scores.measure(op, metric)
     mended = _mended(x, true, known, said, tree)
@@ -194,10 +222,7 @@ def error_kinds(scores: Tensor, target: Tensor, predicted: Tensor) -> dict[str, 
     Returns:
         A Boolean tensor of the shape of `scores` for each kind of :func:`label_set_errors`; no two overlap.
     """
-    op = "error_kinds"
-    x, true, known = _rows(op, scores, target)
-    said = _said(op, x, scores, None, 0.5, predicted) & known
-    return _mended(x, true, known, said, None).kinds
+    return _mended(*label_sets("error_kinds", scores, target, None, 0.5, predicted), None).kinds
 
 
 @dataclass(frozen=True)

@@ -153,22 +153,45 @@ def graph_zero_shot_recall_at_k(
         tensor(1., dtype=torch.float64)
     """
     op = "graph_zero_shot_recall_at_k"
-    seen = _integers(op, "seen", seen)
-    if seen.ndim != 2 or seen.shape[-1] != 3:
-        raise ValueError(f"{op}: `seen` must have shape (n, 3), got {tuple(seen.shape)}.")
-    _integers(op, "labels", labels)
-    matched = labels if boxes is not None else None
-    true_labels = target_labels if boxes is not None else None
     _check.choice(op, "empty", empty, ("skip", "zero", "one"))
+    seen = triplets(op, "seen", seen)
+    found, new = find_new(op, index, target, k, seen, boxes, labels, target_boxes, target_labels, iou)
+    value = _sums.settle_rows(over_images(found, new), empty)
+    return value if found.several else value.squeeze(0)
+
+
+def triplets(op: str, name: str, value: Any) -> Tensor:
+    """Check combinations of classes and predicate, ``(n, 3)``."""
+    value = _integers(op, name, value)
+    if value.ndim != 2 or value.shape[-1] != 3:
+        raise ValueError(f"{op}: `{name}` must have shape (n, 3), got {tuple(value.shape)}.")
+    return value.long()
+
+
+def find_new(
+    op: str,
+    index: Any,
+    target: Tensor,
+    k: int | Sequence[int],
+    seen: Tensor,
+    boxes: Tensor | None,
+    labels: Tensor | None,
+    target_boxes: Tensor | None,
+    target_labels: Tensor | None,
+    iou: float,
+) -> tuple[Found, Tensor]:
+    """Match predictions with true relations, and mark the true ones whose combination is not among `seen`."""
+    labels = _integers(op, "labels", labels)
+    by_box = boxes is not None
+    matched, true_labels = (labels, target_labels) if by_box else (None, None)
     found = find(op, index, target, k, boxes, matched, target_boxes, true_labels, iou)
     classes = labels if target_labels is None else target_labels
     triplet = _named(found.target, classes).reshape(-1, 3)
-    known, place = torch.unique(torch.cat([seen.long().to(triplet.device), triplet]), dim=0, return_inverse=True)
+    known, place = torch.unique(torch.cat([seen.to(triplet.device), triplet]), dim=0, return_inverse=True)
     trained = torch.zeros(len(known), dtype=torch.bool, device=place.device)
     trained[place[: len(seen)]] = True
     new = ~trained[place[len(seen) :]].view(found.real.shape)
-    value = _sums.settle_rows(over_images(found, found.real & new), empty)
-    return value if found.several else value.squeeze(0)
+    return found, found.real & new
 
 
 class Found(NamedTuple):

@@ -71,6 +71,24 @@ def check_processes_merge(rank: int) -> None:
         torch.testing.assert_close(metric.compute(), whole)
 
 
+def check_structures_merge(rank: int) -> None:
+    """The same for medians and error analyses, which need the rows of all processes."""
+    torch.manual_seed(5)
+    a, b = torch.randn(20, 4), torch.randn(20, 4)
+    scores, target = torch.rand(20, N), (torch.rand(20, N) < 0.3).long()
+    mine = [slice(0, 3), slice(3, 4), slice(4, 20)][rank]
+    whole = ll.rotation_error(a, b, reduction="median")
+    for metric, slack in ((ll.RotationError(), 1e-6), (ll.RotationError(bins=1000), 2e-3)):
+        metric.update(a[mine], b[mine])
+        torch.testing.assert_close(metric.compute(), whole, rtol=0, atol=slack)
+    errors = ll.LabelSetErrorsMetric()
+    errors.update(scores[mine], target[mine])
+    found = ll.label_set_errors(scores, target)
+    torch.testing.assert_close(errors.compute()["value"], torch.tensor(found.value))
+    assert errors.analysis() == found
+    assert len(errors.scores) == 1  # its own rows again
+
+
 def run(rank: int, store: str, results: Any) -> None:
     """Check in a process of its own and report what failed."""
     torch.set_num_threads(1)
@@ -80,6 +98,7 @@ def run(rank: int, store: str, results: Any) -> None:
     try:
         check(rank)
         check_processes_merge(rank)
+        check_structures_merge(rank)
     except Exception:
         failure = traceback.format_exc()
     results.put((rank, failure))
