@@ -98,6 +98,19 @@ def table(rows: Iterable[Row], index: str, columns: str, value: str, *, scale: f
     return "\n".join(lines)
 
 
+def columns(
+    rows: Iterable[Row], index: str, values: Sequence[str], *, order: Iterable[Any] = (), digits: int = 2
+) -> str:
+    """A Markdown table of several values in percent, with the names of `order` first; "(not run)" without rows."""
+    rows = list(rows)
+    if not rows:
+        return "(not run)"
+    places = list(order)
+    rows.sort(key=lambda row: places.index(row[index]) if row[index] in places else len(places))
+    long = [{index: row[index], "value": v, "number": row[v]} for v in values for row in rows if v in row]
+    return table(long, index, "value", "number", digits=digits)
+
+
 def fill(readme: Path, tables: dict[str, str]) -> str:
     """Return the text of a README with the tables between its ``<!-- name -->`` marks replaced."""
     text = readme.read_text()
