@@ -113,7 +113,7 @@ class Config:
         """
         linear = sparse and not self.hidden and self.loss not in _SMALL and self.k != "predicted"
         optimizer = self.optimizer if self.optimizer != "auto" else "sgd" if linear else "adamw"
-        rate, decay = ("5.0", "1e-05") if optimizer == "sgd" else ("0.005" if self.hidden else "0.05", "0.01")
+        rate, decay = ("10.0", "1e-05") if optimizer == "sgd" else ("0.005" if self.hidden else "0.05", "0.01")
         return dataclasses.replace(
             self,
             optimizer=optimizer,

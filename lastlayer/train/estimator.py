@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +19,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from lastlayer.data import LabelData
 from lastlayer.data.labeldata import NumberNames
 from lastlayer.train.config import Config
-from lastlayer.train.engine import build, quiet, trainer
+from lastlayer.train.engine import build, quiet
 from lastlayer.train.features import FeatureMap
-from lastlayer.train.module import EpochBatches, LabelSetData, LabelSetModule, Resolved, rows_to_input
+from lastlayer.train.module import EpochBatches, LabelSetData, LabelSetModule, Resolved, fit_in_process, rows_to_input
 
 
 class LabelSetClassifier(ClassifierMixin, BaseEstimator):
@@ -38,8 +39,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         observed: The share of true labels that are observed, or ``"auto"``.
         hidden: Widths of hidden layers; none is a linear model.
         dropout: Dropout after hidden layers.
-        epochs: Passes over the rows.
-        lr: The learning rate at its peak; ``"auto"`` follows the optimiser: 5, 0.05, or 0.005 with hidden layers.
+        epochs: Passes over the rows, or ``"auto"``: 1600 over the root of their number, 50 at most (1,000 rows) and
+            5 at least (100,000).
+        lr: The learning rate at its peak; ``"auto"`` follows the optimiser: 10, 0.05, or 0.005 with hidden layers.
         weight_decay: The weight decay, or ``"auto"``: 1e-5 with SGD, 0.01 (decoupled) with AdamW.
         batch_size: Rows a step.
         optimizer: ``"adamw"``, ``"sgd"``, or ``"auto"``: SGD for linear models on sparse rows, else AdamW.
@@ -73,7 +75,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         observed: float | str = "auto",
         hidden: Sequence[int] = (),
         dropout: float = 0.0,
-        epochs: int = 50,
+        epochs: int | str = "auto",
         lr: float | str = "auto",
         weight_decay: float | str = "auto",
         batch_size: int = 128,
@@ -118,8 +120,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         """
         X, y = self._checked(X, y, reset=True)
         self._start(X, y, None)
-        self._train(X, self._labels(y), self.epochs)
-        self.n_iter_ = self.epochs
+        self.n_iter_ = _epochs(X.shape[0]) if self.epochs == "auto" else self._config().epochs
+        self._train(X, self._labels(y), self.n_iter_)
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> LabelSetClassifier:
@@ -212,7 +214,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         k = self.k if isinstance(self.k, str) else float(self.k)
         return Config(
             loss=self.loss, loss_options=self.loss_options or {}, labels=self.labels, k=k,  # type: ignore[arg-type]
-            observed=self.observed, hidden=tuple(self.hidden), dropout=self.dropout, epochs=self.epochs,  # type: ignore[arg-type]
+            observed=self.observed, hidden=tuple(self.hidden), dropout=self.dropout,  # type: ignore[arg-type]
+            epochs=1 if self.epochs == "auto" else self.epochs,  # type: ignore[arg-type]
             lr=self.lr, weight_decay=self.weight_decay, batch_size=self.batch_size, optimizer=self.optimizer,  # type: ignore[arg-type]
             scale=self.scale, schedule=changes.pop("schedule", self.schedule), accelerator="cpu",
             **changes,
@@ -275,11 +278,10 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         steps = len(EpochBatches(len(labels), config.batch_size, seed=0)) * epochs
         module = LabelSetModule(self.network_, config, self.resolved_, total_steps=steps)
         module.optimizer_state = self.optimizer_state_ if changes else None
-        module.train()
+        data = LabelSetData(x, labels, batch_size=config.batch_size, seed=config.seed)
         with quiet():
-            fitter = trainer(config, epochs=epochs, logger=False, enable_checkpointing=False)
-            fitter.fit(module, datamodule=LabelSetData(x, labels, batch_size=config.batch_size, seed=config.seed))
-        self.optimizer_state_ = fitter.optimizers[0].state_dict() if changes else None
+            optimizer = fit_in_process(module, data, epochs)
+        self.optimizer_state_ = optimizer.state_dict() if changes else None
         self.network_.eval()
 
     def _log_odds(self, X: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,6 +300,11 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
             fixed = 1.0 if not self.multilabel_ else float(self.resolved_.k or 0.0)
             k = torch.full_like(logits[:, 0], fixed) if count is None or not self.multilabel_ else count.double()
             return logits + lml_threshold(logits, k).unsqueeze(-1), k
+
+
+def _epochs(rows: int) -> int:
+    """Fewer passes over more rows: the steps grow with the root of their number."""
+    return min(max(round(1600 / math.sqrt(rows)), 5), 50)
 
 
 class _Lists:

@@ -256,9 +256,16 @@ class LabelSetModule(pl.LightningModule):
         """Start the mean of the loss."""
         self._train_sum, self._train_steps = None, 0
 
+    def seed_step(self, step: int) -> None:
+        """Seed dropout, on this device alone: `torch.manual_seed` notes a stack for each kind it does not find."""
+        seed = (self.config.seed * 1_000_003 + step * 1009 + self.global_rank) % 2**63
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).manual_seed(seed)
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch; dropout is seeded by the step, so that a resumed run repeats it."""
-        torch.manual_seed((self.config.seed * 1_000_003 + self.global_step * 1009 + self.global_rank) % 2**63)
+        self.seed_step(self.global_step)
         if self.in_blocks:
             value = self.loss_in_blocks(batch["input"], batch["target"])
         else:
@@ -325,12 +332,12 @@ class LabelSetModule(pl.LightningModule):
         vectors = [p for p in self.network.parameters() if p.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         optimizer: torch.optim.Optimizer
+        fused = all(p.device.type in ("cpu", "cuda") for p in matrices) and config.precision == "32"
         if config.optimizer == "adamw":
-            fused = all(p.device.type in ("cpu", "cuda") for p in matrices) and config.precision == "32"
             optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=float(config.weight_decay), fused=fused)
         else:
             optimizer = torch.optim.SGD(
-                groups, lr=lr, weight_decay=float(config.weight_decay), momentum=config.momentum
+                groups, lr=lr, weight_decay=float(config.weight_decay), momentum=config.momentum, fused=fused
             )
         if self.optimizer_state is not None:
             optimizer.load_state_dict(self.optimizer_state)
@@ -346,6 +353,30 @@ class LabelSetModule(pl.LightningModule):
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fit_in_process(module: LabelSetModule, data: LabelSetData, epochs: int) -> torch.optim.Optimizer:
+    """Take the steps of a Lightning Trainer on the CPU, and the same weights from them, without what it adds to each.
+
+    Of a small linear model that is most of a step. No validation, checkpoints or mixed precision.
+    """
+    made = module.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    batches = data.train_dataloader().sampler
+    assert isinstance(batches, EpochBatches)
+    step = 0
+    module.train()
+    for epoch in range(epochs):
+        batches.set_epoch(epoch)
+        for rows in batches:
+            batch = data.train_rows[rows]
+            module.seed_step(step)
+            optimizer.zero_grad()
+            module.loss(batch["input"], batch["target"])[0].backward()
+            optimizer.step()
+            schedule.step()
+            step += 1
+    return optimizer
 
 
 def row_metrics(

