@@ -252,6 +252,37 @@ def load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED: tl.conste
     return x
 
 
+# A stretch lo <= j < hi of a long row is taken as whole tiles that are aligned in memory, whatever the alignment of the
+# row, and then the classes before and after them.
+
+
+@triton.jit
+def whole_tiles(x_ptr, row, n, lo, hi, TILE: tl.constexpr):
+    """The place in memory where the whole tiles of a stretch begin, the classes before it, and those in the tiles."""
+    vector: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    begin = row * n + lo
+    first = (begin + (vector - 1)) // vector * vector
+    skip = tl.minimum(first - begin, hi - lo).to(tl.int32)
+    return first, skip, ((hi - lo) - skip) // TILE * TILE
+
+
+@triton.jit
+def load_whole(x_ptr, m_ptr, row, m_row, m_col, n, place, inv_t, MASKED: tl.constexpr):
+    """The scores at places in memory that all are classes of a row, in float32."""
+    x = scaled(tl.load(x_ptr + place).to(tl.float32), inv_t)
+    if MASKED:
+        keep = tl.load(m_ptr + (row * m_row + (place - row * n) * m_col))
+        x = tl.where(keep != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def end_columns(i, n, lo, hi, skip, whole):
+    """The classes of a stretch that are in no whole tile, counted by i; n where there are no more."""
+    cols = lo + i + tl.where(i < skip, 0, whole)
+    return tl.where(cols < hi, cols, n)
+
+
 @triton.jit
 def _moments(x, shift, SELECT: tl.constexpr):
     d = x - shift
@@ -469,32 +500,49 @@ def sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
 
 
 @triton.jit
-def sweep(x_ptr, m_ptr, row, m_row, m_col, n, lo, hi, center, inv_t, W: tl.constexpr, C: tl.constexpr, MASKED):
-    """The five sums of a step over the classes lo <= j < hi of one row, from small parts alone.
+def _sweep_tile(x, center):
+    a = exp2((center - x) * LOG2E)
+    y = rcp(1 + a)
+    up = a < 1
+    v = tl.where(up, a * y, y)
+    h = v - v * v
+    bend = h - 2 * h * v
+    return (
+        tl.sum(tl.where(up, -v, v), 0),
+        tl.sum(up.to(tl.float32), 0),
+        tl.sum(h, 0),
+        tl.sum(tl.where(up, -bend, bend), 0),
+        tl.sum(h * h, 0),
+    )
 
-    `hi` is `n`, or `lo` plus a multiple of the tile, here and in all that streams: the mask is then `cols < n`, whose
-    alignment the compiler knows.
-    """
+
+@triton.jit
+def sweep(x_ptr, m_ptr, row, m_row, m_col, n, lo, hi, center, inv_t, W: tl.constexpr, C: tl.constexpr, MASKED):
+    """The five sums of a step over the classes lo <= j < hi of one row, from small parts alone."""
     f = tl.zeros((C,), tl.float32)
     above = tl.zeros((C,), tl.float32)
     s1 = tl.zeros((C,), tl.float32)
     s2 = tl.zeros((C,), tl.float32)
     h2 = tl.zeros((C,), tl.float32)
     tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
-    for j in range(lo, hi, W * C):
-        cols = j + tile
+    first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, W * C)
+    for j in range(0, whole, W * C):
+        x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first + j + tile, inv_t, MASKED)
+        f1, above1, s11, s21, h21 = _sweep_tile(x, center)
+        f += f1
+        above += above1
+        s1 += s11
+        s2 += s21
+        h2 += h21
+    for j in range(0, hi - lo - whole, W * C):
+        cols = end_columns(j + tile, n, lo, hi, skip, whole)
         x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
-        a = exp2((center - x) * LOG2E)
-        y = rcp(1 + a)
-        up = a < 1
-        v = tl.where(up, a * y, y)
-        h = v - v * v
-        f += tl.sum(tl.where(up, -v, v), 0)
-        above += tl.sum(up.to(tl.float32), 0)
-        s1 += tl.sum(h, 0)
-        bend = h - 2 * h * v
-        s2 += tl.sum(tl.where(up, -bend, bend), 0)
-        h2 += tl.sum(h * h, 0)
+        f1, above1, s11, s21, h21 = _sweep_tile(x, center)
+        f += f1
+        above += above1
+        s1 += s11
+        s2 += s21
+        h2 += h21
     return sum5(f, above, s1, s2, h2, 0)
 
 

@@ -19,12 +19,14 @@ from lastlayer._triton.device import (
     PASSES,
     advance,
     by_row,
+    end_columns,
     exp,
     exp2,
     is_finite,
     load_flat,
     load_row,
     load_tile,
+    load_whole,
     log_sigmoid,
     peak_and_mass,
     points,
@@ -35,12 +37,14 @@ from lastlayer._triton.device import (
     settle,
     store_tile,
     sweep,
+    whole_tiles,
 )
 from lastlayer._triton.lml_backward import backward as backward
 from lastlayer._triton.lml_loss import loss_backward as loss_backward
 from lastlayer._triton.lml_loss import loss_forward as loss_forward
 from lastlayer._triton.lml_loss import loss_forward_with_grad as loss_forward_with_grad
 from lastlayer._triton.lml_loss import scale_rows_ as scale_rows_
+from lastlayer._triton.lml_loss import weight_of_mean as weight_of_mean
 from lastlayer._triton.rows import Rows
 
 SPLIT_PASSES = 5  # launches of a split search; a row that needs more is settled by one program
@@ -58,19 +62,30 @@ def _emit_tile(e, xs_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, i
 
 
 @triton.jit
+def _value(x, center, delta, KIND: tl.constexpr):
+    """The output, y or log y, at scores of one row, whatever it holds."""
+    if KIND == "y":
+        out = rcp(1 + exp2((center - x) * LOG2E) * exp(-delta))
+        if not is_finite(delta):
+            end = tl.where(delta > 0, (x > float("-inf")).to(tl.float32), (x == float("inf")).to(tl.float32))
+            out = tl.where(delta != delta, delta, end)
+        return out
+    else:
+        return log_sigmoid(points(x, center, delta))
+
+
+@triton.jit
 def _emit(x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, lo, hi, center, delta, inv_t, KIND, BLOCK, MASKED):
-    """Write y or log y of the classes lo <= j < hi of one row, whatever it holds."""
-    s = exp(-delta)
-    for j in range(lo, hi, BLOCK):
-        cols = j + tl.arange(0, BLOCK)
+    """Write y or log y of the classes lo <= j < hi of one row."""
+    first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, BLOCK)
+    for j in range(0, whole, BLOCK):
+        place = first + j + tl.arange(0, BLOCK)
+        x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, place, inv_t, MASKED)
+        tl.store(out_ptr + place, _value(x, center, delta, KIND).to(out_ptr.dtype.element_ty))
+    for j in range(0, hi - lo - whole, BLOCK):
+        cols = end_columns(j + tl.arange(0, BLOCK), n, lo, hi, skip, whole)
         x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
-        if KIND == "y":
-            out = rcp(1 + exp2((center - x) * LOG2E) * s)
-            if not is_finite(delta):
-                end = tl.where(delta > 0, (x > float("-inf")).to(tl.float32), (x == float("inf")).to(tl.float32))
-                out = tl.where(delta != delta, delta, end)
-        else:
-            out = log_sigmoid(points(x, center, delta))
+        out = _value(x, center, delta, KIND)
         tl.store(out_ptr + (row * n + cols), out.to(out_ptr.dtype.element_ty), mask=cols < n)
 
 
@@ -287,7 +302,7 @@ def _no_classes(out: Tensor, center: Tensor, delta: Tensor, k: Tensor) -> tuple[
 def solve_long(given: Rows, out: Tensor, center: Tensor, delta: Tensor, mass: Tensor | None, kind: str) -> None:
     """Search rows too long for registers; write `out`, `center`, `delta` and, where given, log sum h."""
     x, rows, n = given.x, given.count, given.n
-    w, c, warps = shapes.stream(n, x.element_size())
+    w, c, warps = shapes.stream(x.element_size(), shapes.is_split(rows, n))
     common: dict[str, Any] = {
         "ALIGN": given.align,
         "W": w,

@@ -12,16 +12,19 @@ from lastlayer._triton import plan as shapes
 from lastlayer._triton.device import (
     by_row,
     columns,
+    end_columns,
     exp,
     is_finite,
     load_flat,
     load_tile,
+    load_whole,
     peak_and_mass,
     rcp,
     scaled,
     store_tile,
     sum2,
     sum_w,
+    whole_tiles,
 )
 from lastlayer._triton.rows import Rows
 
@@ -179,6 +182,26 @@ def _share(x, center, delta, peak, over, KIND: tl.constexpr):
 
 
 @triton.jit
+def _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, place, center, delta, inv_t, KIND, MASKED):
+    """As `_weight`, at places in memory that all are classes of a row."""
+    x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, place, inv_t, MASKED)
+    u = x
+    if KIND != "nu":
+        u = tl.load(g_ptr + place).to(tl.float32)
+    return _weight(x, u, center, delta, KIND)
+
+
+@triton.jit
+def _ends(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, cols, center, delta, inv_t, KIND, MASKED):
+    """As `_weight`, at classes of a row."""
+    x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+    u = x
+    if KIND != "nu":
+        u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
+    return _weight(x, u, center, delta, KIND)
+
+
+@triton.jit
 def _row_sums(
     x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, lo, hi, center, delta, inv_t,
     W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
@@ -187,13 +210,15 @@ def _row_sums(
     mass = tl.zeros((C,), tl.float32)
     dot = tl.zeros((C,), tl.float32)
     tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
-    for j in range(lo, hi, W * C):
-        cols = j + tile
-        x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
-        u = x
-        if KIND != "nu":
-            u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
-        h, v = _weight(x, u, center, delta, KIND)
+    first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, W * C)
+    for j in range(0, whole, W * C):
+        place = first + j + tile
+        h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, place, center, delta, inv_t, KIND, MASKED)
+        mass += tl.sum(h, 0)
+        dot += tl.sum(v, 0)
+    for j in range(0, hi - lo - whole, W * C):
+        cols = end_columns(j + tile, n, lo, hi, skip, whole)
+        h, v = _ends(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, cols, center, delta, inv_t, KIND, MASKED)
         mass += tl.sum(h, 0)
         dot += tl.sum(v, 0)
     return sum2(mass, dot, 0)
@@ -206,13 +231,14 @@ def _row_write(
 ):  # fmt: skip
     """Write the gradient of the classes lo <= j < hi of one row."""
     tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
-    for j in range(lo, hi, W * C):
-        cols = j + tile
-        x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
-        u = x
-        if KIND != "nu":
-            u = tl.load(g_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
-        h, v = _weight(x, u, center, delta, KIND)
+    first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, W * C)
+    for j in range(0, whole, W * C):
+        place = first + j + tile
+        h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, place, center, delta, inv_t, KIND, MASKED)
+        tl.store(dx_ptr + place, scaled(v - h * dk, inv_t).to(dx_ptr.dtype.element_ty))
+    for j in range(0, hi - lo - whole, W * C):
+        cols = end_columns(j + tile, n, lo, hi, skip, whole)
+        h, v = _ends(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, cols, center, delta, inv_t, KIND, MASKED)
         d = scaled(v - h * dk, inv_t)
         tl.store(dx_ptr + (row * n + cols), d.to(dx_ptr.dtype.element_ty), mask=cols < n)
 
@@ -328,7 +354,7 @@ def backward(
                 BLOCK=p.block, num_warps=p.warps, **common,
             )  # fmt: skip
             return dx, dk
-        w, c, warps = shapes.stream(n, x.element_size())
+        w, c, warps = shapes.stream(x.element_size(), shapes.is_split(rows, n))
         common |= {"W": w, "C": c, "BLOCK": shapes.BLOCK, "num_warps": warps}
         if not shapes.is_split(rows, n):
             _streamed[(rows,)](*pointers, *given.tail, **common)

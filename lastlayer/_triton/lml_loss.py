@@ -17,11 +17,13 @@ from lastlayer._triton import plan as shapes
 from lastlayer._triton.device import (
     by_row,
     columns,
+    end_columns,
     exp,
     is_finite,
     load_flat,
     load_row,
     load_tile,
+    load_whole,
     log1p,
     log_sigmoid,
     peak_and_mass,
@@ -33,6 +35,7 @@ from lastlayer._triton.device import (
     store_tile,
     sum2,
     sum_w,
+    whole_tiles,
 )
 from lastlayer._triton.rows import Rows
 
@@ -127,6 +130,19 @@ def _load_label(t_ptr, row, n, cols, DENSE: tl.constexpr):
 
 
 @triton.jit
+def _slope(x, t_ptr, row, n, cols, center, delta, peak, over, pull, rho, DENSE: tl.constexpr, RHO: tl.constexpr):
+    """The gradient at some classes of one row, the labels of index lists left out."""
+    z = (x - center) + delta
+    y = rcp(1 + exp(-tl.abs(z)))
+    d = -pull * (exp(-tl.abs(z) - peak) * y * y * over)
+    if DENSE or RHO:
+        label = _load_label(t_ptr, row, n, cols, DENSE)
+        _, slope = _terms(z, x, label, rho, DENSE, RHO)
+        d += slope
+    return tl.where(is_finite(delta), tl.where(is_finite(x), d, 0.0), 0.0)
+
+
+@triton.jit
 def _row(
     x_ptr, m_ptr, i_ptr, t_ptr, d_ptr, row, m_row, m_col, n, lo, hi, n_labels, center, delta, peak, mass, weight,
     inv_t, rho, M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -161,19 +177,17 @@ def _row(
         scale = scaled(weight, inv_t)
         over = 1 / mass
         pull_sum = tl.sum(pull, 0)
-        for j in range(lo, hi, BLOCK):
-            cols = j + tl.arange(0, BLOCK)
+        first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, BLOCK)
+        for j in range(0, whole, BLOCK):
+            place = first + j + tl.arange(0, BLOCK)
+            x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, place, inv_t, MASKED)
+            d = _slope(x, t_ptr, row, n, place - row * n, center, delta, peak, over, pull_sum, rho, DENSE, RHO)
+            tl.store(d_ptr + place, (scale * d).to(d_ptr.dtype.element_ty))
+        for j in range(0, hi - lo - whole, BLOCK):
+            cols = end_columns(j + tl.arange(0, BLOCK), n, lo, hi, skip, whole)
             x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
-            z = (x - center) + delta
-            y = rcp(1 + exp(-tl.abs(z)))
-            d = -pull_sum * (exp(-tl.abs(z) - peak) * y * y * over)
-            if DENSE or RHO:
-                label = _load_label(t_ptr, row, n, cols, DENSE)
-                _, slope = _terms(z, x, label, rho, DENSE, RHO)
-                d += slope
-            d = tl.where(is_finite(x), scale * d, 0.0)
-            d = tl.where(is_finite(delta), d, 0.0)
-            tl.store(d_ptr + (row * n + cols), d.to(d_ptr.dtype.element_ty), mask=cols < n)
+            d = _slope(x, t_ptr, row, n, cols, center, delta, peak, over, pull_sum, rho, DENSE, RHO)
+            tl.store(d_ptr + (row * n + cols), (scale * d).to(d_ptr.dtype.element_ty), mask=cols < n)
         if not DENSE:
             tl.debug_barrier()  # the labels are written over what is there
             _label_store(
@@ -181,6 +195,16 @@ def _row(
                 tl.zeros((1,), tl.float32) + scale, pull, peak, tl.zeros((1,), tl.float32) + over, inv_t, M, MASKED,
             )  # fmt: skip
     return tl.sum(loss, 0), tl.sum(pull, 0)
+
+
+@triton.jit
+def _weighted(loss, w_ptr, GRAD: tl.constexpr):
+    """The loss times its weight, where there is one; a weight of 0 silences it, whatever it is."""
+    if GRAD:
+        weight = tl.load(w_ptr)
+        return tl.where(weight > 0, weight * loss, 0.0)
+    else:
+        return loss
 
 
 @triton.jit
@@ -262,7 +286,7 @@ def _resident(
         )
         loss += more_loss
         pull += more_pull
-    tl.store(loss_ptr + row, loss)
+    tl.store(loss_ptr + row, _weighted(loss, w_ptr + row * w_row, GRAD))
     tl.store(center_ptr + row, center)
     tl.store(delta_ptr + row, delta)
     tl.store(mass_ptr + row, tl.log(mass))
@@ -300,7 +324,7 @@ def _resident(
                     x_ptr, m_ptr, i_ptr, t_ptr, d_ptr, one, m_row, m_col, n, 0, n, n_labels, c, d, peak, total,
                     tl.load(w_ptr + one * w_row), inv_t, rho, M, DENSE, RHO, GRAD, BLOCK, MASKED,
                 )  # fmt: skip
-                tl.store(loss_ptr + one, one_loss)
+                tl.store(loss_ptr + one, _weighted(one_loss, w_ptr + one * w_row, GRAD))
                 tl.store(center_ptr + one, c)
                 tl.store(delta_ptr + one, d)
                 tl.store(mass_ptr + one, peak + tl.log(total))
@@ -332,10 +356,24 @@ def _known(
     )  # fmt: skip
     if part == 0:
         if LOSS:
-            tl.store(loss_ptr + row, loss)
+            tl.store(loss_ptr + row, _weighted(loss, w_ptr + row * w_row, GRAD))
             tl.store(pull_ptr + row, pull)
         else:
             tl.store(dk_ptr + row, tl.load(w_ptr + row * w_row) * pull * (exp(-peak) / mass))
+
+
+@triton.jit
+def _one_over_rows(i_ptr, out_ptr, rows, n_labels, BLOCK: tl.constexpr):
+    """1 over the number of rows with a label, in one program."""
+    found = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        any_label = tl.zeros((BLOCK,), tl.int32)
+        for j in range(n_labels):
+            index = tl.load(i_ptr + (row * n_labels + j), mask=row < rows, other=-1)
+            any_label = tl.where(index >= 0, 1, any_label)
+        found += any_label
+    tl.store(out_ptr, 1.0 / tl.maximum(tl.sum(found, 0), 1).to(tl.float32))
 
 
 @triton.jit
@@ -390,7 +428,7 @@ def loss_forward_with_grad(
     dense: Tensor | None,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `loss_forward`, and the gradient of the logits of ``sum(weight * loss)``; `weight` broadcasts to the rows."""
+    """As `loss_forward` with the loss times `weight`, which broadcasts to the rows; and the gradient of its sum."""
     return _forward(logits, k, mask, temperature, observed, index, dense, weight)
 
 
@@ -494,6 +532,17 @@ def loss_backward(
     rows = [t.contiguous() for t in (center, delta, log_mass, pull)]
     _launch_known(x, mask, temperature, observed, index, dense, grad, dx, dk, None, *rows)
     return dx, dk
+
+
+def weight_of_mean(index: Tensor) -> Tensor:
+    """One over the number of rows that have a label."""
+    rows = index.numel() // max(index.shape[-1], 1)
+    if not 0 < index.numel() <= 1 << 14:
+        return (index >= 0).any(-1).sum().clamp(min=1).float().reciprocal()
+    weight = index.new_empty((), dtype=torch.float32)
+    with torch.cuda.device_of(index):
+        _one_over_rows[(1,)](index.contiguous(), weight, rows, index.shape[-1], BLOCK=1024, num_warps=8)
+    return weight
 
 
 def scale_rows_(grad: Tensor, factor: Tensor) -> Tensor:

@@ -60,14 +60,23 @@ def tiles(n: int, c: int) -> tuple[int, int, int]:
 
 # Up to how many classes a row, and how many of them a thread holds; by search on an H200.
 Table = list[tuple[int, int]]
-FORWARD: Table = [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 64)]
-LOSS: Table = [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 32)]
-BACKWARD: Table = [(8192, 16), (12288, 20), (LONGEST, 16)]
+FORWARD: dict[int, Table] = {
+    4: [(256, 32), (768, 16), (8192, 32), (LONGEST, 128)],
+    2: [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 128)],
+}
+LOSS: dict[int, Table] = {
+    4: [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 64)],
+    2: [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 64)],
+}
+BACKWARD: dict[int, Table] = {
+    4: [(8192, 16), (12288, 20), (LONGEST, 16)],
+    2: [(8192, 16), (12288, 20), (LONGEST, 16)],
+}
 
 
-def plan(n: int, itemsize: int, table: Table) -> Plan:
-    """Lay rows of n classes over threads by a table; short rows share a warp."""
-    per_thread = next(per_thread for limit, per_thread in table if n <= limit)
+def plan(n: int, itemsize: int, tables: dict[int, Table]) -> Plan:
+    """Lay rows of n classes over threads by a table for each size of an element; short rows share a warp."""
+    per_thread = next(per_thread for limit, per_thread in tables[itemsize] if n <= limit)
     threads = 1
     while threads < 1024 and threads * per_thread < n:
         threads *= 2
@@ -83,11 +92,11 @@ def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:
     return flat.view(torch.uint8), flat.stride(0), flat.stride(1)
 
 
-def stream(n: int, itemsize: int) -> tuple[int, int, int]:
-    """Tiles of ``w * c`` classes and the warps that stream a long row."""
-    warps = 16
-    c = 32 * warps * vector(n, itemsize)
-    return max(1, 8192 // c), c, warps
+def stream(itemsize: int, split: bool) -> tuple[int, int, int]:
+    """Tiles of ``w * c`` classes and the warps that stream a long row, or a chunk of one."""
+    warps = 8 if split else 16
+    c = 32 * warps * (16 // itemsize)
+    return max(1, 512 * warps // c), c, warps
 
 
 def is_split(rows: int, n: int) -> bool:

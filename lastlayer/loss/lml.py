@@ -70,9 +70,7 @@ def lml_loss(
         chosen = "torch"
     if chosen == "triton" and reduction in ("mean", "sum") and _wants_gradient(x):
         # The kernel writes the gradient with the loss, in one pass over the logits: it must know what becomes of it.
-        weight = _contributes(labels, rho, _check.work_dtype(x), shard).float()
-        if reduction == "mean":
-            weight = weight / weight.sum().clamp(min=1)
+        weight = _weight(labels, rho, reduction, x)
         loss = _LMLLossAndGradient.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight)
         return _rows.leave(op, loss, "sum", None, logits.dtype)
     if chosen == "torch":
@@ -93,6 +91,17 @@ def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassSha
         return torch.ones_like(found)
     known = (labels.dense >= 0).any(-1, keepdim=True)
     return found | (reduce(known.to(dtype), "sum", shard).squeeze(-1) > 0)
+
+
+def _weight(labels: Labels, rho: float, reduction: Reduction, x: Tensor) -> Tensor:
+    """The weight of each row in the reduced loss, or that of all rows; in few operations, as launches take time."""
+    if labels.index is not None and (rho > 0 or reduction == "sum"):  # a row without a label says nothing by itself
+        rows = x.shape[:-1].numel() if reduction == "mean" else 1
+        return torch.full((), 1 / max(rows, 1), device=x.device)
+    if labels.index is not None:
+        return projection.kernels("triton").weight_of_mean(labels.index)
+    weight = _contributes(labels, rho, _check.work_dtype(x), None).float()
+    return weight / weight.sum().clamp(min=1) if reduction == "mean" else weight
 
 
 def _wants_gradient(x: Tensor) -> bool:
@@ -245,7 +254,7 @@ class _LMLLoss(torch.autograd.Function):
 
 
 class _LMLLossAndGradient(torch.autograd.Function):
-    """The reduced loss ``weight * sum(loss)`` by a kernel that writes its gradient at once."""
+    """The reduced loss ``sum(weight * loss)`` by a kernel that writes its gradient at once."""
 
     @staticmethod
     def forward(
@@ -263,26 +272,25 @@ class _LMLLossAndGradient(torch.autograd.Function):
         loss, *rows, ctx.grad = projection.kernels("triton").loss_forward_with_grad(*arguments, weight)
         ctx.save_for_backward(logits, k, mask, index, dense, weight, *rows)
         ctx.temperature, ctx.rho = temperature, rho
-        return torch.where(weight > 0, loss * weight, 0).sum()
+        return loss.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, k, mask, index, dense, weight, center, delta, log_mass, pull = ctx.saved_tensors
-        batch = grads[0] * weight
         if torch.is_grad_enabled() or projection.transformed(*grads):  # for second derivatives, through plain torch
             labels = Labels(index, dense, logits.shape[-1])
             loss = _plain(logits, k, mask, ctx.temperature, ctx.rho, labels, None)
             inputs = [t for t, needed in zip((logits, k), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(loss, inputs, batch, create_graph=True))
+            found = iter(torch.autograd.grad(loss, inputs, (grads[0] * weight).expand_as(loss), create_graph=True))
             grad_logits, grad_k = (next(found) if needed else None for needed in ctx.needs_input_grad[:2])
             return grad_logits, grad_k, None, None, None, None, None, None
         kernels = projection.kernels("triton")
         grad, ctx.grad = ctx.grad, None  # handed over once; a second backward pass computes it again
         if grad is not None:
             grad_logits = kernels.scale_rows_(grad, grads[0])
-            grad_k = batch.unsqueeze(-1) * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
+            grad_k = (grads[0] * weight).unsqueeze(-1) * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
         else:
-            rows = (center, delta, log_mass, pull, batch)
+            rows = (center, delta, log_mass, pull, grads[0] * weight)
             grad_logits, grad_k = kernels.loss_backward(logits, mask, ctx.temperature, ctx.rho, index, dense, *rows)
         return grad_logits, grad_k, None, None, None, None, None, None
 

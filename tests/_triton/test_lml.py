@@ -118,6 +118,16 @@ def test_long_rows(split, monkeypatch, launches):
 
 
 @pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_long_rows_of_half_precision_start_anywhere(dtype, split, monkeypatch):
+    logits, k = long_rows(monkeypatch, split)
+    logits, k = logits.to(dtype).flatten()[9001:].view(3, 9001), k[1:]
+    mask = torch.rand(logits.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.9
+    mask[:, :7] = True
+    check(lambda x, k, impl: lml(x, k, mask=mask, impl=impl), logits, k)
+
+
+@pytest.mark.parametrize("split", [False, True])
 def test_long_rows_of_the_loss(split, monkeypatch, launches):
     logits, k = long_rows(monkeypatch, split)
     target = torch.tensor([[3, -1], [9000, 8192], [0, 6], [8191, -1]], device=DEVICE)
@@ -210,10 +220,20 @@ def test_loss_with_gradient_in_one_launch():
     arguments = (logits, k.unsqueeze(-1), None, 0.7, 0.0, index, None)
     loss, center, delta, log_mass, pull, grad = kernels.loss_forward_with_grad(*arguments, weight)
     expected = kernels.loss_forward(*arguments)
-    assert torch.equal(loss, expected[0])
+    assert torch.equal(loss, weight * expected[0])
     rest = (None, 0.7, 0.0, index, None, center, delta, log_mass, pull)
     eps = torch.finfo(torch.float32).eps
     torch.testing.assert_close(grad, kernels.loss_backward(logits, *rest, weight)[0], rtol=0, atol=8 * eps)
+
+
+@pytest.mark.parametrize("rows", [0, 5, 3000, 20000])
+def test_weight_of_mean(rows):
+    from lastlayer._triton.lml import weight_of_mean
+
+    index = torch.full((rows, 2), -1, device=DEVICE)
+    index[::3, 1] = 7
+    assert weight_of_mean(index).item() == pytest.approx(1 / max(len(range(0, rows, 3)), 1), rel=1e-6)
+    assert weight_of_mean(torch.full_like(index, -1)).item() == 1
 
 
 def test_scale_rows():
