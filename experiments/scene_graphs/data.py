@@ -28,8 +28,8 @@ class Graphs:
     vectors: np.ndarray | None = None  # word vectors of the object classes
 
     def images(self, test: bool) -> np.ndarray:
-        """Return the images of a split that have a relation and a pair of boxes."""
-        used = (np.diff(self.first_relation) > 0) & (np.diff(self.first_box) > 1)
+        """Return the images of a split that have a relation and, to train on, a pair of boxes."""
+        used = (np.diff(self.first_relation) > 0) & (test | (np.diff(self.first_box) > 1))
         return np.flatnonzero(used & (self.test == test))
 
     def relation_rows(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -58,10 +58,13 @@ def ragged(first: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def load(folder: Path) -> Graphs:
-    """Read the data set of a folder: ``vrd.npz``, or ``VG-SGG.h5`` with ``VG-SGG-dicts.json`` beside it."""
+    """Read the data set of a folder: ``vrd.npz``, ``VG-SGG.h5``, or the arrays of that in ``VG-SGG.npz``."""
     if (folder / "vrd.npz").exists():
         with np.load(folder / "vrd.npz") as arrays:
             return from_vrd(arrays)
+    if (folder / "VG-SGG.npz").exists():
+        with np.load(folder / "VG-SGG.npz") as arrays:
+            return from_visual_genome(dict(arrays))
     if (folder / "VG-SGG.h5").exists():
         try:
             import h5py
@@ -69,7 +72,7 @@ def load(folder: Path) -> Graphs:
             raise SystemExit("VG-SGG.h5 is read with h5py, which is not installed: pip install h5py") from None
         with h5py.File(folder / "VG-SGG.h5", "r") as arrays:
             return from_visual_genome(arrays)
-    raise SystemExit(f"{folder} holds neither vrd.npz nor VG-SGG.h5; see the README.")
+    raise SystemExit(f"{folder} holds neither vrd.npz nor VG-SGG.h5 or .npz; see the README.")
 
 
 def from_vrd(arrays: Mapping[str, Any]) -> Graphs:

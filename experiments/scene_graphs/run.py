@@ -237,6 +237,12 @@ def chosen(rows: Iterable[common.Row], data: str, loss: str) -> dict[str, Any]:
     return {"lr": best["lr"], "epochs": best["epochs"]}
 
 
+def final(rows: Sequence[common.Row], data: str) -> list[common.Row]:
+    """Return the rows of the test images with the settings that are chosen now, should the grid have grown."""
+    test = [row for row in rows if row["data"] == data and row["part"] == "test"]
+    return [row for row in test if row["loss"] == FREQUENCY or row.items() >= chosen(rows, data, row["loss"]).items()]
+
+
 def add_missing(results: common.Results, settings: list[dict[str, Any]], arguments: Any) -> None:
     missing = [s for s in settings if results.missing(**s)]
     for number, row in enumerate(run(missing, arguments), start=1):
@@ -264,7 +270,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     made = {}
     rows = in_order(rows)
     for name in dict.fromkeys(row["data"] for row in rows):
-        test = [row for row in rows if row["data"] == name and row["part"] == "test"]
+        test = final(rows, name)
         tuned = [row for row in rows if row["data"] == name and row["part"] == "valid"]
         heads = [f"{mode} {cut}" for mode in MODES.values() for cut in CUTS]
         for metric, title in METRICS.items():
@@ -291,7 +297,7 @@ def figure(rows: Sequence[common.Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [r for r in in_order(rows) if r["part"] == "test" and r["data"] == rows[0]["data"]]
+    rows = final(in_order(rows), rows[0]["data"])
     losses = [loss for loss in dict.fromkeys(r["loss"] for r in rows) if loss not in (FREQUENCY, SOFTMAX)]
     drawn, axes = plt.subplots(1, 2, figsize=(9, 0.6 + 0.32 * len(losses)), sharey=True, layout="constrained")
     for axis, (mode, title) in zip(axes, MODES.items(), strict=True):

@@ -50,6 +50,20 @@ def test_visual_genome_file(tmp_path):
     check(data.load(tmp_path))
 
 
+def test_visual_genome_arrays_in_npz(tmp_path):
+    np.savez(tmp_path / "VG-SGG.npz", **ARRAYS)
+    check(data.load(tmp_path))
+
+
+def test_an_image_without_a_pair_is_tested_and_not_trained_on():
+    one_box = ARRAYS | {"img_to_last_box": np.array([0, -1, 4]), "relationships": np.array([[0, 0], [0, 0], [4, 2]])}
+    assert data.from_visual_genome(one_box).images(test=False).tolist() == []
+    graphs = data.from_visual_genome(one_box | {"split": np.array([2, 0, 2])})
+    images = graphs.images(test=True)
+    assert images.tolist() == [0, 2]
+    assert data.batch_of(graphs, images, np.random.default_rng(0)).ptr.tolist() == [0, 0, 6]
+
+
 def test_visual_genome_file_without_h5py(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     (tmp_path / "VG-SGG.h5").touch()
@@ -161,3 +175,15 @@ def test_training_finds_the_rule_of_the_tiny_images(monkeypatch):
         )
     assert found[1]["uR@50"] < 0.7 < 0.9 < found[20]["uR@50"]
     assert found[20]["R@100"] <= 0.5  # each pair has two relations, and one is allowed
+
+
+def test_only_the_settings_chosen_now_are_shown():
+    recalls = [f"{mode}R@{cut}" for mode in run.MODES for cut in run.CUTS]
+
+    def row(part, lr, value):
+        return {"data": "d", "part": part, "loss": "LML 20", "lr": lr, "epochs": 5} | dict.fromkeys(recalls, value)
+
+    baseline = {"data": "d", "part": "test", "loss": run.FREQUENCY}
+    rows = [baseline, row("valid", 0.1, 0.5), row("valid", 0.2, 0.6), row("test", 0.1, 0.9), row("test", 0.2, 0.4)]
+    assert run.chosen(rows, "d", "LML 20") == {"lr": 0.2, "epochs": 5}
+    assert run.final(rows, "d") == [baseline, rows[-1]]
