@@ -213,24 +213,22 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None,
         )
     index = value.long().unsqueeze(-1) if one_a_row else value.long()
     if shard is None and in_range:
-        _in_range(op, index, n)
+        below(op, "target", index, n, "classes below n_classes", "Classes count from 0, and -1 pads.")
     if shard is not None:
         index = index - shard.start
         index = torch.where((index >= 0) & (index < n), index, -1)
     return Labels(_distinct(index), None, n)
 
 
-def _in_range(op: str, index: Tensor, n: int) -> None:
-    """Check class indices where reading them costs nothing: on the CPU, outside of traces and transforms."""
+def below(op: str, name: str, index: Tensor, n: int, rule: str, advice: str) -> None:
+    """Check that indices are below `n` where reading them costs nothing: on the CPU, outside of traces."""
     if index.device.type != "cpu" or type(index) is not Tensor or index.numel() == 0:
         return
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     largest = int(index.max())
     if largest >= n:
-        raise ValueError(
-            f"{op}: `target` must hold classes below n_classes={n}, got {largest}. Classes count from 0, and -1 pads."
-        )
+        raise ValueError(f"{op}: `{name}` must hold {rule}={n}, got {largest}. {advice}")
 
 
 def _lists(value: Tensor) -> bool:

@@ -33,7 +33,8 @@ def decode_graph(
             ``(..., n_pairs, n_predicates)``, or ``(all pairs, n_predicates)`` with `ptr`. ``-inf`` and nan are never
             chosen.
         pairs: Subject and object of each pair, integers, shape ``(..., n_pairs, 2)`` (it may lack batch dimensions).
-            They are returned as they are, so box numbers may count within the image or over all images.
+            They are returned as they are, so box numbers may count within the image or over all images. A pair with
+            -1 is padding, and never chosen.
         k: The number of relations an image.
         constrained: One predicate a pair, or any number.
         ptr: For images of different sizes: image i has the pairs from ``ptr[i]`` up to ``ptr[i + 1]``, so shape
@@ -62,7 +63,7 @@ def decode_graph(
     n_pairs, n = scores.shape[-2:]
     batch = scores.shape[:-2]
     x = scores if object_scores is None else scores * _weights(op, object_scores, pairs)
-    out = ~_allowed(op, x, _check.mask(op, mask, scores), background)
+    out = ~_allowed(op, x, _check.mask(op, mask, scores), background) | (pairs < 0).any(-1, keepdim=True)
     rows = batch.numel() * n_pairs
     x, pairs = x.masked_fill(out, -torch.inf).reshape(rows, n), pairs.reshape(rows, 2)
     if ptr is None:
@@ -70,6 +71,7 @@ def decode_graph(
         image = torch.arange(n_images, device=x.device).repeat_interleave(n_pairs)
     else:
         n_images, batch = ptr.shape[0] - 1, torch.Size([ptr.shape[0] - 1])
+        _covers(op, ptr, n_pairs)
         place = torch.arange(n_pairs, device=x.device)
         image = torch.searchsorted(ptr.to(x.device)[1:].contiguous(), place, right=True)
     if constrained and n:
@@ -118,6 +120,14 @@ def _entered(op: str, scores: Tensor, pairs: Tensor, ptr: Tensor | None) -> tupl
     return scores, wide.long()
 
 
+def _covers(op: str, ptr: Tensor, n_pairs: int) -> None:
+    """Check the ends of `ptr` where reading them costs nothing: on the CPU, outside of traces."""
+    if ptr.device.type == "cpu" and not torch.compiler.is_compiling():
+        ends = [int(ptr[0]), int(ptr[-1])]
+        if ends != [0, n_pairs]:
+            raise ValueError(f"{op}: `ptr` must go from 0 to the {n_pairs} pairs, got {ends[0]} to {ends[1]}.")
+
+
 def integers(op: str, name: str, value: Tensor) -> Tensor:
     """Check a tensor of an integer dtype."""
     if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
@@ -130,7 +140,11 @@ def _weights(op: str, object_scores: Tensor, pairs: Tensor) -> Tensor:
     object_scores = _check.logits(op, object_scores, "object_scores")
     if object_scores.ndim != 1:
         raise ValueError(f"{op}: `object_scores` must have shape (n_objects,), got {tuple(object_scores.shape)}.")
-    return object_scores[pairs].prod(-1, keepdim=True)
+    n = len(object_scores)
+    _check.below(op, "pairs", pairs, n, "objects below n_objects", "Objects are rows of `object_scores`.")
+    if n == 0:
+        return object_scores.new_ones((*pairs.shape[:-1], 1))
+    return object_scores[pairs.clamp(min=0)].prod(-1, keepdim=True)
 
 
 def _allowed(op: str, x: Tensor, mask: Tensor | None, background: int | None) -> Tensor:

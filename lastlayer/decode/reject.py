@@ -145,5 +145,12 @@ class DecodeReject(FunctionModule):
 
     function = staticmethod(decode_reject)
 
-    def __init__(self, threshold: float | Tensor, *, k: int | Literal["auto"] = 1, by: Evidence = "confidence") -> None:
-        super().__init__(threshold=threshold, k=k, by=by)
+    def __init__(
+        self,
+        threshold: float | Tensor,
+        *,
+        k: int | Literal["auto"] = 1,
+        by: Evidence = "confidence",
+        at_most: int | None = None,
+    ) -> None:
+        super().__init__(threshold=threshold, k=k, by=by, at_most=at_most)

@@ -269,6 +269,7 @@ def _said(
                 f"{op}: `predicted` must have shape {(*batch, 'm')}, index lists padded with -1, "
                 f"got {tuple(index.shape)}."
             )
+        _check.below(op, "predicted", index, n, "classes below n_classes", "Classes count from 0, and -1 pads.")
         return _hot(index.long().reshape(len(x), -1) if len(x) else index.reshape(0, 0).long(), n)
     if k is not None:
         cuts = _ranking.cuts(op, k, batch, x.device)

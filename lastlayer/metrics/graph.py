@@ -186,6 +186,7 @@ def find_new(
     matched, true_labels = (labels, target_labels) if by_box else (None, None)
     found = find(op, index, target, k, boxes, matched, target_boxes, true_labels, iou)
     classes = labels if target_labels is None else target_labels
+    _in_boxes(op, "target", found.target, classes)
     triplet = _named(found.target, classes).reshape(-1, 3)
     known, place = torch.unique(torch.cat([seen.to(triplet.device), triplet]), dim=0, return_inverse=True)
     trained = torch.zeros(len(known), dtype=torch.bool, device=place.device)
@@ -226,12 +227,19 @@ def find(
         )
     cuts = _ranking.cuts(op, k, torch.Size([]), predicted.device)
     places = _places(op, boxes, labels, target_boxes, target_labels)
+    if places is not None:
+        _in_boxes(op, "index", predicted, places.boxes)
+        _in_boxes(op, "target", target, places.true_boxes)
     n_images = predicted.shape[:-2].numel()
     predicted = predicted.reshape(n_images, -1, 3)[:, : cuts.most] if n_images else predicted.reshape(0, 0, 3)
     target = target.reshape(n_images, -1, 3) if n_images else target.reshape(0, 0, 3)
     ranks = [_first(predicted[c], target[c], places, iou) for c in _chunks(n_images, predicted, target)]
     rank = torch.cat([*ranks, target.new_empty(0, target.shape[1])])
     return Found(target, (target >= 0).all(-1), rank, cuts.at[0].tolist(), cuts.several)
+
+
+def _in_boxes(op: str, name: str, relations: Tensor, boxes: Tensor) -> None:
+    _check.below(op, name, relations[..., :2], len(boxes), "boxes below n_boxes", "Boxes count over all images.")
 
 
 def _chunks(n_images: int, predicted: Tensor, target: Tensor) -> list[slice]:

@@ -47,6 +47,14 @@ class _Stream(Metric):
             setattr(self, name, getattr(self, name) + value)
 
 
+def _same_classes(metric: Metric, scores: Tensor, n_classes: int) -> None:
+    scores = _check.logits(type(metric).__name__, scores, "scores")
+    if scores.shape[-1] != n_classes:
+        raise ValueError(
+            f"{type(metric).__name__}: `scores` must have n_classes={n_classes} classes, got {scores.shape[-1]}."
+        )
+
+
 class _AtK(_Stream):
     """A metric at k: sums over rows, or counts of classes."""
 
@@ -83,6 +91,8 @@ class _AtK(_Stream):
 
     def update(self, scores: Tensor, target: Tensor, indices: Tensor | None = None) -> None:
         """Add rows: scores and target (and decoded lists) as the function takes them."""
+        if self.average != "samples":
+            self._check_classes(scores, target, indices)
         sums, _ = at_k.gather_sums(
             type(self).__name__,
             self.kind,
@@ -98,6 +108,16 @@ class _AtK(_Stream):
             self._add(gain=sums.gain, best=sums.best, full=sums.full, without=sums.empty)
         else:
             self._add(**sums._asdict())
+
+    def _check_classes(self, scores: Tensor, target: Tensor, indices: Tensor | None) -> None:
+        assert self.n_classes is not None
+        if indices is None:
+            _same_classes(self, scores, self.n_classes)
+            return
+        op, rule = type(self).__name__, "classes below n_classes"
+        for name, value in (("indices", indices), ("target", target)):
+            if isinstance(value, Tensor):
+                _check.below(op, name, value, self.n_classes, rule, "Classes count from 0.")
 
     def compute(self) -> Tensor:
         """The metric of all rows so far, as the function returns it."""
@@ -232,11 +252,8 @@ class _Ranked(_Stream):
 
     def _count(self, scores: Tensor, target: Tensor) -> None:
         assert self.thresholds is not None
+        _same_classes(self, scores, len(self.total))
         sums = cal.bin_sums(type(self).__name__, scores, target, None, self.thresholds, "class")
-        if len(sums.pairs) != len(self.total):
-            raise ValueError(
-                f"{type(self).__name__}: `scores` must have n_classes={len(self.total)} classes, got {len(sums.pairs)}."
-            )
         self._add(positive=sums.right, total=sums.pairs)
 
     def _binned(self) -> tuple[Tensor, Tensor]:
@@ -417,6 +434,8 @@ class LabelCalibrationError(_Stream):
 
     def update(self, scores: Tensor, target: Tensor) -> None:
         """Add rows."""
+        if self.per == "class":
+            _same_classes(self, scores, len(self.pairs))
         sums = cal.bin_sums(type(self).__name__, scores, target, self.k, self.n_bins, self.per)
         self._add(**sums._asdict())
 

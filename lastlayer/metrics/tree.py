@@ -104,6 +104,9 @@ def _nodes(op: str, index: Any, target: Any) -> Tensor:
 def _hits(op: str, index: Any, target: Any, tree: LabelTree) -> tuple[Tensor, Tensor, Tensor]:
     """Which nodes are right, which count, and which rows have labels (or something known to be wrong)."""
     lists = _nodes(op, index, target)
+    _check.below(
+        op, "index", lists, tree.n_nodes, "nodes below n_nodes", "Use the tree that the nodes were chosen from."
+    )
     batch = lists.shape[:-1]
     probe = torch.empty((), device=lists.device).expand(*batch, tree.n_leaves)
     labels = _check.target(op, target, probe)

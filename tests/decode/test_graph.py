@@ -86,6 +86,16 @@ def test_batches_masks_and_edges():
     )
 
 
+def test_padded_pairs_are_never_chosen():
+    scores, pairs = torch.rand(2, 6, 4), all_pairs(3).repeat(2, 1, 1)
+    pairs[0, 4:], pairs[1, 0, 1] = -1, -1
+    for options in ({}, {"object_scores": torch.rand(3)}):
+        whole = decode_graph(scores, pairs, 30, constrained=False, **options).index
+        assert (whole[..., 0] >= 0).sum(-1).tolist() == [16, 20]
+        alone = decode_graph(scores[0, :4], pairs[0, :4], 30, constrained=False, **options).index
+        assert torch.equal(whole[0], alone)
+
+
 def test_constrained_has_each_pair_once():
     index = decode_graph(torch.rand(12, 7), all_pairs(4), 100).index
     seen = [tuple(p) for p in index[index[:, 0] >= 0][:, :2].tolist()]
@@ -104,6 +114,12 @@ def test_constrained_has_each_pair_once():
         ),
         (lambda s, p: decode_graph(s, p, ptr=p), ValueError, r"`ptr` must have shape \(n_images \+ 1,\), got \(6, 2\)"),
         (lambda s, p: decode_graph(s[None], p, ptr=p), ValueError, r"must have shape \(all pairs, n_predicates\)"),
+        (lambda s, p: decode_graph(s, p, ptr=torch.tensor([0, 5])), ValueError, "`ptr` must go from 0 to the 6 pairs"),
+        (
+            lambda s, p: decode_graph(s, p, object_scores=s[0, :2]),
+            ValueError,
+            "`pairs` must hold objects below n_objects=2, got 2",
+        ),
         (
             lambda s, p: decode_graph(s, p, background=4),
             ValueError,

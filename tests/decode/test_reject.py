@@ -37,6 +37,7 @@ def test_mask_nan_and_shapes():
     assert (kept.index >= 0).all()
     scores = torch.rand(3, 4)
     assert torch.equal(DecodeReject(0.5)(scores).index, decode_reject(scores, 0.5).index)
+    assert DecodeReject(0.5, k="auto", at_most=3)(scores).index.shape == (3, 3)
     assert torch.equal(decode_reject(scores, -1.0, k="auto").index, decode_top_k(scores, "auto").index)
 
 

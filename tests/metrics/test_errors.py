@@ -189,6 +189,11 @@ def test_edges():
             "`predicted` must be a tensor of an integer dtype, got torch.float32",
         ),
         ({"predicted": torch.zeros(3, 1).long()}, ValueError, r"`predicted` must have shape \(2, 'm'\).*got \(3, 1\)"),
+        (
+            {"predicted": torch.full((2, 1), 4)},
+            ValueError,
+            "label_set_errors: `predicted` must hold classes below n_classes=4, got 4",
+        ),
         ({"k": [1, 2]}, TypeError, r"`k` must be one number, or a tensor of one a row, got \[1, 2\]"),
         ({"threshold": torch.zeros(3)}, ValueError, r"`threshold` must be one number or one a class \(4\), got shape"),
         ({"metric": "auc"}, ValueError, "`metric` must be one of 'f1', 'micro_f1'"),

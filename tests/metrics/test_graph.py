@@ -171,6 +171,16 @@ def test_laws():
             ValueError,
             r"`boxes` must have shape \(n_boxes, 4\) and `labels` \(n_boxes,\), got \(2, 4\) and \(4,\)",
         ),
+        (
+            lambda t: graph_recall_at_k(t + 4, t, 1, boxes=BOXES, labels=LABELS),
+            ValueError,
+            "graph_recall_at_k: `index` must hold boxes below n_boxes=4, got 5",
+        ),
+        (
+            lambda t: graph_zero_shot_recall_at_k(t, t + 4, 1, seen=t, labels=LABELS),
+            ValueError,
+            "graph_zero_shot_recall_at_k: `target` must hold boxes below n_boxes=4, got 5",
+        ),
         (lambda t: graph_recall_at_k(t, t, 0), ValueError, "`k` must be a whole number of at least 1, got 0"),
         (lambda t: graph_recall_at_k(t, t, 1, iou=2), ValueError, "`iou` must be between 0 and 1, got 2"),
         (lambda t: graph_recall_at_k(t, t, 1, empty="x"), ValueError, "`empty` must be one of 'skip', 'zero', 'one'"),

@@ -232,6 +232,23 @@ def test_unknown_name():
             ValueError,
             "AUROC: `scores` must have n_classes=2 classes, got 3.",
         ),
+        (
+            lambda: ll.LabelCalibrationError(per="class", n_classes=1).update(torch.rand(4, 3), torch.ones(4, 3)),
+            ValueError,
+            "LabelCalibrationError: `scores` must have n_classes=1 classes, got 3.",
+        ),
+        (
+            lambda: ll.RecallAtK(1, average="macro", n_classes=2).update(torch.rand(4, 3), torch.ones(4, 3)),
+            ValueError,
+            "RecallAtK: `scores` must have n_classes=2 classes, got 3.",
+        ),
+        (
+            lambda: ll.RecallAtK([1, 2], average="macro", n_classes=2).update(
+                torch.rand(1, 2), torch.tensor([[0]]), indices=torch.tensor([[2, 1]])
+            ),
+            ValueError,
+            "RecallAtK: `indices` must hold classes below n_classes=2, got 2.",
+        ),
     ],
 )
 def test_messages(make, error, text):

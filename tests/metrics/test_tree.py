@@ -74,6 +74,8 @@ def test_messages(function):
     name, target = function.__name__, torch.tensor([0])
     with pytest.raises(TypeError, match=f"{name}: `index` must be a tensor of an integer dtype, got torch.float32"):
         function(torch.zeros(1, 1), target, TREE)
+    with pytest.raises(ValueError, match=f"{name}: `index` must hold nodes below n_nodes=7, got 7"):
+        function(torch.tensor([[7]]), target, TREE)
     with pytest.raises(ValueError, match=f"{name}: `empty` must be one of 'skip', 'zero', 'one', got 'x'"):
         function(torch.zeros(1, 1, dtype=torch.long), target, TREE, empty="x")
     with pytest.raises(ValueError, match=rf"{name}: `target` must have shape \(1, 4\)"):
