@@ -137,7 +137,8 @@ def save(figure: Figure, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
     with plt.rc_context({"svg.hashsalt": "lastlayer", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

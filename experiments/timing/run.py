@@ -196,7 +196,9 @@ def draw(rows: Sequence[common.Row], folder: Path) -> None:
     colours = {name: plt.get_cmap("tab10")(place) for place, name in enumerate([*FUNCTIONS, ORIGINAL])}
     for (device, clock), some in groups(rows).items():
         sizes = sorted({row["n"] for row in some})
-        figure, panels = plt.subplots(2, len(sizes), figsize=(9.5, 5.6), sharex=True, sharey="row", squeeze=False)
+        figure, panels = plt.subplots(
+            2, len(sizes), figsize=(9.5, 5.6), sharex=True, sharey="row", squeeze=False, layout="constrained"
+        )
         for which, line in zip(PASSES, panels, strict=True):
             for n, axes in zip(sizes, line, strict=True):
                 for name in names_in(some):
@@ -213,7 +215,6 @@ def draw(rows: Sequence[common.Row], folder: Path) -> None:
         for axes in panels[-1]:
             axes.set_xlabel("k")
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=9)
-        figure.subplots_adjust(top=0.85)
         common.save(figure, folder / f"{'gpu' if 'NVIDIA' in device else 'cpu'}-{clock}.svg")
 
 

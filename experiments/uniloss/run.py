@@ -329,46 +329,63 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     return found
 
 
+def mean(rows: Sequence[common.Row], **settings: Any) -> float:
+    return statistics.fmean(100 * row["test"] for row in rows if settings.items() <= row.items())
+
+
 def draw(rows: Sequence[common.Row], path: Path) -> None:
-    """UniLoss less the usual loss on each task, and the two ablations."""
+    """What each loss adds to the usual one, accuracy against the batch size, and what other numbers of anchors add."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     rows = final(rows)
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9.5, 3.3))
-    plain = [row for row in rows if row["batch"] == BATCH and row["anchors"] == ANCHORS]
-    names = [name for name in TASKS if any(row["task"] == name for row in plain)]
-    for place, name in enumerate(names):
-        for offset, loss in enumerate(TASKS[name].losses):
-            values = [100 * row["test"] for row in plain if row["task"] == name and row["loss"] == loss]
-            colour = "#2563eb" if loss == "UniLoss" else "#ea580c" if offset == 0 else "#94a3b8"
-            label = {0: "the usual loss", 1: "others"}.get(offset) if loss != "UniLoss" else "UniLoss"
-            left.plot(values, [-place - 0.1 * offset] * len(values), ".", color=colour, label=None if place else label)
-    left.set(
-        yticks=[-place - 0.25 for place in range(len(names))], yticklabels=names, xlabel="test metric, % (dots: seeds)"
-    )
-    left.legend(fontsize=8)
-    for axes, what, tasks in ((middle, "batch", ["accuracy"]), (right, "anchors", ["accuracy", "eight"])):
-        other = {"batch": ("anchors", ANCHORS), "anchors": ("batch", BATCH)}[what]
-        for task in tasks:
-            for loss in ("cross-entropy", "UniLoss") if what == "batch" else ("UniLoss",):
-                some = [r for r in rows if r["task"] == task and r["loss"] == loss and r[other[0]] == other[1]]
-                sizes = sorted({row[what] for row in some})
-                values = [[100 * row["test"] for row in some if row[what] == size] for size in sizes]
-                axes.errorbar(
-                    sizes,
-                    [statistics.fmean(v) for v in values],
-                    [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values],
-                    marker="o",
-                    capsize=3,
-                    label=loss if what == "batch" else task,
-                )
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel({"batch": "batch size (accuracy)", "anchors": "anchors of each kind (UniLoss)"}[what])
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9.5, 3.4))
+    draw_losses(left, [row for row in rows if row["batch"] == BATCH and row["anchors"] == ANCHORS])
+    images = [row for row in rows if row["task"] == "accuracy"]
+    for loss in ("cross-entropy", "UniLoss"):
+        some = [row for row in images if row["loss"] == loss and row["anchors"] == ANCHORS]
+        draw_line(middle, some, "batch", 0.0, loss)
+    for task in ("eight", "accuracy"):
+        some = [row for row in rows if row["task"] == task and row["loss"] == "UniLoss" and row["batch"] == BATCH]
+        if some:
+            draw_line(right, some, "anchors", mean(some, anchors=ANCHORS), task)
+    middle.set(xlabel="batch size", ylabel="accuracy, %")
+    right.set(xlabel="anchors of each kind", ylabel=f"points over {ANCHORS} anchors")
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8)
     common.save(figure, path)
+
+
+def draw_losses(axes: Any, rows: Sequence[common.Row]) -> None:
+    """A line of dots a task and loss, a dot a seed: the test metric less the mean of the task's usual loss."""
+    names = [name for name in TASKS if any(row["task"] == name for row in rows)]
+    for place, name in enumerate(names):
+        usual, *_ = TASKS[name].losses
+        zero = mean(rows, task=name, loss=usual)
+        for step, loss in enumerate(TASKS[name].losses):
+            values = [100 * row["test"] - zero for row in rows if row["task"] == name and row["loss"] == loss]
+            label, colour = {usual: ("the usual loss", "#ea580c"), "UniLoss": ("UniLoss", "#2563eb")}.get(
+                loss, ("others", "#94a3b8")
+            )
+            known = axes.get_legend_handles_labels()[1]
+            heights = [-place - 0.12 * step] * len(values)
+            axes.plot(values, heights, ".", color=colour, label=None if label in known else label)
+    axes.set(yticks=[-place - 0.3 for place in range(len(names))], yticklabels=names)
+    axes.set_xlabel("points over the usual loss")
+
+
+def draw_line(axes: Any, rows: Sequence[common.Row], along: str, zero: float, label: str) -> None:
+    """Mean and standard deviation of the test metric over seeds, less `zero`."""
+    places = sorted({row[along] for row in rows})
+    values = [[100 * row["test"] - zero for row in rows if row[along] == place] for place in places]
+    middle = [statistics.fmean(some) for some in values]
+    spread = [statistics.stdev(some) if len(some) > 1 else 0.0 for some in values]
+    axes.errorbar(places, middle, spread, marker="o", capsize=3, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places])
 
 
 def main(argv: list[str] | None = None) -> None:
