@@ -1,6 +1,6 @@
 """Recall at 1 to 100 over many labels: streamed with index lists, against the dense ways where they fit.
 
-    python -m benchmarks.metrics [--rows 10000] [--classes 100000] [--small 2000] [--chunk 50]
+    python -m benchmarks.metrics [--rows 10000] [--classes 100000] [--json benchmarks/results/metrics-cpu.json]
 
 Scores are made a chunk at a time, as a model would. Each way has a process of its own: the memory is the peak beyond
 what it held before, the time is that of one thread at work on the metric. Results are checked against one another
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import platform
 import resource
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,19 +125,19 @@ def measure(way: Callable[..., Any], rows: int, n_classes: int, chunk: int) -> d
 
 
 def compare(rows: int, n_classes: int, small: int, chunk: int) -> list[dict[str, Any]]:
-    """The rows of the table: the stream at full size, and every way at a size where all fit."""
-    table = [measure(streamed, rows, n_classes, chunk)]
+    """The rows of the table: the stream at a tenth of the rows and at all, and every way at a size where all fit."""
+    large = [measure(streamed, size, n_classes, chunk) for size in (rows // 10, rows)]
     ways = (streamed, functional, dense_sklearn, dense_torchmetrics)
-    table += [measure(way, small, n_classes // 10, chunk) for way in ways]
-    reference = table[1]["recall"]
-    for row in table[2:]:
+    few = [measure(way, small, n_classes // 10, chunk) for way in ways]
+    reference = few[0]["recall"]
+    for row in few[1:]:
         cuts = [0, 49, 99] if len(row["recall"]) == 3 else range(100)
         error = max(abs(a - reference[c]) for a, c in zip(row["recall"], cuts, strict=True))
         if error > 1e-5:
             raise AssertionError(f"{row['way']} is off by {error:.1e}; a wrong number has no speed.")
-    for row in table:
+    for row in large + few:
         row["recall"] = {"at 1": round(row["recall"][0], 4), "at 100": round(row["recall"][-1], 4)}
-    return table
+    return large + few
 
 
 if __name__ == "__main__":
@@ -144,6 +146,16 @@ if __name__ == "__main__":
     parser.add_argument("--classes", type=int, default=100_000)
     parser.add_argument("--small", type=int, default=2_000)
     parser.add_argument("--chunk", type=int, default=50)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    for line in compare(options.rows, options.classes, options.small, options.chunk):
+    table = compare(options.rows, options.classes, options.small, options.chunk)
+    for line in table:
         print(json.dumps(line))
+    if options.json:
+        machine = {
+            "cpu": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+        lines = ",\n".join("  " + json.dumps(line) for line in table)
+        options.json.write_text(f'{{"machine": {json.dumps(machine)}, "metrics": [\n{lines}\n]}}\n')
