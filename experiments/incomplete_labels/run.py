@@ -1,287 +1,248 @@
 """Learning from incomplete labels: which loss keeps its recall when training labels are hidden?
 
-    python -m experiments.incomplete_labels.run --data MULAN [--sets bibtex ...] [--keep 1 0.5 0.2 0.1 one]
+    python -m experiments.incomplete_labels.run --data FOLDER [--sets bibtex ...] [--heads linear mlp] [--workers 4]
 
 Labels of the training rows are hidden at random (each kept with probability q, or a single one a row); the test labels
-are complete. A fifth of the training rows, with their labels hidden alike, chooses everything: learning rate, weight
-decay, k, and when to stop. All seeds and settings of a loss train side by side as one stack of models.
+are complete. A fifth of the training rows, with their labels hidden alike, chooses learning rate, weight decay, k and
+what else a loss leaves open.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import lastlayer as ll
-from experiments import common
+from experiments import common, tabular
+from experiments.label_losses import LOSSES
+from experiments.tabular import Data
 
 HERE = Path(__file__).parent
-SETS = ("bibtex", "delicious", "corel5k", "medical", "yeast", "birds", "stackex_chess", "langlog", "slashdot")
+SETS = (
+    "bibtex", "goemotions", "debian_tags", "delicious",
+    "corel5k", "stackex_chess", "slashdot", "langlog", "medical", "yeast", "birds",
+)  # fmt: skip
 KEEP = ("1", "0.5", "0.2", "0.1", "one")
-RATES, DECAYS, CARDINALITIES = (0.01, 0.05, 0.2), (0.0, 0.1), (2.0, 3.0, 5.0)
-
-Loss = Callable[[Tensor, Tensor, float, int], Tensor]  # logits, target, k, epoch -> a loss a row
-
-
-class Method(NamedTuple):
-    loss: Loss
-    uses_k: bool = False
-    couples_rows: bool = False  # a row's loss depends on the batch, so each model is mapped on its own
-
-
-def thinned(x: Tensor, t: Tensor, k: float, epoch: int) -> Tensor:
-    rho = (t.sum(-1).float().mean() / k).clamp(max=0.95).item()
-    return ll.lml_loss(x, t, k, observed=rho, reduction="none")
+METHODS = (
+    "assume negative", "label smoothing", "weighted negatives", "binary thinned", "multi-hot softmax", "two-way",
+    "asymmetric", "expected positive", "ROLE", "entropy maximisation", "Hill", "SPLC", "large loss",
+    "LML, k tuned", "LML, k auto", "LML, k predicted",
+    "LML thinned, k tuned", "LML thinned, k auto", "LML thinned, k predicted",
+)  # fmt: skip
+VARIANTS = (
+    "thinned, k and rho tuned", "thinned, rho of each label", "thinned, temperature tuned", "thinned, start at 0",
+    "thinned and two-way's class term",
+)  # fmt: skip
+BASE = "LML thinned, k auto"  # what `lastlayer train --labels incomplete` does; the variants are measured against it
+MANY_ROWS = 4000  # from here on, two seeds are enough to tune on
 
 
-METHODS = {
-    "binary": Method(lambda x, t, k, e: ll.binary_loss(x, t, reduction="none")),
-    "label smoothing": Method(lambda x, t, k, e: ll.assume_negative_loss(x, t, label_smoothing=0.1, reduction="none")),
-    "weighted negatives": Method(
-        lambda x, t, k, e: ll.assume_negative_loss(x, t, negative_weight=1 / (x.shape[-1] - 1), reduction="none")
-    ),
-    "multi-hot softmax": Method(lambda x, t, k, e: ll.multihot_softmax_loss(x, t, reduction="none")),
-    "two-way": Method(lambda x, t, k, e: ll.two_way_loss(x, t, reduction="none"), couples_rows=True),
-    "asymmetric": Method(lambda x, t, k, e: ll.asymmetric_loss(x, t, reduction="none")),
-    "expected positive": Method(
-        lambda x, t, k, e: ll.expected_positive_loss(x, t, k, reduction="none"), uses_k=True, couples_rows=True
-    ),
-    "entropy maximisation": Method(lambda x, t, k, e: ll.entropy_max_loss(x, t, reduction="none")),
-    "Hill": Method(lambda x, t, k, e: ll.hill_loss(x, t, reduction="none")),
-    "SPLC": Method(lambda x, t, k, e: ll.splc_loss(x, t, epoch=e, reduction="none")),
-    "large loss": Method(lambda x, t, k, e: ll.large_loss(x, t, epoch=e, reduction="none"), couples_rows=True),
-    "LML (Algorithm 2)": Method(lambda x, t, k, e: ll.lml_loss(x, t, k, reduction="none"), uses_k=True),
-    "LML thinned": Method(thinned, uses_k=True),
-}
+def measure(scores: Tensor, data: Data, probability: str, k: float) -> dict[str, float]:
+    y = data.test_y
+    return {
+        "recall5": round(ll.recall_at_k(scores, y, 5).item(), 5),
+        "precision1": round(ll.precision_at_k(scores, y, 1).item(), 5),
+        "map_class": round(ll.mean_average_precision(scores, y).item(), 5),
+        "map_sample": round(ll.mean_average_precision(scores, y, per="sample").item(), 5),
+    }
 
 
-class Data(NamedTuple):
-    train_x: Tensor
-    train_y: Tensor  # boolean
-    test_x: Tensor
-    test_y: Tensor
+def work(setting: dict[str, str], arguments: Any) -> list[common.Row]:
+    """Tune and train one loss with one head on one set, for all shares of labels kept."""
+    tabular.prepare(arguments.device)
+    start, data = time.time(), tabular.loaded(arguments, setting["set"])
+    few = len(data.train_x) < MANY_ROWS
+    rows = list(
+        tabular.fit(
+            data,
+            setting["head"],
+            LOSSES[setting["method"]],
+            arguments.keep,
+            seeds=arguments.seeds,
+            tuned_on=1 if arguments.smoke else arguments.seeds if few else min(2, arguments.seeds),
+            score=tabular.recall_at(5),
+            measure=measure,
+            plan=tabular.Plan(64, 2, hidden=8, rounds=2) if arguments.smoke else None,
+        )
+    )
+    return [row | {"seconds": round(time.time() - start, 1)} for row in rows]
 
 
-def load(folder: Path, name: str, device: str) -> Data:
-    """Read a set from ``name.npz`` with its official split, or one by seed 0 where there is none."""
-    with np.load(folder / f"{name}.npz", allow_pickle=False) as z:
-        parts = [part for part in ("train", "test", "all") if f"{part}_Y_indptr" in z]
-        found = {part: (dense(z, f"{part}_X"), dense(z, f"{part}_Y") > 0) for part in parts}
-    if "all" in found:
-        x, y = found["all"]
-        order = np.random.default_rng(0).permutation(len(x))
-        cut = round(0.7 * len(x))
-        found = {"train": (x[order[:cut]], y[order[:cut]]), "test": (x[order[cut:]], y[order[cut:]])}
-    (train_x, train_y), (test_x, test_y) = found["train"], found["test"]
-    if ((train_x == 0) | (train_x == 1)).all():  # bags of words: rows of length 1
-        train_x, test_x = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1) for x in (train_x, test_x))
-    else:
-        mean, spread = train_x.mean(0), train_x.std(0) + 1e-6
-        train_x, test_x = (train_x - mean) / spread, ((test_x - mean) / spread).clip(-10, 10)
-    tensors = [torch.as_tensor(v, device=device) for v in (train_x, train_y, test_x, test_y)]
-    return Data(tensors[0].float(), tensors[1], tensors[2].float(), tensors[3])
+def complete(rows: Sequence[common.Row]) -> list[common.Row]:
+    """The rows of the sets and heads for which every method is there, without the variants."""
+    rows = [row for row in rows if row["method"] not in VARIANTS]
+    methods = {row["method"] for row in rows}
+    found: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        found.setdefault((row["set"], row["head"]), set()).add(row["method"])
+    whole = [row for row in rows if found[row["set"], row["head"]] == methods]
+    return sorted(whole, key=lambda row: METHODS.index(row["method"]))
 
 
-def dense(z: Any, name: str) -> np.ndarray:
-    """Rebuild a matrix stored whole, or as the rows of a compressed sparse one."""
-    if name in z:
-        return np.asarray(z[name], dtype=np.float32)
-    rows, columns = (int(n) for n in z[f"{name}_shape"])
-    indices, indptr = z[f"{name}_indices"].astype(np.int64), z[f"{name}_indptr"]
-    values = z[f"{name}_data"] if f"{name}_data" in z else np.ones(len(indices), np.float32)
-    made = np.zeros((rows, columns), np.float32)
-    made[np.repeat(np.arange(rows), np.diff(indptr)), indices] = values
+def tables(rows: Sequence[common.Row]) -> dict[str, str]:
+    made = {"variants": variants(rows)}
+    rows = complete(rows)
+    made["grid"] = ends(rows)
+    for head in tabular.HEADS:
+        some = [row for row in rows if row["head"] == head]
+        made[f"summary {head}"] = summary(some, "recall5")
+        made[f"mAP {head}"] = summary(some, "map_class")
+        for name in SETS:
+            of_set = [row for row in some if row["set"] == name]
+            made[f"{name} {head}"] = common.table(of_set, "method", "keep", "recall5") if of_set else "(not run)"
     return made
 
 
-def tiny(device: str) -> Data:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(300, 12, generator=generator)
-    y = x @ torch.randn(12, 9, generator=generator) > 2
-    return Data(*(t.to(device) for t in (x[:200], y[:200], x[200:], y[200:])))
-
-
-def hidden(y: Tensor, keep: str, seed: int) -> Tensor:
-    """Hide labels: keep each with a probability, or one a row."""
-    draw = torch.rand(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.device)
-    if keep == "one":
-        best = torch.where(y, draw, -1).argmax(-1, keepdim=True)
-        return y & torch.zeros_like(y).scatter(-1, best, True)
-    return y & (draw < float(keep))
-
-
-def recall(scores: Tensor, y: Tensor, k: int = 5) -> float:
-    return ll.recall_at_k(scores, y, min(k, y.shape[-1])).item()
-
-
-def stack(data: Data, keep: str, seeds: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each seed's observed labels, training rows and held-out rows."""
-    seen = torch.stack([hidden(data.train_y, keep, seed) for seed in range(seeds)])
-    orders = torch.stack(
-        [torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(seed)) for seed in range(seeds)]
-    ).to(data.train_x.device)
-    cut = len(data.train_x) // 5
-    return seen, orders[:, cut:], orders[:, :cut]
-
-
-def fit(
-    data: Data, method: Method, k: float, keep: str, seeds: int, epochs: int, batch: int
-) -> Iterator[dict[str, Any]]:
-    """Train a stack of linear models, one for each seed and setting; yield the best of each on its held-out rows."""
-    device = data.train_x.device
-    seen, train_rows, held_out = stack(data, keep, seeds)
-    grid = [(seed, rate, decay) for seed in range(seeds) for rate in RATES for decay in DECAYS]
-    seed_of = torch.tensor([g[0] for g in grid], device=device)
-    rate = torch.tensor([g[1] for g in grid], device=device)[:, None, None]
-    decay = torch.tensor([g[2] for g in grid], device=device)[:, None, None]
-    features, classes = data.train_x.shape[1], data.train_y.shape[1]
-    models = Adam([(len(grid), features, classes), (len(grid), 1, classes)], rate, decay, device)
-
-    per_model = torch.vmap(lambda x, t: method.loss(x, t, k, 1)) if method.couples_rows else None
-    best = [{"valid": -1.0} for _ in grid]
-    n = train_rows.shape[1]
-    steps = max(1, n // batch)
-    for epoch in range(epochs):
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(epoch)).to(device)
-        fade = 1.0 - epoch / epochs
-        for step in range(steps):
-            rows = train_rows[:, order[step * batch : (step + 1) * batch]][seed_of]  # models x batch
-            x, t = data.train_x[rows], seen[seed_of[:, None], rows]
-            weight, bias = models.values
-            logits = torch.baddbmm(bias, x, weight)
-            loss = per_model(logits, t.float()) if per_model else method.loss(logits, t.float(), k, epoch)
-            models.step(torch.autograd.grad(loss.mean(-1).sum(), models.values), fade)
-        if epoch % 4 == 3 or epoch == epochs - 1:
-            judge(data, seen, held_out, grid, models, best)
-    for seed in range(seeds):
-        rows = [(found, g) for found, g in zip(best, grid, strict=True) if g[0] == seed]
-        found, (_, lr, wd) = max(rows, key=lambda pair: pair[0]["valid"])
-        yield {"seed": seed, "lr": lr, "decay": wd, **found}
-
-
-def judge(
-    data: Data, seen: Tensor, held_out: Tensor, grid: list[Any], models: Adam, best: list[dict[str, float]]
-) -> None:
-    """Keep the test numbers of the moment that is best on the held-out rows."""
-    weight, bias = (v.detach() for v in models.values)
-    for i, (seed, _, _) in enumerate(grid):
-        rows = held_out[seed]
-        valid = recall(data.train_x[rows] @ weight[i] + bias[i], seen[seed][rows])
-        if valid > best[i]["valid"]:
-            scores = data.test_x @ weight[i] + bias[i]
-            best[i] = {
-                "valid": valid,
-                "recall5": recall(scores, data.test_y),
-                "precision1": ll.precision_at_k(scores, data.test_y, 1).item(),
-                "map": ll.mean_average_precision(scores, data.test_y, per="sample").item(),
-            }
-
-
-class Adam:
-    """Adam with decoupled weight decay for a stack of models, each with a rate of its own."""
-
-    def __init__(self, shapes: list[tuple[int, ...]], rate: Tensor, decay: Tensor, device: torch.device) -> None:
-        self.values = [torch.zeros(shape, device=device, requires_grad=True) for shape in shapes]
-        self.first = [torch.zeros_like(v) for v in self.values]
-        self.second = [torch.zeros_like(v) for v in self.values]
-        self.rate, self.decay, self.count = rate, decay, 0
-
-    @torch.no_grad()
-    def step(self, grads: tuple[Tensor, ...], fade: float) -> None:
-        self.count += 1
-        rate = self.rate * fade
-        for value, grad, first, second in zip(self.values, grads, self.first, self.second, strict=True):
-            first.lerp_(grad, 0.1)
-            second.lerp_(grad * grad, 0.001)
-            scale = (second / (1 - 0.999**self.count)).sqrt_().add_(1e-8)
-            value.mul_(1 - rate * self.decay).addcdiv_(first * rate, scale, value=-1 / (1 - 0.9**self.count))
-
-
-def chosen(rows: list[common.Row]) -> list[common.Row]:
-    """Of the cardinalities tried, keep for each seed the one that is best on the held-out rows."""
-    best: dict[tuple[Any, ...], common.Row] = {}
+def gaps(rows: Sequence[common.Row], metric: str) -> dict[tuple[str, str, str], dict[str, tuple[float, float]]]:
+    """For each set, head and share kept: the rank of each method, and its gap to the best, in points."""
+    cells: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for row in rows:
-        key = (row["set"], row["keep"], row["method"], row["seed"])
-        if key not in best or row["valid"] > best[key]["valid"]:
-            best[key] = row
-    return list(best.values())
+        cell = cells.setdefault((row["set"], row["head"], row["keep"]), {})
+        cell.setdefault(row["method"], []).append(100 * row[metric])
+    found = {}
+    for key, cell in cells.items():
+        means = {method: float(np.mean(values)) for method, values in cell.items()}
+        ranks = tabular.ranks(np.array([list(means.values())]))[0]
+        best = max(means.values())
+        found[key] = {m: (rank, best - means[m]) for m, rank in zip(means, ranks, strict=True)}
+    return found
 
 
-def tables(rows: list[common.Row]) -> dict[str, str]:
-    rows = chosen(rows)
-    found = {
-        name: common.table([r for r in rows if r["set"] == name], "method", "keep", "recall5")
-        for name in dict.fromkeys(r["set"] for r in rows)
-    }
-    return found | {"summary": summary(rows)}
-
-
-def summary(rows: list[common.Row]) -> str:
-    """Mean rank and gaps to the best of all methods, over sets and shares of labels kept."""
-    cells: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for row in rows:
-        cells.setdefault((row["set"], row["keep"]), {}).setdefault(row["method"], []).append(100 * row["recall5"])
-    scores: dict[str, list[tuple[float, float]]] = {}
-    for found in cells.values():
-        means = {method: float(np.mean(values)) for method, values in found.items()}
-        ranked = sorted(means, key=means.__getitem__, reverse=True)
-        for method, mean in means.items():
-            scores.setdefault(method, []).append((ranked.index(method) + 1, means[ranked[0]] - mean))
-    lines = ["| method | mean rank | mean gap to the best | worst gap |", "| --- | --- | --- | --- |"]
-    for method, pairs in sorted(scores.items(), key=lambda item: np.mean([p[0] for p in item[1]])):
-        ranks, gaps = zip(*pairs, strict=True)
-        lines.append(f"| {method} | {np.mean(ranks):.2f} | {np.mean(gaps):.2f} | {max(gaps):.2f} |")
+def summary(rows: Sequence[common.Row], metric: str) -> str:
+    """Mean rank, and gaps to the best of all methods, over sets and shares of labels kept."""
+    if not rows:
+        return "(not run)"
+    found = gaps(rows, metric)
+    keeps = list(dict.fromkeys(row["keep"] for row in rows))
+    heads = ["method", "mean rank", "mean gap", "worst gap", *(f"gap, {keep}" for keep in keeps)]
+    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    methods = {row["method"] for row in rows}
+    ranks = {m: float(np.mean([cell[m][0] for cell in found.values()])) for m in methods}
+    for m in sorted(methods, key=lambda name: (ranks[name], name)):
+        behind = [cell[m][1] for cell in found.values()]
+        of_keep = [np.mean([cell[m][1] for key, cell in found.items() if key[2] == keep]) for keep in keeps]
+        numbers = [ranks[m], np.mean(behind), max(behind), *of_keep]
+        lines.append(f"| {m} | " + " | ".join(f"{v:.2f}" for v in numbers) + " |")
     return "\n".join(lines)
+
+
+def variants(rows: Sequence[common.Row]) -> str:
+    """The points that each variant is ahead of the default, over the cells where both are there."""
+    lines = ["| variant | cells | ahead in | recall@5 | p | mAP per class | p |", "| --- " * 7 + "|"]
+    others = [BASE.replace("auto", "tuned"), BASE.replace("auto", "predicted"), *VARIANTS]
+    for method in others:
+        ahead = {metric: _ahead(rows, method, metric) for metric in ("recall5", "map_class")}
+        if not ahead["recall5"]:
+            continue
+        cells = [f"{len(ahead['recall5'])}", f"{sum(d > 0 for d in ahead['recall5'])}"]
+        for differences in ahead.values():
+            cells += [f"{np.mean(differences):+.2f}", _sign_rank(differences)]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ahead(rows: Sequence[common.Row], method: str, metric: str) -> list[float]:
+    cells: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    for row in rows:
+        if row["method"] in (method, BASE):
+            cell = cells.setdefault((row["set"], row["head"], row["keep"]), {})
+            cell.setdefault(row["method"], []).append(100 * row[metric])
+    return [float(np.mean(c[method]) - np.mean(c[BASE])) for c in cells.values() if len(c) == 2]
+
+
+def _sign_rank(differences: list[float]) -> str:
+    """The p-value of Wilcoxon's signed-rank test."""
+    from scipy import stats
+
+    return f"{stats.wilcoxon(differences).pvalue:.1g}" if any(differences) else "1"
+
+
+def ends(rows: Sequence[common.Row]) -> str:
+    """How often the best learning rate was the first or last that was tried, and the rates chosen."""
+    lines = ["| method | settings | at an end | rates, linear | rates, mlp |", "| --- " * 5 + "|"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        some = [row for row in rows if row["method"] == method and row["seed"] == 0]
+        chosen = []
+        for head in tabular.HEADS:
+            rates = [row["lr"] for row in some if row["head"] == head]
+            chosen.append(f"{min(rates):g} to {max(rates):g}" if rates else "")
+        lines.append(f"| {method} | {len(some)} | {sum(row['at_end'] for row in some)} | " + " | ".join(chosen) + " |")
+    return "\n".join(lines)
+
+
+SHOWN = {
+    "assume negative": ("#64748b", "o"),
+    "multi-hot softmax": ("#059669", "s"),
+    "two-way": ("#9333ea", "v"),
+    "expected positive": ("#ea580c", "^"),
+    "LML, k tuned": ("#93c5fd", "D"),
+    "LML thinned, k tuned": ("#2563eb", "D"),
+}
+
+
+def draw(rows: Sequence[common.Row], path: Path) -> None:
+    """The mean gap to the best method, over the sets, against the share of labels kept."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = gaps(complete(rows), "recall5")
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, constrained_layout=True)
+    for axes, head in zip(panels, tabular.HEADS, strict=True):
+        for method, (colour, mark) in SHOWN.items():
+            mean = [
+                np.mean(
+                    [c[method][1] for key, c in found.items() if key[1:] == (head, keep) and method in c] or [np.nan]
+                )
+                for keep in KEEP
+            ]
+            axes.plot(range(len(KEEP)), mean, color=colour, marker=mark, label=method)
+        axes.set_xticks(range(len(KEEP)), ["all", "50 %", "20 %", "10 %", "one a row"])
+        sets = len({key[0] for key in found if key[1] == head})
+        axes.set(title=f"{head}, {sets} sets", xlabel="training labels kept", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    panels[0].invert_yaxis()
+    panels[0].set_ylabel("recall@5: points behind the best loss")
+    panels[1].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, HERE / "results" / "results.json")
     parser.add_argument("--sets", nargs="+", default=list(SETS))
+    parser.add_argument("--heads", nargs="+", default=list(tabular.HEADS), choices=tabular.HEADS)
     parser.add_argument("--keep", nargs="+", default=list(KEEP))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--epochs", type=int, default=24)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(LOSSES))
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
     parser.add_argument("--minutes", type=float, default=1e9, help="start nothing after this time")
+    parser.add_argument("--figure", type=Path, help="only draw the figure from the results, to this file")
+    parser.set_defaults(seeds=5)
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
         return
+    results = common.Results(arguments.out)
+    if arguments.figure:
+        draw(results.rows, arguments.figure)
+        return
     if arguments.smoke:
-        arguments.sets, arguments.keep, arguments.epochs, arguments.batch, arguments.seeds = (
-            ["tiny"],
-            ["1", "one"],
-            2,
-            64,
-            2,
-        )
+        arguments.sets, arguments.keep, arguments.seeds = ["tiny"], ["1", "one"], 2
+        arguments.methods = [*METHODS, *VARIANTS]
     elif arguments.data is None:
-        parser.error("--data is needed: a folder of Mulan sets as npz (or --smoke)")
-    results, start = common.Results(arguments.out), time.time()
-    for name in arguments.sets:
-        data = tiny(arguments.device) if arguments.smoke else load(arguments.data, name, arguments.device)
-        batch = max(32, min(arguments.batch, len(data.train_x) // 20))
-        for keep in arguments.keep:
-            for label in arguments.methods:
-                method = METHODS[label]
-                for k in CARDINALITIES if method.uses_k else (0.0,):
-                    setting = {"set": name, "keep": keep, "method": label, "k": k}
-                    if not results.missing(**setting) or k >= data.train_y.shape[1]:
-                        continue
-                    if time.time() - start > 60 * arguments.minutes:
-                        return
-                    rows = list(fit(data, method, k, keep, arguments.seeds, arguments.epochs, batch))
-                    results.extend([setting | row for row in rows])
-                    print(
-                        *setting.values(),
-                        *(f"{r['recall5']:.4f}" for r in rows),
-                        f"{time.time() - start:.0f}s",
-                        flush=True,
-                    )
+        parser.error("--data is needed: a folder of label sets as npz (or --smoke)")
+    settings = [
+        {"set": name, "head": head, "method": method}
+        for name in arguments.sets
+        for head in arguments.heads
+        for method in arguments.methods
+    ]
+    tabular.run(work, [s for s in settings if results.missing(**s)], arguments, results)
 
 
 if __name__ == "__main__":
