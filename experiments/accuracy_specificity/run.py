@@ -1,7 +1,7 @@
 """Accuracy against specificity on label trees (chapter 5 of Liao's thesis, 2021).
 
-    python -m experiments.accuracy_specificity.run --data CIFAR --train          # writes a file of scores a network
-    python -m experiments.accuracy_specificity.run --labels FOLDER               # curves, ablations, multi-label sets
+    python -m experiments.accuracy_specificity.run --data CIFAR --parts train    # writes a file of scores a network
+    python -m experiments.accuracy_specificity.run --labels FOLDER --parts curves sets
 
 Networks with a layer of prototypes and with a linear layer are trained on CIFAR-100 (a GPU helps); trees are made of
 their last layers, and decoders choose nodes of a tree for each test image. The multi-label sets have natural trees:
@@ -10,6 +10,7 @@ the groups of GoEmotions' emotions, the facets of Debian's tags, and VOC's objec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 
 import lastlayer as ll
 from experiments import cifar, common
+from experiments.accuracy_specificity import curves, many
 
 HERE = Path(__file__).parent
 NETWORKS = ("prototypes", "linear")
+READ_AT = (0.8, 0.9, 0.95)
+MATCHES = ("coarse to tree", "tree to coarse")
 
 
 def artefact(arguments: Any, network: str, seed: int) -> Path:
@@ -76,26 +80,161 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
     return row
 
 
-def tables(rows: list[common.Row]) -> dict[str, str]:
+def curve(rows: list[common.Row], seed: int) -> list[tuple[float, float]]:
+    return [(row["accuracy"], row["specificity"]) for row in rows if row["seed"] == seed]
+
+
+def summary(rows: list[common.Row], start: dict[int, float]) -> list[common.Row]:
+    """For each seed, the specificity of a curve at some accuracies, and its mean from `start` to 1."""
+    found = []
+    for seed in sorted({row["seed"] for row in rows}):
+        points = [*curve(rows, seed), (1.0, 0.0)]
+        at = {f"at {accuracy:.0%}": curves.specificity_at(points, accuracy) for accuracy in READ_AT}
+        found.append({"mean": curves.area(points, start[seed])} | at)
+    return found
+
+
+def cifar_tables(rows: list[common.Row]) -> dict[str, str]:
+    part = [row for row in rows if row["part"] == "curve"]
+    sets = [row for row in part if row["decoder"] == "top-k"]
+    start = {row["seed"]: row["accuracy"] for row in sets if row["at"] == 1}
+    decoders = [{"decoder": "top-k sets"} | row for row in summary(sets, start)]
+    trees: list[common.Row] = []
+    linkages: list[common.Row] = []
+    for decoder in ("MAX-REW", "DARTS"):
+        for tree in dict.fromkeys(row["tree"] for row in part if row["decoder"] == decoder):
+            here = summary([row for row in part if (row["decoder"], row["tree"]) == (decoder, tree)], start)
+            if tree == "prototypes":
+                decoders += [{"decoder": decoder} | row for row in here]
+            if tree in curves.TREES:
+                trees += [{"tree": curves.TREES[tree], decoder: row["mean"]} for row in here]
+            if tree in curves.LINKAGES or tree == "prototypes":
+                name = "ward" if tree == "prototypes" else tree
+                linkages += [{"linkage": name, decoder: row["mean"]} for row in here]
+    for row in rows:
+        if row["part"] == "tree":
+            match = {name: row[name] for name in MATCHES}
+            if row["tree"] in curves.TREES:
+                trees.append({"tree": curves.TREES[row["tree"]]} | match)
+            if row["tree"] in curves.LINKAGES or row["tree"] == "prototypes":
+                linkages.append({"linkage": "ward" if row["tree"] == "prototypes" else row["tree"]} | match)
+    wanted = [row | {"wanted": f"{row['at']:.0%}"} for row in part if row["decoder"] == "DARTS" and row["at"] > 0]
+    wanted = [row for row in wanted if row["tree"] == "prototypes"]
+    values = ("mean", *(f"at {accuracy:.0%}" for accuracy in READ_AT))
+    return {
+        "decoders": common.columns(decoders, "decoder", values),
+        "trees": common.columns(trees, "tree", ("MAX-REW", "DARTS", *MATCHES), order=curves.TREES.values()),
+        "linkages": common.columns(linkages, "linkage", ("MAX-REW", "DARTS", *MATCHES), order=curves.LINKAGES),
+        "wanted": common.columns(wanted, "wanted", ("accuracy", "specificity")),
+    }
+
+
+def set_tables(rows: list[common.Row]) -> dict[str, str]:
+    found = {}
+    for name in many.SETS:
+        part = [row for row in rows if row.get("set") == name]
+        areas: list[common.Row] = []
+        for row in part:
+            if row["part"] == "set tree":
+                numbers = {"natural to tree": row["natural to tree"], "says": row["says"], "true": row["true"]}
+                areas.append({"tree": many.TREES[row["tree"]]} | numbers)
+        for tree, label in many.TREES.items():
+            for k in many.NODES:
+                here = [row for row in part if row["part"] == "set curve" and (row["tree"], row["k"]) == (tree, k)]
+                start = {row["seed"]: row["accuracy"] for row in here if row["at"] == 0}
+                areas += [{"tree": label, f"Max{k}-REW": row["mean"]} for row in summary(here, start)]
+        values = (*(f"Max{k}-REW" for k in many.NODES), "natural to tree", "says", "true")
+        found[name] = common.columns(areas, "tree", values, order=many.TREES.values())
+    return found
+
+
+def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     networks = [row for row in rows if row["part"] == "network"]
-    return {"networks": common.columns(networks, "network", ("test_top1", "test_top5"), order=NETWORKS)}
+    return {
+        "networks": common.columns(networks, "network", ("test_top1", "test_top5"), order=NETWORKS),
+        **cifar_tables(list(rows)),
+        **set_tables(list(rows)),
+    }
+
+
+def figure(rows: list[common.Row], path: Path) -> None:
+    """Draw the curves on CIFAR-100, means over seeds: decoders on the left, trees on the right."""
+    import matplotlib.pyplot as plt
+
+    part = [row for row in rows if row["part"] == "curve"]
+    if not part:
+        return
+    drawn, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    lines = [(axes[0], "none", "top-k", "top-k sets")]
+    lines += [(axes[0], "prototypes", decoder, decoder) for decoder in ("MAX-REW", "DARTS")]
+    lines += [(axes[1], tree, "DARTS", label) for tree, label in curves.TREES.items()]
+    for axis, tree, decoder, label in lines:
+        here = [row for row in part if (row["tree"], row["decoder"]) == (tree, decoder)]
+        at = sorted({row["at"] for row in here})
+        points = [
+            [np.mean([row[value] for row in here if row["at"] == a]) for a in at]
+            for value in ("accuracy", "specificity")
+        ]
+        axis.plot(*points, marker=".", linewidth=1, label=label)
+    for axis, title in zip(axes, ("decoders, Ward tree of prototypes", "trees, DARTS"), strict=True):
+        axis.set(xlabel="accuracy", title=title)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    axes[0].set_ylabel("specificity")
+    common.save(drawn, path)
+
+
+def measure_curves(arguments: Any, results: common.Results) -> None:
+    for seed in range(arguments.seeds):
+        path, other = (artefact(arguments, network, seed) for network in NETWORKS)
+        if not path.exists() or not results.missing(part="curve", seed=seed):
+            continue
+        linear = curves.read(other) if other.exists() else None
+        results.extend([rounded(row) for row in curves.measure(curves.read(path), linear, seed)])
+        print(f"curves of seed {seed}", flush=True)
+
+
+def measure_sets(arguments: Any, results: common.Results) -> None:
+    for name in arguments.sets:
+        missing = [s for s in range(arguments.seeds) if results.missing(part="set", set=name, seed=s)]
+        data = many.load(arguments.labels, name) if missing else None
+        for seed in missing:
+            assert data is not None
+            epochs = 1 if arguments.smoke else many.EPOCHS
+            results.extend([rounded(row) for row in many.measure(name, data, seed, epochs)])
+            print(f"{name}, seed {seed}", flush=True)
+
+
+def rounded(row: common.Row) -> common.Row:
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, HERE / "results" / "results.json")
-    parser.add_argument("--train", action="store_true", help="train the networks, and stop")
+    parser.add_argument("--parts", nargs="+", default=["train", "curves", "sets"], choices=["train", "curves", "sets"])
+    parser.add_argument("--labels", type=Path, help="folder of the folders of the multi-label sets")
+    parser.add_argument("--sets", nargs="+", default=list(many.SETS), choices=list(many.SETS))
     cifar.add_arguments(parser)
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
+        if arguments.readme is not None:
+            figure(common.Results(arguments.out).rows, arguments.readme.parent / "results" / "curves.svg")
         return
     if arguments.smoke:
         cifar.shrink(arguments)
+        arguments.sets = ["tiny"]
     results = common.Results(arguments.out)
-    settings = [
-        {"part": "network", "network": network, "seed": seed} for seed in range(arguments.seeds) for network in NETWORKS
-    ]
-    if arguments.train or arguments.smoke:
+    if "train" in arguments.parts:
+        settings = [
+            {"part": "network", "network": network, "seed": seed}
+            for seed in range(arguments.seeds)
+            for network in NETWORKS
+        ]
         cifar.run([s for s in settings if results.missing(**s)], train, arguments, results)
+    if "curves" in arguments.parts:
+        measure_curves(arguments, results)
+    if "sets" in arguments.parts:
+        measure_sets(arguments, results)
 
 
 if __name__ == "__main__":

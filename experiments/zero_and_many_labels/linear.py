@@ -45,7 +45,9 @@ def load(folder: Path | None, name: str) -> dict[str, Rows]:
 def dense(data: LabelData) -> Rows:
     x = data.features.toarray() if hasattr(data.features, "toarray") else data.features
     y = torch.zeros(len(data), data.n_labels, dtype=torch.long)
-    y[torch.from_numpy(np.repeat(np.arange(len(data)), np.diff(data.indptr))), torch.from_numpy(data.indices).long()] = 1
+    y[
+        torch.from_numpy(np.repeat(np.arange(len(data)), np.diff(data.indptr))), torch.from_numpy(data.indices).long()
+    ] = 1
     return Rows(torch.as_tensor(np.asarray(x, dtype=np.float32)), y)
 
 
