@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ def test_readme_equals_the_results(name, monkeypatch):
     folder = ROOT / "experiments" / name
     rows = common.Results(folder / "results" / "results.json").rows
     assert common.fill(folder / "README.md", run.tables(rows)) == (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/*/README.md")), ids=lambda path: path.parent.name)
+def test_readme_shows_every_figure_with_words(path):
+    shown = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", path.read_text())
+    drawn = {str(f.relative_to(path.parent)) for kind in ("svg", "png") for f in path.parent.rglob(f"*.{kind}")}
+    assert {target for _, target in shown} == drawn
+    assert all(len(words) >= 15 for words, _ in shown)
 
 
 def test_results_count_the_seconds_of_all_runs(tmp_path, monkeypatch):
