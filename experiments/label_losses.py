@@ -151,7 +151,7 @@ LOSSES = {
     "thinned, rho of each label": Method(thinned_by_label, reads_cell=True),
     "thinned, temperature tuned": Method(thinned_at_temperature, (0.5, 2.0), reads_cell=True),
     "thinned, start at 0": Method(thinned_auto, reads_cell=True, frequencies=False),
-    "thinned and two-way's class term": Method(thinned_and_class, (0.3, 1.0, 3.0), reads_cell=True),
+    "thinned, with a class term": Method(thinned_and_class, (0.3, 1.0, 3.0), reads_cell=True),
     "LML": Method(lml_of_mean, (1.0, 2.0), reads_cell=True),
     "LML Fenchel-Young": Method(lambda b: ll.lml_fenchel_young_loss(*b.args, reduction="none")),
     "truncated entropy": Method(truncated, (1.0, 2.0), reads_cell=True),

@@ -25,8 +25,8 @@ from experiments.tabular import Data
 
 HERE = Path(__file__).parent
 SETS = (
-    "bibtex", "goemotions", "debian_tags", "delicious", "corel5k", "stackex_chess", "slashdot", "langlog", "medical",
-    "yeast", "birds", "scene", "emotions", "genbase", "cal500", "imdb_meka",
+    "bibtex", "goemotions", "corel5k", "stackex_chess", "slashdot", "langlog", "medical", "yeast", "birds", "scene",
+    "emotions", "genbase", "cal500", "debian_tags", "delicious", "imdb_meka",
 )  # fmt: skip
 NAMES = {
     "binary": "assume negative", "label smoothing": "label smoothing", "asymmetric": "asymmetric", "Hill": "Hill",
