@@ -267,7 +267,7 @@ def in_order(rows: Iterable[common.Row]) -> list[common.Row]:
 
 
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
-    made = {}
+    made = {"figure": "![Recall above the softmax of a pair](results/recall.png)"}
     rows = in_order(rows)
     for name in dict.fromkeys(row["data"] for row in rows):
         test = final(rows, name)
@@ -299,7 +299,7 @@ def figure(rows: Sequence[common.Row], path: Path) -> None:
 
     rows = final(in_order(rows), rows[0]["data"])
     losses = [loss for loss in dict.fromkeys(r["loss"] for r in rows) if loss not in (FREQUENCY, SOFTMAX)]
-    drawn, axes = plt.subplots(1, 2, figsize=(9, 0.6 + 0.32 * len(losses)), sharey=True, layout="constrained")
+    drawn, axes = plt.subplots(1, 2, figsize=(10, 0.9 + 0.35 * len(losses)), sharey=True, layout="constrained")
     for axis, (mode, title) in zip(axes, MODES.items(), strict=True):
         for number, cut in enumerate(CUTS):
             name = f"{mode}R@{cut}"
@@ -312,7 +312,7 @@ def figure(rows: Sequence[common.Row], path: Path) -> None:
         axis.set(title=title, xlabel="recall, points above the softmax a pair")
     axes[0].set_yticks(range(len(losses)), losses)
     axes[0].invert_yaxis()
-    axes[1].legend()
+    drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     drawn.savefig(path, dpi=120)
 
 
