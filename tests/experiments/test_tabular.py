@@ -1,9 +1,11 @@
 """The trainer of the label-set experiments: a model of a stack is the model that plain torch would train."""
 
+import contextlib
 import importlib
 import math
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -174,3 +176,49 @@ def test_texts_become_rows(tmp_path):
     assert data.train_x.shape == (3, 3)
     assert data.test_y.tolist() == [[False, True]]
     torch.testing.assert_close(data.train_x.norm(dim=1), torch.ones(3), atol=1e-3, rtol=0)
+
+
+class FakeGraph:
+    """Stands in for a CUDA graph: counts replays, and may refuse to record."""
+
+    made: ClassVar[list["FakeGraph"]] = []
+    refuses = False
+
+    def __init__(self):
+        self.replays = 0
+        self.made.append(self)
+
+    def capture_begin(self):
+        pass
+
+    def capture_end(self):
+        if self.refuses:
+            raise RuntimeError("not while capturing")
+
+    def replay(self):
+        self.replays += 1
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_steps_are_recorded_once_for_each_phase(monkeypatch, refuses, capsys):
+    monkeypatch.setattr(FakeGraph, "made", [])
+    monkeypatch.setattr(FakeGraph, "refuses", refuses)
+    for name, value in {
+        "CUDAGraph": FakeGraph,
+        "Stream": lambda: None,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    calls = []
+    step = tabular.Recorded(calls.append, torch.device("cuda"))
+    for phase in (0.0, 1.0):
+        for _ in range(5):
+            step(phase)
+    if refuses:  # one try, then every step is a call
+        assert len(FakeGraph.made) == 1
+        assert len(calls) == 11
+        assert "not recorded" in capsys.readouterr().out
+    else:  # two calls and the recording, then replays
+        assert [graph.replays for graph in FakeGraph.made] == [3, 3]
+        assert calls == [0.0] * 3 + [1.0] * 3
