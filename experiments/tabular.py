@@ -484,6 +484,8 @@ def stacks(
     for at in range(0, len(keeps), at_once):
         observed = observe(data, tuple(keeps[at : at + at_once]), tuple(seeds))
         found |= trials(Stack(data, observed, head, method, settings, plan), settings, score, measure)
+        if data.train_x.is_cuda:
+            torch.cuda.empty_cache()  # what a recorded step held, for the processes beside this one
     return found
 
 
