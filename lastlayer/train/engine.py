@@ -381,7 +381,7 @@ def _finish(
     part = next((p for p in ("test", "valid") if p in parts), "train")
     found = evaluation.predict(module, inputs[part], parts[part])
     measured = evaluation.measure(found, resolved.at, resamples=config.bootstrap, seed=config.seed)
-    notes = evaluation.notes(config.labels == "incomplete")
+    notes = evaluation.notes(config, part)
     run.write_json(
         "metrics.json",
         {"part": part, **measured, "best_epoch": epoch, "epochs": len(history.rows), "notes": notes},

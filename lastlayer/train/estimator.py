@@ -40,7 +40,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         hidden: Widths of hidden layers; none is a linear model.
         dropout: Dropout after hidden layers.
         epochs: Passes over the rows, or ``"auto"``: 1600 over the root of their number, 50 at most (1,000 rows) and
-            5 at least (100,000).
+            8 at least (40,000).
         lr: The learning rate at its peak; ``"auto"`` follows the optimiser: 10, 0.05, or 0.005 with hidden layers.
         weight_decay: The weight decay, or ``"auto"``: 1e-5 with SGD, 0.01 (decoupled) with AdamW.
         batch_size: Rows a step.
@@ -304,7 +304,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
 
 def _epochs(rows: int) -> int:
     """Fewer passes over more rows: the steps grow with the root of their number."""
-    return min(max(round(1600 / math.sqrt(rows)), 5), 50)
+    return min(max(round(1600 / math.sqrt(rows)), 8), 50)
 
 
 class _Lists:

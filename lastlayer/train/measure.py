@@ -12,6 +12,7 @@ from torch import Tensor
 from lastlayer.data import LabelData
 from lastlayer.decode.top_k import decode_top_k
 from lastlayer.shard import ClassShard, gather
+from lastlayer.train.config import Config
 from lastlayer.train.module import LabelSetModule, rows_to_input, top_metrics
 
 DENSE = 8_000_000  # entries of a matrix of probabilities that is kept whole
@@ -185,9 +186,12 @@ def _per_label(y: Tensor, hot: Tensor, each: Tensor) -> dict[str, Any]:
     }
 
 
-def notes(incomplete: bool) -> list[str]:
-    """What to bear in mind when reading the numbers."""
-    if not incomplete:
+def notes(config: Config, part: str) -> list[str]:
+    """What to bear in mind when reading the numbers of a part."""
+    hidden = config.keep < 1 or config.single_positive
+    if hidden and part not in ("train", "valid"):
+        return ["Labels of the training rows were hidden; these rows have all the labels that the data give them."]
+    if not hidden and config.labels == "complete":
         return []
     return [
         "The labels are incomplete: precision, average precision and calibration count right predictions that nobody "
@@ -214,4 +218,4 @@ def evaluate(run: Any, data: LabelData, *, resamples: int = 200, shard_classes: 
     found = predict(model.module, model.features(known), known)
     at = model.module.resolved.at
     out = measure(found, at, resamples=resamples, seed=model.config.seed)
-    return {**out, "unknown_labels": unknown, "notes": notes(model.config.labels == "incomplete")}
+    return {**out, "unknown_labels": unknown, "notes": notes(model.config, "other")}

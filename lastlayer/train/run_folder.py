@@ -48,7 +48,8 @@ temporary name, flushed to disk and renamed, so that a reader finds a whole file
     resumes from.
 ``checkpoints/shards``
     Only with ``--shard-classes``: the tensors of the split labels, as torch.distributed.checkpoint writes them. Its
-    index is a pickle, the one exception here; it is read when an unfinished run is resumed, and at no other time.
+    index is a pickle, the one exception here; it is read when training is resumed, and at its end for the weights of
+    the best epoch. Resume only such runs as you trust; a finished one is opened without it.
 ``done.json``
     Written last: ``{"format": 1, "seconds"}``. Without it the run is not finished.
 """

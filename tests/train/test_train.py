@@ -9,7 +9,7 @@ from lastlayer.train import Config, ConfigError, FeatureMap, LabelSetNetwork, Ru
 from lastlayer.train.config import load, loss_names, make
 from lastlayer.train.engine import load as load_run
 from lastlayer.train.engine import prepare
-from lastlayer.train.measure import measure, predict
+from lastlayer.train.measure import measure, notes, predict
 from lastlayer.train.module import EpochBatches, Resolved, row_metrics, rows_to_input
 
 FAST = {"epochs": 8, "batch_size": 32, "bootstrap": 20}
@@ -280,3 +280,15 @@ def test_unfinished_runs_are_not_loaded(run, tmp_path):
     (tmp_path / "config.yaml").write_text("{}")
     with pytest.raises(RunError, match="not finished"):
         load_run(RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "part", "starts"),
+    [({}, "test", None), ({"labels": "incomplete"}, "test", "The labels are incomplete"),
+     ({"labels": "incomplete", "keep": 0.5}, "test", "Labels of the training rows were hidden"),
+     ({"single_positive": True}, "other", "Labels of the training rows were hidden"),
+     ({"keep": 0.5}, "valid", "The labels are incomplete")],
+)  # fmt: skip
+def test_notes_tell_labels_that_are_missing_from_labels_that_were_hidden(fields, part, starts):
+    found = notes(Config(**fields), part)
+    assert [note[: len(starts or "")] for note in found] == ([] if starts is None else [starts])
