@@ -24,6 +24,8 @@ from experiments.accuracy_specificity import curves, many
 
 HERE = Path(__file__).parent
 NETWORKS = ("prototypes", "linear")
+FIGURE = """![Accuracy against specificity on CIFAR-100: three ways to choose an answer on one tree,
+and one way on seven trees](results/curves.svg)"""
 READ_AT = (0.8, 0.9, 0.95)
 MATCHES = ("coarse to tree", "tree to coarse")
 
@@ -154,6 +156,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
         "networks": common.columns(networks, "network", ("test_top1", "test_top5"), order=NETWORKS),
         **cifar_tables(list(rows)),
         **set_tables(list(rows)),
+        "figure": FIGURE if any(row["part"] == "curve" for row in rows) else "(not run)",
     }
 
 

@@ -9,7 +9,7 @@ labels are clean.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "LML": lambda x, y: ll.lml_loss(x, y, K),
     "two-way": lambda x, y: ll.two_way_loss(x, y),
 }
+NETWORKS = ("resnet", "densenet")
 PROBABILITIES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
@@ -77,15 +78,49 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
     return found
 
 
-def tables(rows: list[common.Row]) -> dict[str, str]:
-    found = {}
-    for network in dict.fromkeys(row["network"] for row in rows):
-        for noise in ("blocks", "coarse"):
+def tables(rows: Sequence[common.Row]) -> dict[str, str]:
+    found = {"runs": runs(rows)}
+    for network in NETWORKS:
+        for noise in ("blocks", "coarse") if network == "resnet" else ("blocks",):
             part = [row for row in rows if row["network"] == network and row["noise"] in (noise, "none")]
             part.sort(key=lambda row: (list(LOSSES).index(row["loss"]), row["p"]))
             for value in ("test_top5", "test_top1"):
-                found[f"{network} {noise} {value}"] = common.table(part, "loss", "p", value)
+                made = common.table(part, "loss", "p", value) if part else "(not run)"
+                found[f"{network} {noise} {value}"] = made
     return found
+
+
+def runs(rows: Sequence[common.Row]) -> str:
+    """Say what was run."""
+    lines = []
+    for network in dict.fromkeys(row["network"] for row in rows):
+        part = [row for row in rows if row["network"] == network]
+        seeds, epochs = (sorted({row[name] for row in part}) for name in ("seed", "epochs"))
+        lines.append(f"{network}: {len(part)} networks, seeds {seeds}, {' or '.join(map(str, epochs))} epochs")
+    return "; ".join(lines) + "."
+
+
+def figure(rows: Sequence[common.Row], path: Path) -> None:
+    """Draw top-5 accuracy against the noise, mean and range over seeds: a panel a kind of noise."""
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    for axis, noise, title in zip(
+        axes, ("blocks", "coarse"), ("noise within blocks", "noise within coarse classes"), strict=True
+    ):
+        for loss in LOSSES:
+            points: dict[float, list[float]] = {}
+            for row in rows:
+                if row["network"] == "resnet" and row["loss"] == loss and row["noise"] in (noise, "none"):
+                    points.setdefault(row["p"], []).append(100 * row["test_top5"])
+            at = sorted(points)
+            axis.plot(at, [np.mean(points[p]) for p in at], marker=".", label=loss)
+            axis.fill_between(at, [min(points[p]) for p in at], [max(points[p]) for p in at], alpha=0.2)
+        axis.set(xlabel="share of labels drawn anew", title=title)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("top-5 accuracy (%)")
+    axes[0].legend()
+    common.save(drawn, path)
 
 
 def grid(arguments: Any) -> list[dict[str, Any]]:
@@ -103,13 +138,15 @@ def grid(arguments: Any) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, HERE / "results" / "results.json")
-    parser.add_argument("--network", nargs="+", default=["resnet"], choices=["resnet", "densenet"])
+    parser.add_argument("--network", nargs="+", default=["resnet"], choices=NETWORKS)
     parser.add_argument("--noise", nargs="+", default=["blocks", "coarse"], choices=["blocks", "coarse"])
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--p", nargs="+", type=float, default=list(PROBABILITIES))
     cifar.add_arguments(parser)
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
+        if arguments.readme is not None:
+            figure(common.Results(arguments.out).rows, arguments.readme.parent / "results" / "top5.svg")
         return
     if arguments.smoke:
         cifar.shrink(arguments)
