@@ -23,6 +23,7 @@ EPS = tl.constexpr(1.1920928955078125e-07)
 PASSES = tl.constexpr(12)  # of the fast search, before `settle` takes over
 SPREAD = tl.constexpr(16.0)  # how far the fast search may move from its start: E loses digits beyond
 SPLIT_RATIO = tl.constexpr(4.0)  # where k / sum h is larger, sum y - k has lost digits
+EVICT = tl.constexpr("")  # of a row that is held in registers: the cache need not keep it
 RUN = tl.constexpr(128)  # neighbours read together where a row is sampled
 LEAST_MASS = tl.constexpr(1e-5)  # where sum h / k is smaller, the fast sums say nothing
 
@@ -208,10 +209,10 @@ def load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL: tl.constexp
     """The logits of a tile in float32; -inf where there is no class."""
     cols = columns(first, W, C)
     here = x_ptr + (by_row(row) * n + cols)
-    if FULL:  # noqa: SIM108
-        x = tl.load(here).to(tl.float32)
+    if FULL:
+        x = tl.load(here, eviction_policy=EVICT).to(tl.float32)
     else:
-        x = tl.load(here, mask=cols < n, other=float("-inf")).to(tl.float32)
+        x = tl.load(here, mask=cols < n, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
     if MASKED:
         keep = tl.load(m_ptr + (by_row(row) * m_row + cols * m_col), mask=cols < n, other=0)
         x = tl.where(keep != 0, x, float("-inf"))
@@ -267,11 +268,11 @@ def whole_tiles(x_ptr, row, n, lo, hi, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_whole(x_ptr, m_ptr, row, m_row, m_col, n, place, inv_t, MASKED: tl.constexpr):
-    """The scores at places in memory that all are classes of a row, in float32."""
-    x = scaled(tl.load(x_ptr + place).to(tl.float32), inv_t)
+def load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, i, inv_t, MASKED: tl.constexpr):
+    """The scores at the places first + i in memory, all of them classes of a row, in float32."""
+    x = scaled(tl.load(x_ptr + first + i).to(tl.float32), inv_t)
     if MASKED:
-        keep = tl.load(m_ptr + (row * m_row + (place - row * n) * m_col))
+        keep = tl.load(m_ptr + row * m_row + (first - row * n + i) * m_col)
         x = tl.where(keep != 0, x, float("-inf"))
     return x
 
@@ -486,10 +487,14 @@ def search(xa, xb, xc, shift, k, n, inv_t, WB, WC, LAST: tl.constexpr, MASKED: t
 
 @triton.jit
 def sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """A center for one row, from BLOCK of its classes: runs of RUN classes, spread evenly, as ids may be sorted."""
+    """A center for one row, from BLOCK of its classes: runs of RUN classes, spread evenly, as ids may be sorted.
+
+    The row is longer than BLOCK by a vector at least.
+    """
     i = tl.arange(0, BLOCK)
     apart = n // (BLOCK // RUN) // 16 * 16
-    x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, (i // RUN) * apart + i % RUN, None, MASKED)
+    first, _, _ = whole_tiles(x_ptr, row, n, 0, n, BLOCK)
+    x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, (i // RUN) * apart + i % RUN, None, MASKED)
     alive = is_finite(x)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
     shift = tl.where(is_finite(shift), shift, 0.0)
@@ -500,20 +505,15 @@ def sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
 
 
 @triton.jit
-def _sweep_tile(x, center):
+def _sweep_terms(x, center):
+    """What a class adds to the sums of a step."""
     a = exp2((center - x) * LOG2E)
     y = rcp(1 + a)
     up = a < 1
     v = tl.where(up, a * y, y)
     h = v - v * v
     bend = h - 2 * h * v
-    return (
-        tl.sum(tl.where(up, -v, v), 0),
-        tl.sum(up.to(tl.float32), 0),
-        tl.sum(h, 0),
-        tl.sum(tl.where(up, -bend, bend), 0),
-        tl.sum(h * h, 0),
-    )
+    return tl.where(up, -v, v), up.to(tl.float32), h, tl.where(up, -bend, bend), h * h
 
 
 @triton.jit
@@ -527,23 +527,25 @@ def sweep(x_ptr, m_ptr, row, m_row, m_col, n, lo, hi, center, inv_t, W: tl.const
     tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
     first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, W * C)
     for j in range(0, whole, W * C):
-        x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first + j + tile, inv_t, MASKED)
-        f1, above1, s11, s21, h21 = _sweep_tile(x, center)
-        f += f1
-        above += above1
-        s1 += s11
-        s2 += s21
-        h2 += h21
-    for j in range(0, hi - lo - whole, W * C):
-        cols = end_columns(j + tile, n, lo, hi, skip, whole)
+        x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, j + tile, inv_t, MASKED)
+        df, da, d1, d2, dh = _sweep_terms(x, center)
+        f += tl.sum(df, 0)
+        above += tl.sum(da, 0)
+        s1 += tl.sum(d1, 0)
+        s2 += tl.sum(d2, 0)
+        h2 += tl.sum(dh, 0)
+    f, above, s1, s2, h2 = sum5(f, above, s1, s2, h2, 0)
+    for j in range(0, hi - lo - whole, C):
+        cols = end_columns(j + tl.arange(0, C), n, lo, hi, skip, whole)
         x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
-        f1, above1, s11, s21, h21 = _sweep_tile(x, center)
-        f += f1
-        above += above1
-        s1 += s11
-        s2 += s21
-        h2 += h21
-    return sum5(f, above, s1, s2, h2, 0)
+        df, da, d1, d2, dh = _sweep_terms(x, center)
+        df, da, d1, d2, dh = sum5(df, da, d1, d2, dh, 0)
+        f += df
+        above += da
+        s1 += d1
+        s2 += d2
+        h2 += dh
+    return f, above, s1, s2, h2
 
 
 @triton.jit

@@ -79,11 +79,11 @@ def _emit(x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, lo, hi, center, delta, in
     """Write y or log y of the classes lo <= j < hi of one row."""
     first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, BLOCK)
     for j in range(0, whole, BLOCK):
-        place = first + j + tl.arange(0, BLOCK)
-        x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, place, inv_t, MASKED)
-        tl.store(out_ptr + place, _value(x, center, delta, KIND).to(out_ptr.dtype.element_ty))
-    for j in range(0, hi - lo - whole, BLOCK):
-        cols = end_columns(j + tl.arange(0, BLOCK), n, lo, hi, skip, whole)
+        i = j + tl.arange(0, BLOCK)
+        x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, i, inv_t, MASKED)
+        tl.store(out_ptr + first + i, _value(x, center, delta, KIND).to(out_ptr.dtype.element_ty))
+    for j in range(0, hi - lo - whole, BLOCK // 4):
+        cols = end_columns(j + tl.arange(0, BLOCK // 4), n, lo, hi, skip, whole)
         x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
         out = _value(x, center, delta, KIND)
         tl.store(out_ptr + (row * n + cols), out.to(out_ptr.dtype.element_ty), mask=cols < n)
@@ -302,13 +302,12 @@ def _no_classes(out: Tensor, center: Tensor, delta: Tensor, k: Tensor) -> tuple[
 def solve_long(given: Rows, out: Tensor, center: Tensor, delta: Tensor, mass: Tensor | None, kind: str) -> None:
     """Search rows too long for registers; write `out`, `center`, `delta` and, where given, log sum h."""
     x, rows, n = given.x, given.count, given.n
-    w, c, warps = shapes.stream(x.element_size(), shapes.is_split(rows, n))
+    tile, launch = shapes.stream(x.element_size(), shapes.is_split(rows, n))
     common: dict[str, Any] = {
         "ALIGN": given.align,
-        "W": w,
-        "C": c,
         "MASKED": given.masked,
-        "num_warps": warps,
+        **tile,
+        **launch,
         "TOL": given.tolerance if mass is None else given.tolerance_of_mass,
     }
     has_mass = mass is not None

@@ -100,7 +100,7 @@ def _resident(
     mass, dot = sum2(mass, dot, 1)
     if GIVEN:
         dot += tl.load(gd_ptr + row)
-    dk = dot / mass
+    dk = tl.div_rn(dot, mass)
     tl.store(dk_ptr + row, dk)
     both = by_row(dk)
     store_tile(dx_ptr, row, n, scaled(va - ha * both, inv_t), 0, WA, C, FULL or WB > 0)
@@ -182,12 +182,12 @@ def _share(x, center, delta, peak, over, KIND: tl.constexpr):
 
 
 @triton.jit
-def _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, place, center, delta, inv_t, KIND, MASKED):
-    """As `_weight`, at places in memory that all are classes of a row."""
-    x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, place, inv_t, MASKED)
+def _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, first, i, center, delta, inv_t, KIND, MASKED):
+    """As `_weight`, at the places first + i in memory, all of them classes of a row."""
+    x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, i, inv_t, MASKED)
     u = x
     if KIND != "nu":
-        u = tl.load(g_ptr + place).to(tl.float32)
+        u = tl.load(g_ptr + first + i).to(tl.float32)
     return _weight(x, u, center, delta, KIND)
 
 
@@ -212,16 +212,18 @@ def _row_sums(
     tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
     first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, W * C)
     for j in range(0, whole, W * C):
-        place = first + j + tile
-        h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, place, center, delta, inv_t, KIND, MASKED)
+        i = j + tile
+        h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, first, i, center, delta, inv_t, KIND, MASKED)
         mass += tl.sum(h, 0)
         dot += tl.sum(v, 0)
-    for j in range(0, hi - lo - whole, W * C):
-        cols = end_columns(j + tile, n, lo, hi, skip, whole)
+    mass, dot = sum2(mass, dot, 0)
+    for j in range(0, hi - lo - whole, C):
+        cols = end_columns(j + tl.arange(0, C), n, lo, hi, skip, whole)
         h, v = _ends(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, cols, center, delta, inv_t, KIND, MASKED)
-        mass += tl.sum(h, 0)
-        dot += tl.sum(v, 0)
-    return sum2(mass, dot, 0)
+        h, v = sum2(h, v, 0)
+        mass += h
+        dot += v
+    return mass, dot
 
 
 @triton.jit
@@ -233,11 +235,11 @@ def _row_write(
     tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
     first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, W * C)
     for j in range(0, whole, W * C):
-        place = first + j + tile
-        h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, place, center, delta, inv_t, KIND, MASKED)
-        tl.store(dx_ptr + place, scaled(v - h * dk, inv_t).to(dx_ptr.dtype.element_ty))
-    for j in range(0, hi - lo - whole, W * C):
-        cols = end_columns(j + tile, n, lo, hi, skip, whole)
+        i = j + tile
+        h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, first, i, center, delta, inv_t, KIND, MASKED)
+        tl.store(dx_ptr + first + i, scaled(v - h * dk, inv_t).to(dx_ptr.dtype.element_ty))
+    for j in range(0, hi - lo - whole, C):
+        cols = end_columns(j + tl.arange(0, C), n, lo, hi, skip, whole)
         h, v = _ends(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, cols, center, delta, inv_t, KIND, MASKED)
         d = scaled(v - h * dk, inv_t)
         tl.store(dx_ptr + (row * n + cols), d.to(dx_ptr.dtype.element_ty), mask=cols < n)
@@ -258,9 +260,9 @@ def _streamed(
     if GIVEN:
         dot += tl.load(gd_ptr + row)
     if (mass > TINY) & is_finite(delta):
-        tl.store(dk_ptr + row, dot / mass)
+        tl.store(dk_ptr + row, tl.div_rn(dot, mass))
         _row_write(
-            x_ptr, m_ptr, g_ptr, dx_ptr, row, m_row, m_col, n, 0, n, center, delta, dot / mass, inv_t, W, C, KIND,
+            x_ptr, m_ptr, g_ptr, dx_ptr, row, m_row, m_col, n, 0, n, center, delta, tl.div_rn(dot, mass), inv_t, W, C, KIND,
             MASKED,
         )  # fmt: skip
     else:
@@ -309,11 +311,11 @@ def _split_write(
         dot += tl.load(gd_ptr + row)
     if (mass > TINY) & is_finite(delta):
         if part == 0:
-            tl.store(dk_ptr + row, dot / mass)
+            tl.store(dk_ptr + row, tl.div_rn(dot, mass))
         lo = part * chunk
         _row_write(
             x_ptr, m_ptr, g_ptr, dx_ptr, row, m_row, m_col, n, lo, tl.minimum(lo + chunk, n), center, delta,
-            dot / mass, inv_t, W, C, KIND, MASKED,
+            tl.div_rn(dot, mass), inv_t, W, C, KIND, MASKED,
         )  # fmt: skip
     elif part == 0:
         _row(
@@ -354,8 +356,8 @@ def backward(
                 BLOCK=p.block, num_warps=p.warps, **common,
             )  # fmt: skip
             return dx, dk
-        w, c, warps = shapes.stream(x.element_size(), shapes.is_split(rows, n))
-        common |= {"W": w, "C": c, "BLOCK": shapes.BLOCK, "num_warps": warps}
+        tile, launch = shapes.stream(x.element_size(), shapes.is_split(rows, n))
+        common |= {"BLOCK": shapes.BLOCK, **tile, **launch}
         if not shapes.is_split(rows, n):
             _streamed[(rows,)](*pointers, *given.tail, **common)
             return dx, dk
@@ -364,7 +366,7 @@ def backward(
         parts = delta.new_empty((rows, splits, 2))
         _split_sums[(rows, splits)](
             *given.head, g, *pointers[-4:-2], parts, *given.tail, chunk,
-            ALIGN=given.align, SPLITS=splits, W=w, C=c, KIND=kind, MASKED=given.masked, num_warps=warps,
+            ALIGN=given.align, SPLITS=splits, KIND=kind, MASKED=given.masked, **tile, **launch,
         )  # fmt: skip
         _split_write[(rows, splits)](
             *pointers, parts, *given.tail, chunk, SPLITS=splits, G=triton.next_power_of_2(splits), **common

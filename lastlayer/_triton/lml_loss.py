@@ -179,12 +179,12 @@ def _row(
         pull_sum = tl.sum(pull, 0)
         first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, BLOCK)
         for j in range(0, whole, BLOCK):
-            place = first + j + tl.arange(0, BLOCK)
-            x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, place, inv_t, MASKED)
-            d = _slope(x, t_ptr, row, n, place - row * n, center, delta, peak, over, pull_sum, rho, DENSE, RHO)
-            tl.store(d_ptr + place, (scale * d).to(d_ptr.dtype.element_ty))
-        for j in range(0, hi - lo - whole, BLOCK):
-            cols = end_columns(j + tl.arange(0, BLOCK), n, lo, hi, skip, whole)
+            i = j + tl.arange(0, BLOCK)
+            x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, i, inv_t, MASKED)
+            d = _slope(x, t_ptr, row, n, first - row * n + i, center, delta, peak, over, pull_sum, rho, DENSE, RHO)
+            tl.store(d_ptr + first + i, (scale * d).to(d_ptr.dtype.element_ty))
+        for j in range(0, hi - lo - whole, BLOCK // 4):
+            cols = end_columns(j + tl.arange(0, BLOCK // 4), n, lo, hi, skip, whole)
             x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
             d = _slope(x, t_ptr, row, n, cols, center, delta, peak, over, pull_sum, rho, DENSE, RHO)
             tl.store(d_ptr + (row * n + cols), (scale * d).to(d_ptr.dtype.element_ty), mask=cols < n)

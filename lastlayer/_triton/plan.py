@@ -92,11 +92,11 @@ def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:
     return flat.view(torch.uint8), flat.stride(0), flat.stride(1)
 
 
-def stream(itemsize: int, split: bool) -> tuple[int, int, int]:
-    """Tiles of ``w * c`` classes and the warps that stream a long row, or a chunk of one."""
+def stream(itemsize: int, split: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Tiles of ``W * C`` classes in which a long row is streamed, or a chunk of one; and how they are launched."""
     warps = 8 if split else 16
     c = 32 * warps * (16 // itemsize)
-    return max(1, 512 * warps // c), c, warps
+    return {"W": max(1, 512 * warps // c), "C": c}, {"num_warps": warps}
 
 
 def is_split(rows: int, n: int) -> bool:
