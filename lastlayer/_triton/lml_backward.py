@@ -262,8 +262,8 @@ def _streamed(
     if (mass > TINY) & is_finite(delta):
         tl.store(dk_ptr + row, tl.div_rn(dot, mass))
         _row_write(
-            x_ptr, m_ptr, g_ptr, dx_ptr, row, m_row, m_col, n, 0, n, center, delta, tl.div_rn(dot, mass), inv_t, W, C, KIND,
-            MASKED,
+            x_ptr, m_ptr, g_ptr, dx_ptr, row, m_row, m_col, n, 0, n, center, delta, tl.div_rn(dot, mass), inv_t, W, C,
+            KIND, MASKED,
         )  # fmt: skip
     else:
         _row(
