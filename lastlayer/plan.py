@@ -17,13 +17,16 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from lastlayer.head.linear import list_sizes
 from lastlayer.shard import digit_bits, gathers
 
 BYTES = {"float32": 4, "bfloat16": 2}
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # float32 numbers an optimizer keeps for each weight
-BLOCK_COPIES = 5  # temporaries of the size of a block that are alive at once; measured on an H200
-TILE = 1 << 23  # logits of a block on a GPU, as in head/linear.py
-TOUCHES = {"scan": 9, "pass": 2, "backward": 7}  # numbers read and written for each logit, counted in the code
+BLOCK_COPIES = 2  # tensors of the size of a block that are alive at once: its logits and their gradient
+LIST_COPIES = 4  # of the lists of the largest logits, in float32: sorted, with their places
+TILE = 1 << 26  # bytes of the logits of a block on a GPU, as in head/linear.py
+PRODUCTS = 4  # the logits, the logits again in backward, the gradients of features and weight
+TOUCHES = {"forward": 2, "backward": 5}  # numbers read and written for each logit, counted in the code
 WORK = 4  # bytes of the numbers a row is reduced in
 
 
@@ -73,12 +76,12 @@ def lml_loss_traffic(rows: int, k: float, ranks: int, *, passes: int, bytes_each
 def linear_traffic(
     rows: int, in_features: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4, feature_bytes: int = 4
 ) -> list[Collective]:
-    """The collectives of ``linear_lml_loss(..., shard=...)`` and its backward, for k up to 1,023."""
+    """The collectives of ``linear_lml_loss(..., shard=...)`` and its backward, for k up to 1 % of a rank's classes."""
     one = rows * bytes_each
     return [
-        Collective("all_reduce", 3 * one),
+        Collective("all_gather", 6 * one),
         *start_traffic(rows, k, ranks, bytes_each),
-        *[Collective("all_reduce", 6 * one)] * passes,
+        *[Collective("all_reduce", 7 * one)] * passes,
         Collective("all_reduce", 3 * one),
         Collective("all_reduce", rows * in_features * feature_bytes),
     ]
@@ -136,19 +139,15 @@ def plan(problem: Problem) -> Plan:
     p = problem
     size = BYTES[p.dtype]
     classes = -(-p.labels // p.devices)
-    each = (p.features + 1) * (2 * size + 4 * STATES[p.optimizer])  # a class: weight, gradient, optimizer; and bias
     weights = classes * (p.features + 1) * size
-    held = math.floor(p.k) + 1
-    rows = p.rows * (p.features * (3 * size + WORK) + p.labels_a_row * (8 + 2 * WORK) + (2 * held + 24) * WORK)
-    activations = rows + BLOCK_COPIES * WORK * min(max(TILE, 256 * p.rows), p.rows * classes)
-    room = p.memory - activations
+    activations = _activations(p, classes)
+    memory = _memory(p, classes)
     messages = linear_traffic(p.rows, p.features, p.k, p.devices, passes=p.passes, feature_bytes=size)
     messages = messages if p.devices > 1 else []
     wire = sum(m.sent(p.devices) for m in messages)
     logits = p.rows * classes
-    products = 2 * logits * p.features * (1 + p.passes + 1 + 2) / p.flops
-    touched = TOUCHES["scan"] + TOUCHES["pass"] * p.passes + TOUCHES["backward"]
-    blocks = logits * touched * WORK / p.bandwidth
+    products = 2 * logits * p.features * PRODUCTS / p.flops
+    blocks = logits * sum(TOUCHES.values()) * size / p.bandwidth
     sending = wire / p.link + len(messages) * p.latency
     return Plan(
         classes_a_device=classes,
@@ -156,10 +155,10 @@ def plan(problem: Problem) -> Plan:
         gradient_bytes=weights,
         optimizer_bytes=classes * (p.features + 1) * 4 * STATES[p.optimizer],
         activation_bytes=activations,
-        memory_bytes=classes * each + activations,
+        memory_bytes=memory,
         materialised_bytes=2 * logits * size,
-        fits=classes * each + activations <= p.memory,
-        largest_labels=max(0, int(room // each)) * p.devices,
+        fits=memory <= p.memory,
+        largest_labels=_largest(p) * p.devices,
         collectives=len(messages),
         wire_bytes=round(wire),
         product_seconds=products,
@@ -167,6 +166,28 @@ def plan(problem: Problem) -> Plan:
         wire_seconds=sending,
         step_seconds=products + blocks + sending,
     )
+
+
+def _activations(p: Problem, classes: int) -> int:
+    """Bytes of the rows, the lists of their largest logits, and a block."""
+    size = BYTES[p.dtype]
+    lists = LIST_COPIES * min(classes, list_sizes(classes, math.floor(p.k) + 1)[2])
+    row = p.features * (3 * size + WORK) + p.labels_a_row * (8 + 4 * WORK) + (32 + lists) * WORK
+    return p.rows * row + BLOCK_COPIES * min(max(TILE, 256 * p.rows * size), p.rows * classes * size)
+
+
+def _memory(p: Problem, classes: int) -> int:
+    """Bytes of a device: for each class weight, gradient, optimizer, with the bias; and the activations."""
+    return classes * (p.features + 1) * (2 * BYTES[p.dtype] + 4 * STATES[p.optimizer]) + _activations(p, classes)
+
+
+def _largest(p: Problem) -> int:
+    """The most classes that a device can hold."""
+    low, high = 0, 1 + int(p.memory)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _memory(p, middle) <= p.memory else (low, middle)
+    return low
 
 
 def measured(problem: Problem) -> Problem:

@@ -1,6 +1,6 @@
 """Classes sharded over processes: which slice a rank holds, and how rows are reduced over all of them.
 
-The only file of the core that calls torch.distributed. Four functions say what a value means to the ranks, and with it
+The only file of the core that calls torch.distributed. Five functions say what a value means to the ranks, and with it
 where its gradient goes:
 
 =================== ====================================== ========== =========
@@ -10,6 +10,7 @@ function            use                                    forward    backward
 :func:`total`       a sum that is the result on all ranks  all-reduce nothing
 :func:`spread`      an input that all ranks hold           nothing    all-reduce
 :func:`replicate`   a result computed alike on all ranks   nothing    divided by the number of ranks
+:func:`averaged`    a rank's rows, in a result of all      nothing    times the number of ranks
 =================== ====================================== ========== =========
 """
 
@@ -122,6 +123,11 @@ def spread(value: Tensor, shard: ClassShard | None) -> Tensor:
 def replicate(value: Tensor, shard: ClassShard | None) -> Tensor:
     """Return a result that all ranks hold alike and use alike: their gradients, once added up, count as one."""
     return value if shard is None else _Replicate.apply(value, 1 / shard.ranks)
+
+
+def averaged(value: Tensor, ranks: ClassShard | None) -> Tensor:
+    """Return a rank's part of what goes into a result of all ranks, where gradients are averaged over them (DDP)."""
+    return value if ranks is None else _Replicate.apply(value, float(ranks.ranks))
 
 
 def gather(value: Tensor, shard: ClassShard | None) -> Tensor:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
 from lastlayer.project import lml as projection
-from lastlayer.shard import ClassShard, limited, local_part, reduce, spread, unwrap, wrap_rows
+from lastlayer.shard import ClassShard, gather, limited, local_part, reduce, spread, total, unwrap, wrap_rows
 
-_TILE = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits that are there at a time, with up to a dozen temporaries
-_CANDIDATES = 1024  # up to this k the largest logits of a row are kept for the start
-_SAMPLE = 4096  # above it, the start is the solution on so many classes
-_PASSES = 40  # a bound: three or four end the search on all but built rows
+_TILE = {"cpu": 1 << 20, "cuda": 1 << 26}  # bytes of the logits that are there at a time
+_WHOLE = 1024  # up to so many classes all logits of a row are kept
+_SAMPLE = 16384  # classes that say how deep the lists of the largest logits go
+_REACH = 0.35  # the largest exp(x + nu) that a sum of powers stands for
+_PASSES = 10  # a bound on the search; a row that needs more is solved from all its logits
+_FAR = 1e30  # a bound that binds nothing
 
 
 def linear_lml_loss(
@@ -31,6 +34,11 @@ def linear_lml_loss(
     k: float | Tensor,
     *,
     bias: Tensor | None = None,
+    observed: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    negatives: int | tuple[Tensor, Tensor] | None = None,
+    generator: torch.Generator | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -38,9 +46,11 @@ def linear_lml_loss(
 
     .. math:: -\sum_{j \in Y} \log \sigma(w_j^\top f + b_j + \nu), \qquad \sum_j \sigma(w_j^\top f + b_j + \nu) = k
 
-    Blocks of classes are computed, used and dropped: once for the start and the labels, once for each pass of the
-    search (two or three as a rule), once more in backward. Memory beyond the arguments and their gradients is a few
-    numbers a row and one block. On a GPU one flag a pass is read back, so it cannot be captured in a CUDA graph.
+    Blocks of classes are computed, used and dropped: once in forward, once more in backward. What one look keeps of a
+    row are its largest logits and power sums of the rest, from which the threshold and the loss follow to rounding; a
+    row of which that is not true (`k` above about 1 % of the classes, as a rule) is solved from all its logits, a few
+    rows at a time. Memory beyond the arguments and their gradients is one block, and some thousand numbers a row. On a
+    GPU a flag is read back, so it cannot be captured in a CUDA graph.
 
     Args:
         features: The inputs of the layer, shape ``(*batch, in_features)``.
@@ -49,12 +59,21 @@ def linear_lml_loss(
             ``(*batch, n_classes)``, which is turned into index lists.
         k: The number of labels a row has, observed or not; a number or a tensor that broadcasts to ``batch``.
         bias: Shape ``(n_classes,)``; ``-inf`` rules a class out.
+        observed: The probability that a label is observed, as in :func:`~lastlayer.lml_loss`.
+        temperature: Divides the logits; a number, or a tensor that broadcasts to ``batch``.
+        mask: Boolean, True where a class takes part; broadcasts to ``(*batch, n_classes)``.
+        negatives: ``None`` sums over all classes. A number draws so many classes (of this rank), uniformly and without
+            replacement, alike for all rows; a pair is a sample of your own: class ids (of this rank, from 0) and the
+            probability with which each was to be drawn. A row's labels count in full, and a sampled class that is none
+            of them as ``1 / probability`` classes: the sums over classes are those of all classes in expectation.
+            Threshold and loss are no linear functions of them, so they have a bias, of the order of one over the
+            number drawn. Holds the sampled logits; the weight's gradient is 0 for classes that were not drawn.
+        generator: Of the draw; with `shard`, each rank draws from its own classes.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a label, 0 if there is none.
+        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows that contribute, 0 if there is none.
 
     Returns:
-        The loss, of the dtype the logits would have, as in :func:`~lastlayer.lml_loss` with ``observed=0``. First
-        derivatives only.
+        The loss, of the dtype the logits would have, as in :func:`~lastlayer.lml_loss`. First derivatives only.
 
     Example:
         >>> features, weight = torch.eye(2), torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
@@ -66,24 +85,52 @@ def linear_lml_loss(
     bias = local_part(bias)
     _check_layer(op, features, weight, bias, shard)
     _check.choice(op, "reduction", reduction, ("none", "mean", "sum"))
+    rho = _check.number(op, "observed", observed, 0, 1)
     batch, n = features.shape[:-1], weight.shape[0]
     rows = batch.numel()
     dtype = _dot_dtype(features)
     shape = torch.empty((), dtype=dtype, device=features.device).expand(*batch, n)
     labels = _check.target(op, local_part(target), shape, shard)
     cardinality = _check.cardinality(op, k, shape, shard)
-    index = _index_lists(labels)
-    loss, count = _LinearLML.apply(
+    mask = _check.mask(op, local_part(mask), shape)
+    divisor = _check.temperature(op, temperature)
+    if isinstance(divisor, Tensor):
+        divisor = spread(divisor, shard).to(dtype).expand(batch).reshape(rows, 1)
+    index = _index_lists(labels, lambda dense: dense > 0)
+    width = index.shape[-1]
+    if rho > 0 and labels.dense is not None:
+        index = torch.cat([index, _index_lists(labels, lambda dense: dense < 0)], -1)
+    arguments = (
         spread(features, shard).reshape(rows, features.shape[-1]),
         weight,
         bias,
         cardinality.reshape(rows, 1),
-        index.reshape(rows, index.shape[-1]),
+        divisor,
+        None if mask is None else mask.reshape(rows, n),
+        index.reshape(rows, index.shape[-1]).contiguous(),
+        width,
+        rho,
         dtype,
-        _largest_rank(k),
-        shard,
     )
-    return _check.reduced(op, loss.view(batch), reduction, count.view(batch) > 0).to(dtype)
+    if negatives is None:
+        loss, count = _LinearLML.apply(*arguments, _largest_rank(k), shard)
+    else:
+        drawn, counts_for = _drawn(op, negatives, n, features.device, generator, 0 if shard is None else shard.start)
+        loss, count = _sampled(*arguments, drawn, counts_for, shard)
+    contributes = count.view(batch) > 0
+    if rho > 0:
+        contributes = _says_something(labels, shard) | contributes
+    loss = torch.where(contributes, loss.view(batch), 0)
+    return _check.reduced(op, loss, reduction, contributes).to(dtype)
+
+
+def _says_something(labels: Labels, shard: ClassShard | None) -> Tensor:
+    """Which rows have a known class."""
+    if labels.dense is None:
+        assert labels.index is not None
+        return torch.ones(labels.index.shape[:-1], dtype=torch.bool, device=labels.index.device)
+    known = (labels.dense >= 0).any(-1, keepdim=True)
+    return reduce(known.float(), "sum", shard).squeeze(-1) > 0
 
 
 def _check_layer(op: str, features: Any, weight: Any, bias: Any, shard: ClassShard | None) -> None:
@@ -118,12 +165,12 @@ def _dot_dtype(features: Tensor) -> torch.dtype:
     return features.dtype
 
 
-def _index_lists(labels: Labels) -> Tensor:
+def _index_lists(labels: Labels, wanted: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the labels as index lists; a dense target is there already, so reading its largest count costs little."""
     if labels.index is not None:
         return labels.index
     assert labels.dense is not None
-    found = (labels.dense > 0).to(torch.uint8)
+    found = wanted(labels.dense).to(torch.uint8)
     most = int(found.sum(-1).max()) if found.numel() else 0
     values, index = found.topk(most, -1)
     return torch.where(values > 0, index, -1)
@@ -139,57 +186,59 @@ def _largest_rank(k: float | Tensor) -> int:
 class _Layer:
     """The layer as blocks of logits, and what is done with a block: in plain torch, or by kernels where they apply."""
 
-    def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        temperature: float | Tensor = 1.0,
+        mask: Tensor | None = None,
+    ) -> None:
         self.features = features.to(dtype)
-        self.weight, self.bias, self.dtype = weight, bias, dtype
+        self.weight, self.bias, self.dtype, self.temperature, self.mask = weight, bias, dtype, temperature, mask
         self.work = torch.promote_types(dtype, torch.float32)
         self.rows, self.n = features.shape[0], weight.shape[0]
         self.kernels = _kernels(self.features)
-        self.step = max(256, _TILE.get(features.device.type, 1 << 23) // max(self.rows, 1))
+        self.step = max(256, _tile(self.features) // max(self.rows, 1))
+
+    def of_rows(self, rows: Tensor) -> _Layer:
+        """The same layer for some of the rows."""
+        temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
+        mask = None if self.mask is None else self.mask[rows]
+        return _Layer(self.features[rows], self.weight, self.bias, self.dtype, temperature, mask)
 
     def logits(self, classes: slice) -> Tensor:
         bias = None if self.bias is None else self.bias[classes].to(self.dtype)
         with torch.autocast(self.features.device.type, enabled=False):
-            return F.linear(self.features, self.weight[classes].to(self.dtype), bias)
+            x = F.linear(self.features, self.weight[classes].to(self.dtype), bias)
+        if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
+            x /= self.temperature
+        return x if self.mask is None else x.masked_fill_(~self.mask[:, classes], -torch.inf)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         for start in range(0, self.n, self.step):
             classes = slice(start, min(start + self.step, self.n))
             yield classes, self.logits(classes)
 
-    def zeros(self, numbers: int) -> Tensor:
-        """Return what the blocks' sums are added to: ``(rows, parts, numbers)``."""
+    def grad(self, x: Tensor, first: int, rows: _Rows, pulled: Tensor, toward: Tensor, scale: Tensor) -> Tensor:
+        """Return the gradient of a block: ``pulled h / sum h + scale * leak``, and `toward` at the labels."""
         if self.kernels is not None:
-            return self.kernels.partial_sums(self.features[:, :1].expand(-1, min(self.step, max(self.n, 1))), numbers)
-        return self.features.new_zeros(self.rows, 1, numbers, dtype=self.work)
+            numbers = (rows.center, rows.delta, rows.log_mass, pulled, scale)
+            return self.kernels.grad_block(x, *numbers, rows.index, toward, first, rows.rho)
+        z = (x.to(self.work) - rows.center) + rows.delta
+        depth = -z.abs()
+        dx = (depth - 2 * depth.exp().log1p() - rows.log_mass).exp() * pulled
+        if rows.rho > 0:
+            dx = dx + scale * _leak(z, rows.rho)
+        dx = torch.where(x.isfinite() & ~rows.delta.isinf(), dx, 0)
+        dx = torch.where(rows.delta.isnan(), rows.delta, dx)
+        inside, place = _within(rows.index, slice(first, first + x.shape[-1]))
+        return dx.scatter_add_(-1, place, torch.where(inside, toward, 0)).to(self.dtype)
 
-    def add_counts(self, sums: Tensor, x: Tensor) -> None:
-        """Add how many logits of a block are finite, ``+inf`` and nan."""
-        if self.kernels is not None:
-            self.kernels.add_counts(sums, x)
-        else:
-            for i, flag in enumerate((x.isfinite(), x == torch.inf, x.isnan())):
-                sums[:, 0, i] += flag.sum(-1)
 
-    def add_sums(self, sums: Tensor, x: Tensor, center: Tensor, delta: Tensor, peak: Tensor) -> None:
-        """Add the sums of :func:`~lastlayer.project.lml.small_parts` of a block, and that of the squares of h."""
-        if self.kernels is not None:
-            self.kernels.add_sums(sums, x, center, delta, peak)
-            return
-        d = _finite(x.to(self.work)) - center
-        a, b, *others = projection.small_parts(d, peak, delta)
-        squares = (a + b).square() * peak.exp()
-        for i, part in enumerate((a, b, *others, squares)):
-            sums[:, 0, i] += part.sum(-1)
-
-    def grad(self, x: Tensor, center: Tensor, delta: Tensor, log_mass: Tensor, pulled: Tensor) -> Tensor:
-        """Return ``pulled * h / sum h`` for a block."""
-        if self.kernels is not None:
-            return self.kernels.grad_block(x, center, delta, log_mass, pulled)
-        depth = -((x.to(self.work) - center) + delta).abs()
-        share = (depth - 2 * depth.exp().log1p() - log_mass).exp()
-        dx = torch.where(x.isfinite() & ~delta.isinf(), share, 0) * pulled
-        return torch.where(delta.isnan(), delta, dx)
+def _tile(x: Tensor) -> int:
+    return _TILE.get(x.device.type, _TILE["cuda"]) // x.element_size()
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
@@ -210,92 +259,154 @@ def _within(index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, index - classes.start, 0)
 
 
+def _silent(z: Tensor, rho: float) -> Tensor:
+    """Return ``-log(1 - rho y)``, what a class says that is not observed."""
+    stays = F.logsigmoid(-z)
+    return -stays if rho == 1 else -torch.logaddexp(stays, math.log1p(-rho) + F.logsigmoid(z))
+
+
+def _leak(z: Tensor, rho: float) -> Tensor:
+    """Return the derivative of :func:`_silent`."""
+    y, rest = z.sigmoid(), (-z).sigmoid()
+    return y if rho == 1 else rho * y * rest / (rest + (1 - rho) * y)
+
+
+@functools.lru_cache(maxsize=64)
+def _series(name: str, terms: int, rho: float = 0.0) -> Tensor:
+    """Return c with ``sum_j c_j w^(j + 1)`` equal, to rounding, to a function of ``w = exp(z)`` on [0, _REACH]."""
+    t = (1 + (math.pi * (torch.arange(terms, dtype=torch.float64) + 0.5) / terms).cos()) / 2
+    w, power = _REACH * t, torch.arange(terms, dtype=torch.float64)
+    values = {
+        "y": lambda: w / (1 + w),
+        "y2(1-y)": lambda: w**2 / (1 + w) ** 3,
+        "y(1-y)2": lambda: w / (1 + w) ** 3,
+        "bend": lambda: w**2 * (3 + w) / (1 + w) ** 3,
+        "h2": lambda: w**2 / (1 + w) ** 4,
+        "silent": lambda: w.log1p() - ((1 - rho) * w).log1p(),
+        "leak": lambda: _leak(w.log(), rho),
+    }[name]()
+    return torch.linalg.solve(t.unsqueeze(-1) ** power, values / w) / _REACH**power
+
+
 class _Scan:
-    """What one look at all logits gives: counts, the labels' logits, the largest, and the range."""
+    """What one look at all logits keeps of a row.
+
+    The logits above a floor, one by one, and of the many below it the sums of ``exp(j (x - floor))``: a sum over all
+    classes of any smooth function of ``x + nu`` follows for every nu that leaves the floor below ``-nu``.
+    """
 
     def __init__(self, layer: _Layer, index: Tensor, limit: int) -> None:
-        zero = layer.features.new_zeros(layer.rows, 1, dtype=layer.work)
-        counts = layer.zeros(3)
+        self.terms = 16 if layer.work == torch.float64 else 8
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
-        self.top = zero[:, :0]
-        self.high, self.low = zero - torch.inf, zero + torch.inf
+        self.floor, room = _floor(layer, limit)
+        dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved one by one
+        room = 0 if dense else room
+        self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
+        if layer.kernels is not None:
+            self.sums = layer.kernels.partial_sums(layer.rows, min(layer.step, layer.n), self.terms + 3, index.device)
+        self.top = self.floor.new_full((layer.rows, room), -torch.inf)
+        self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=index.device)
         for classes, x in layer.blocks():
+            if layer.kernels is not None:
+                lists = (self.top, self.fill, index, self.labels)
+                layer.kernels.scan_block(x, self.floor, self.sums, *lists, classes.start)
+                continue
             inside, place = _within(index, classes)
             self.labels = torch.where(inside, x.gather(-1, place).to(layer.work), self.labels)
-            layer.add_counts(counts, x)
-            if limit <= _CANDIDATES:
-                best = _finite(x).topk(min(limit, x.shape[-1]), -1).values.to(layer.work)
-                best = torch.cat([self.top, best], -1)
-                self.top = best.topk(min(limit, best.shape[-1]), -1).values
-            else:
-                self.high = torch.maximum(self.high, _finite(x).amax(-1, keepdim=True))
-                self.low = torch.minimum(self.low, -_finite(-x).amax(-1, keepdim=True))
-        self.n, self.n_top, self.n_nan = counts.sum(1).split(1, -1)
+            self._add(x.to(layer.work))
+        *powers, n, n_top, n_nan = self.sums.sum(1, dtype=torch.float64).to(layer.work).split(1, -1)
+        self.powers, self.n, self.n_top, self.n_nan = torch.cat(powers, -1), n, n_top, n_nan
+        self.held = self.fill.unsqueeze(-1).to(layer.work)
+        self.overflow = (self.held > room) | dense
+        self.top = self.top.sort(-1, descending=True).values
+        self.few = self.held < n.clamp(max=limit)
+
+    def _add(self, x: Tensor) -> None:
+        finite = x.isfinite()
+        above = finite & (x > self.floor)
+        for i, flag in enumerate((finite, x == torch.inf, x.isnan())):
+            self.sums[:, 0, self.terms + i] += flag.sum(-1)
+        w = torch.where(finite & ~above, (x - self.floor).exp(), 0)
+        power = w
+        for j in range(self.terms):
+            self.sums[:, 0, j] += power.sum(-1)
+            power = power * w
+        row, place = above.nonzero(as_tuple=True)
+        count = above.sum(-1)
+        slot = self.fill[row] + torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+        kept = slot < self.top.shape[-1]
+        self.top[row[kept], slot[kept]] = x[row, place][kept]
+        self.fill += count.to(torch.int32)
+
+    def tail(self, names: tuple[str, ...], depth: Tensor, unit: Tensor | float = 0.0, rho: float = 0.0) -> list[Tensor]:
+        """Return the sums of functions over the classes below the floor, over ``exp(unit)``; depth is floor + nu."""
+        series = torch.stack([_series(name, self.terms, rho) for name in names], -1).to(self.powers)
+        w = depth.clamp(max=math.log(_REACH)).exp()
+        power = self.powers * w ** torch.arange(self.terms, device=w.device)
+        sums = (power.unsqueeze(-1) * series).sum(-2)  # not a product: those may be set to TF32
+        return list(torch.where(sums == 0, 0, sums * (depth - unit).exp()).split(1, -1))
 
 
-def _start(
-    layer: _Layer, scan: _Scan, k: Tensor, n: Tensor, solvable: Tensor, limit: int, shard: ClassShard | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return ``(center, lo, hi, near)`` as :func:`~lastlayer.project.lml.bracket` does; near is None if unknown."""
-    if limit <= _CANDIDATES:
-        return projection.bracket(scan.top, k, n, solvable, limited(shard, limit - 1))
-    sample = layer.logits(slice(0, layer.n, max(1, layer.n // _SAMPLE))).to(layer.work)
-    held = reduce(sample.isfinite().to(k.dtype), "sum", shard)
-    share = torch.where(solvable, k * held / n.clamp(min=1), 0)
-    center, delta = projection.solve(_finite(sample), share, shard)
-    high, low = reduce([scan.high, -scan.low], "max", shard)
-    center = torch.where(delta.isfinite(), center - delta, (high - low) / 2).clamp(-low, high)
-    middle = torch.where(solvable, k.log() - (n - k).log(), 0)
-    slack = 8 * torch.finfo(k.dtype).eps * (1 + center.abs() + middle.abs())
-    center = torch.where(solvable, center, 0)
-    high, low = torch.where(solvable, high, 0), torch.where(solvable, -low, 0)
-    return center, middle - (high - center) - slack, middle + (center - low) + slack, None
+def list_sizes(n_classes: int, limit: int, step: int = _SAMPLE) -> tuple[int, int, int]:
+    """Return the stride of the sample of classes, the rank of the floor in it, and the room of the lists above it.
+
+    The floor is some times `limit` logits deep, as far as a sample can say; the lists hold what chance may add.
+    """
+    stride = max(1, n_classes // min(max(n_classes // 32, _WHOLE), max(step, _WHOLE), _SAMPLE))
+    size = -(-n_classes // stride)
+    rank = min(4 + math.ceil(4 * limit * size / n_classes), size)
+    return stride, rank, math.ceil((rank + 4 * math.sqrt(rank) + 8) * n_classes / size)
 
 
-def _sums(
-    layer: _Layer, center: Tensor, delta: Tensor, near: Tensor | None, shard: ClassShard | None
-) -> tuple[list[Tensor], Tensor]:
-    """Return the sums of a pass over ``exp(peak)``, the last of them that of the squares of h, and the peak."""
-    fixed = None if near is None else (-(near - center).abs()).amax(-1, keepdim=True)
-    peak = torch.full_like(center, -torch.inf) if fixed is None else fixed
-    sums = layer.zeros(6)
-    center, delta = center.contiguous(), delta.contiguous()
-    for _, x in layer.blocks():
-        if fixed is None:
-            nearest = -(_finite(x.to(layer.work)) - center).abs().amin(-1, keepdim=True)
-            moved = torch.maximum(peak, nearest)
-            sums, peak = _rescaled(sums, peak, moved), moved
-        layer.add_sums(sums, x, center, delta, peak if near is not None else _usable(peak))
-    if shard is not None and fixed is None:
-        moved = reduce(peak, "max", shard)
-        sums, peak = _rescaled(sums, peak, moved), moved
-    return list(reduce(sums.sum(1).split(1, -1), "sum", shard)), _usable(peak)
+def _floor(layer: _Layer, limit: int) -> tuple[Tensor, int]:
+    """Return the floor of each row's list, and the room of the lists."""
+    if layer.n <= _WHOLE:
+        return layer.features.new_full((layer.rows, 1), -torch.inf, dtype=layer.work), layer.n
+    stride, rank, room = list_sizes(layer.n, limit, layer.step)
+    sample = _finite(layer.logits(slice(0, layer.n, stride)))
+    return sample.topk(rank, -1).values[:, -1:].to(layer.work).contiguous(), room
 
 
-def _usable(peak: Tensor) -> Tensor:
-    return torch.where(peak.isfinite(), peak, 0)
+@dataclass
+class _Rows:
+    """What is known of each row once its threshold is found."""
+
+    center: Tensor
+    delta: Tensor
+    log_mass: Tensor
+    index: Tensor
+    rho: float = 0.0
+    silent: Tensor = field(init=False)  # sums over the classes of this rank
+    leak: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.silent = self.leak = torch.zeros_like(self.center)
 
 
-def _rescaled(sums: Tensor, peak: Tensor, moved: Tensor) -> Tensor:
-    factor = torch.where(peak.isfinite(), (peak - moved).exp(), 0).unsqueeze(-1)
-    counts = torch.arange(sums.shape[-1], device=sums.device) == 2  # a count has no scale
-    return torch.where(counts, sums, sums * factor)
-
-
-def _search(
-    layer: _Layer, scan: _Scan, k: Tensor, limit: int, shard: ClassShard | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(center, delta, log sum h)`` of each row, as in :func:`~lastlayer.project.lml.solve`."""
-    n, n_top, n_nan = reduce([scan.n, scan.n_top, scan.n_nan], "sum", shard)
+def _search(scan: _Scan, k: Tensor, limit: int, shard: ClassShard | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(center, delta, log sum h)`` of each row, and which rows it did not find."""
+    mass = scan.floor + scan.powers[:, :1].log()  # log sum exp of the classes below the floor
+    counts = torch.cat([scan.n, scan.n_top, scan.n_nan, scan.few, scan.overflow, mass], -1)
+    n, n_top, n_nan, few, overflow, mass = gather(counts, shard).unflatten(-1, (-1, 6)).unbind(-1)
+    n, n_top, n_nan = (v.sum(-1, keepdim=True) for v in (n, n_top, n_nan))
+    few, overflow = (v.any(-1, keepdim=True) for v in (few, overflow))
     k = k - n_top
     solvable = (k > 0) & (k < n) & (n_nan == 0)
     end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, -torch.inf, torch.where(k == n, torch.inf, torch.nan)))
     k = torch.where(solvable, k, n / 2)
-    center, lo, hi, near = _start(layer, scan, k, n, solvable, limit, shard)
-    delta, done, log_mass = torch.zeros_like(center), ~solvable, torch.zeros_like(center)
+    center, lo, hi, near = projection.bracket(scan.top[:, :limit], k, n, solvable & ~few, limited(shard, limit - 1))
+    # Without the order statistics: as if every y were small.
+    center = torch.where(few & solvable, mass.logsumexp(-1, keepdim=True) - k.log(), center)
+    lo, hi = torch.where(few, -_FAR, lo), torch.where(few, _FAR, hi)
+    peak_of_few = torch.zeros_like(center)
+    delta, log_mass = torch.zeros_like(center), torch.zeros_like(center)
+    lost = solvable & overflow
+    done = ~solvable | lost
     for _ in range(_PASSES):
-        (*sums, squares), peak = _sums(layer, center, delta, near, shard)
+        peak = torch.where(few | done, peak_of_few, (-(near - center).abs()).amax(-1, keepdim=True))
+        (*sums, squares, deep) = reduce(_small_sums(scan, center, delta, peak), "sum", shard)
         step, lo, hi, close = projection.advance(sums, peak, k, lo, hi)
+        close = close & (deep == 0) & (sums[0] + sums[1] > 0)
         step = torch.where(done, 0, step)
         t = torch.where(close, step, 0)
         mass = sums[0] + sums[1]
@@ -306,11 +417,59 @@ def _search(
         center, lo, hi, done = moved, lo - step, hi - step, done | close
         if bool(done.all()):
             break
-    return torch.where(solvable, center, 0), torch.where(solvable, delta, end), log_mass
+    lost = lost | ~done
+    return torch.where(solvable, center, 0), torch.where(solvable, delta, end), log_mass, lost
+
+
+def _small_sums(scan: _Scan, center: Tensor, delta: Tensor, peak: Tensor) -> list[Tensor]:
+    """Return the sums of :func:`~lastlayer.project.lml.small_parts` and of h^2, and whether the series is valid."""
+    a, b, above, residual, bend = projection.small_parts(scan.top - center, peak, delta)
+    squares = (a + b).square() * peak.exp()
+    depth = (scan.floor - center) + delta
+    rest = scan.tail(("y2(1-y)", "y(1-y)2", "y", "bend", "h2"), depth, peak)
+    rest.insert(2, torch.zeros_like(depth))  # none is above
+    sums = [p.sum(-1, keepdim=True) + r for p, r in zip((a, b, above, residual, bend, squares), rest, strict=True)]
+    below = scan.powers[:, :1] > 0
+    return [*sums, (below & ~(depth < math.log(0.9 * _REACH))).to(depth.dtype)]
+
+
+def _unseen(scan: _Scan, rows: _Rows) -> None:
+    """Fill in the sums of :func:`_silent` and :func:`_leak` over the finite logits of this rank."""
+    z = torch.where(scan.top.isfinite(), projection.points(scan.top, rows.center, rows.delta), -torch.inf)
+    depth = torch.where(rows.delta.isfinite(), (scan.floor - rows.center) + rows.delta, -torch.inf)
+    silent, leak = scan.tail(("silent", "leak"), depth, rho=rows.rho)
+    rows.silent = _silent(z, rows.rho).sum(-1, keepdim=True) + silent
+    every = _times(scan.n, -_log1p(-rows.rho))  # k takes every class
+    rows.silent = torch.where(rows.delta == torch.inf, every, rows.silent)
+    rows.leak = _leak(z, rows.rho).sum(-1, keepdim=True) + leak
+
+
+def _log1p(value: float) -> float:
+    return math.log1p(value) if value > -1 else -math.inf
+
+
+def _times(count: Tensor, value: float) -> Tensor:
+    return torch.where(count == 0, 0, count * value)
+
+
+def _solve_whole(layer: _Layer, which: Tensor, k: Tensor, rows: _Rows, shard: ClassShard | None) -> None:
+    """Find the thresholds of some rows from all their logits, a few rows at a time."""
+    most = int(reduce(k.new_full((1, 1), layer.n), "max", shard))  # the same pieces on every rank
+    for part in which.split(max(1, _tile(k) // 4 // max(most, 1))):  # with a dozen temporaries
+        x = layer.of_rows(part).logits(slice(None))
+        impl = projection.choose("linear_lml_loss", "auto", x, shard)
+        _, center, delta = projection.apply(x, k[part], None, 1.0, "nu", shard, impl)
+        z = projection.points(x.to(layer.work), center, delta)
+        live = x.isfinite() & delta.isfinite()
+        rows.center[part], rows.delta[part] = center, delta
+        rows.log_mass[part] = _log_mass(z, 1.0, shard)
+        if rows.rho > 0:
+            rows.silent[part] = torch.where(x.isfinite(), _silent(z, rows.rho), 0).sum(-1, keepdim=True)
+            rows.leak[part] = torch.where(live, _leak(z, rows.rho), 0).sum(-1, keepdim=True)
 
 
 class _LinearLML(torch.autograd.Function):
-    """``(features, weight, bias, k) -> (loss, number of labels)``, each a row."""
+    """``(features, weight, bias, k, temperature) -> (loss, number of labels)``, each a row."""
 
     @staticmethod
     def forward(
@@ -319,61 +478,234 @@ class _LinearLML(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         k: Tensor,
+        temperature: float | Tensor,
+        mask: Tensor | None,
         index: Tensor,
+        labels: int,
+        rho: float,
         dtype: torch.dtype,
         limit: int,
         shard: ClassShard | None,
     ) -> tuple[Tensor, Tensor]:
-        layer = _Layer(features, weight, bias, dtype)
+        layer = _Layer(features, weight, bias, dtype, temperature, mask)
         scan = _Scan(layer, index, limit)
-        center, delta, log_mass = _search(layer, scan, k, limit, shard)
-        z = projection.points(scan.labels, center, delta)
+        center, delta, log_mass, lost = _search(scan, k, limit, shard)
+        rows = _Rows(center.contiguous(), delta.contiguous(), log_mass.contiguous(), index, rho)
+        if rho > 0:
+            _unseen(scan, rows)
+        which = lost.squeeze(-1).nonzero().squeeze(-1)
+        if len(which):
+            _solve_whole(layer, which, k, rows, shard)
+        z = projection.points(scan.labels, rows.center, rows.delta)
         held = index >= 0
-        live = held & scan.labels.isfinite() & delta.isfinite()
-        loss, pull, count = reduce(
-            [
-                torch.where(held, -F.logsigmoid(z), 0),
-                torch.where(live, (-z).sigmoid(), 0),
-                held.to(z.dtype),
-            ],
-            "sum",
-            shard,
-        )
-        center, delta, log_mass = center.contiguous(), delta.contiguous(), log_mass.contiguous()
-        ctx.save_for_backward(
-            features, weight, bias, index, center, delta, log_mass, pull, torch.where(live, z, torch.inf)
-        )
-        ctx.dtype = dtype
+        live = held & scan.labels.isfinite() & rows.delta.isfinite()
+        positive = held & (torch.arange(index.shape[-1], device=index.device) < labels)
+        loss = torch.where(positive, -F.logsigmoid(z), 0).sum(-1, keepdim=True)
+        toward = torch.where(positive & live, -(-z).sigmoid(), 0)
+        pull = -toward.sum(-1, keepdim=True)
+        if rho > 0:
+            known = torch.where(held & scan.labels.isfinite(), _silent(z, rho), 0).sum(-1, keepdim=True)
+            n_top = scan.n_top - (held & (scan.labels == torch.inf)).sum(-1, keepdim=True)
+            loss = loss + (rows.silent - known) + _times(n_top, -_log1p(-rho))
+            leak = torch.where(live, _leak(z, rho), 0)
+            toward, pull = toward - leak, pull - torch.where(rows.delta.isinf(), 0, rows.leak) + leak.sum(-1, True)
+        loss, pull, count = reduce([loss, pull, positive.to(z.dtype)], "sum", shard)
+        scale = temperature if isinstance(temperature, Tensor) else None
+        saved = (features, weight, bias, mask, scale, index, rows.center, rows.delta, rows.log_mass, pull, toward)
+        ctx.save_for_backward(*saved)
+        ctx.dtype, ctx.rho, ctx.temperature = dtype, rho, None if scale is not None else temperature
         ctx.mark_non_differentiable(count)
         return loss.squeeze(-1), count.squeeze(-1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        features, weight, bias, index, center, delta, log_mass, pull, z = ctx.saved_tensors
-        layer = _Layer(features, weight, bias, ctx.dtype)
+        found = _first_derivatives(ctx, grad.detach())
+        return (*_FirstOnly.apply(grad, *ctx.saved_tensors[:2], *found), *(None,) * 7)
+
+
+def _first_derivatives(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of features, weight, bias, k and temperature, block by block."""
+    features, weight, bias, mask, scale, index, center, delta, log_mass, pull, toward = ctx.saved_tensors
+    temperature = ctx.temperature if scale is None else scale
+    with torch.no_grad():
+        layer = _Layer(features, weight, bias, ctx.dtype, temperature, mask)
+        wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
         grad = grad.unsqueeze(-1).to(layer.work)
-        pulled = (grad * pull).contiguous()
-        toward = -grad * (-z).sigmoid()
-        wants_features, wants_weight, wants_bias, wants_k = ctx.needs_input_grad[:4]
+        pulled, toward = grad * pull, grad * toward
+        grad_k = torch.where(delta.isinf(), 0, -pulled * (-log_mass).exp()) if wants_k else None
+        silent = torch.where((grad == 0) & delta.isnan(), torch.inf, delta)  # a row nobody asks for has no gradient
+        rows = _Rows(center, silent, log_mass, index, ctx.rho)
+        pulled, toward, grad = ((t / temperature).contiguous() for t in (pulled, toward, grad))
         grad_features = torch.zeros_like(features, dtype=layer.work) if wants_features else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
+        grad_temperature = torch.zeros_like(center) if wants_temperature else None
         for classes, x in layer.blocks():
-            dx = layer.grad(x, center, delta, log_mass, pulled)
-            inside, place = _within(index, classes)
-            dx.scatter_add_(-1, place, torch.where(inside, toward, 0))
+            dx = layer.grad(x, classes.start, rows, pulled, toward, grad)
+            if grad_temperature is not None:
+                grad_temperature -= (dx * torch.where(x.isfinite(), x, 0)).sum(-1, keepdim=True, dtype=layer.work)
             if grad_bias is not None:
                 grad_bias[classes] = dx.sum(0)
-            dx = dx.to(ctx.dtype)
             if grad_features is not None:
                 grad_features += dx @ layer.weight[classes].to(ctx.dtype)
-            if grad_weight is not None:
+            if grad_weight is not None and grad_weight.dtype == ctx.dtype:
+                torch.mm(dx.T, layer.features, out=grad_weight[classes])
+            elif grad_weight is not None:
                 grad_weight[classes] = dx.T @ layer.features
-        grad_k = torch.where(delta.isinf(), 0, -pulled * (-log_mass).exp()) if wants_k else None
         if grad_features is not None:
             grad_features = grad_features.to(features.dtype)
-        return grad_features, grad_weight, grad_bias, grad_k, None, None, None, None
+        if grad_temperature is not None:
+            grad_temperature = grad_temperature.to(scale.dtype)
+    return [grad_features, grad_weight, grad_bias, grad_k, grad_temperature]
+
+
+class _FirstOnly(torch.autograd.Function):
+    """Hands gradients on, and says what is missing where they are to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, features: Tensor, weight: Tensor, *found: Any) -> tuple[Tensor | None, ...]:
+        return tuple(None if f is None else f.view_as(f) for f in found)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "linear_lml_loss: has first derivatives only. Use lml_loss(F.linear(features, weight, bias), target, k)."
+        )
+
+
+def _drawn(
+    op: str, negatives: Any, n: int, device: torch.device, generator: torch.Generator | None, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the sampled classes, and for how many classes each of them counts."""
+    if isinstance(negatives, int) and not isinstance(negatives, bool):
+        if negatives < 1:
+            raise ValueError(f"{op}: `negatives` must be at least 1, got {negatives}. None takes all classes.")
+        if generator is None:  # one draw of the caller's random state, so that ranks stay in step
+            generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, ())) + first)
+        size = min(negatives, n)
+        drawn = torch.randperm(n, generator=generator, device=generator.device)[:size].to(device)
+        return drawn, torch.full((size,), n / max(size, 1), device=device)
+    if not (isinstance(negatives, tuple) and len(negatives) == 2 and all(isinstance(t, Tensor) for t in negatives)):
+        raise TypeError(
+            f"{op}: `negatives` must be a number or a pair of tensors (classes, probabilities), "
+            f"got {type(negatives).__name__}."
+        )
+    drawn, probability = negatives
+    if drawn.ndim != 1 or drawn.shape != probability.shape or drawn.is_floating_point():
+        raise ValueError(
+            f"{op}: `negatives` must be class ids and probabilities of one shape (m,), got {tuple(drawn.shape)} of "
+            f"{drawn.dtype} and {tuple(probability.shape)}."
+        )
+    return drawn, 1 / probability
+
+
+def _sampled(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    index: Tensor,
+    labels: int,
+    rho: float,
+    dtype: torch.dtype,
+    drawn: Tensor,
+    counts_for: Tensor,
+    shard: ClassShard | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the number of labels a row, with sums over classes estimated from a sample of them."""
+    held, place = index >= 0, index.clamp(min=0)
+    if weight.shape[0] == 0:  # an empty shard holds no label
+        place, index, held = (t[:, :0] for t in (place, index, held))
+        labels = 0
+    features = features.to(dtype)
+    with torch.autocast(features.device.type, enabled=False):
+        own = (weight[place].to(dtype) * features.unsqueeze(1)).sum(-1)
+        others = features @ weight[drawn].to(dtype).T
+    if bias is not None:
+        own, others = own + bias[place].to(dtype), others + bias[drawn].to(dtype)
+    if mask is not None:
+        own = own.masked_fill(~mask.gather(-1, place), -torch.inf)
+        others = others.masked_fill(~mask[:, drawn], -torch.inf)
+    listed = torch.zeros_like(others, dtype=torch.bool)
+    for column in index.split(1, -1):
+        listed |= column == drawn
+    x = torch.cat([own, others], -1).to(k.dtype) / temperature
+    share = torch.cat([held.to(x.dtype), torch.where(listed, 0, counts_for.to(x.dtype))], -1)
+    x = torch.where(share > 0, x, -torch.inf)
+    z = x + _WeightedThreshold.apply(x, share, k, shard)
+    positive = held & (torch.arange(index.shape[-1], device=index.device) < labels)
+    loss = torch.where(positive, -F.logsigmoid(z[:, : index.shape[-1]]), 0).sum(-1)
+    if rho > 0:
+        z, share = z[:, index.shape[-1] :], share[:, index.shape[-1] :]
+        loss = loss + (share * torch.where(share > 0, _silent(z, rho), 0)).sum(-1)
+    count = reduce(positive.to(x.dtype), "sum", shard).squeeze(-1)
+    return total(loss, shard), count
+
+
+class _WeightedThreshold(torch.autograd.Function):
+    """``(x, share, k) -> nu`` with ``sum share * sigmoid(x + nu) = k`` in each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
+        nu, log_mass = _solve_weighted(x, share, k, shard)
+        ctx.save_for_backward(x, share, nu, log_mass)
+        ctx.shard = shard
+        return nu
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, share, nu, log_mass = ctx.saved_tensors
+        with torch.no_grad():
+            given = reduce(grad.detach(), "sum", ctx.shard)
+            z = x + nu
+            p = share * (F.logsigmoid(z) + F.logsigmoid(-z) - log_mass).exp()
+            dx = torch.where(x.isfinite() & nu.isfinite(), -p * given, 0)
+            dk = torch.where(nu.isfinite(), given * (-log_mass).exp(), 0)
+        dx, dk = _FirstOnly.apply(grad, x, share, dx, dk)
+        return dx, None, dk, None
+
+
+def _solve_weighted(x: Tensor, share: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+    """Return nu and ``log sum share h`` of each row; nu is nan where the shares do not reach k."""
+    finite = x.isfinite() & (share > 0)
+    n, n_top, n_nan = reduce([share * finite, share * (x == torch.inf), x.isnan().to(x.dtype)], "sum", shard)
+    k = k - n_top
+    solvable = (k > 0) & (k < n) & (n_nan == 0)
+    end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, -torch.inf, torch.where(k == n, torch.inf, torch.nan)))
+    k = torch.where(solvable, k, n / 2)
+    x = torch.where(finite, x, -torch.inf)
+    high, low = reduce([x, torch.where(finite, -x, -torch.inf)], "max", shard)
+    high, low = torch.where(solvable, high, 0), torch.where(solvable, -low, 0)
+    center = high + reduce(share * (x - high).exp(), "sum", shard).log() - k.log()  # as if every y were small
+    middle = k.log() - (n - k).log()
+    slack = 8 * torch.finfo(x.dtype).eps * (1 + center.abs() + middle.abs())
+    center = torch.where(solvable, center.clamp(max=high - middle), 0)
+    lo, hi = middle - (high - center) - slack, middle + (center - low) + slack
+    delta, done = torch.zeros_like(center), ~solvable
+    for _ in range(4 * _PASSES):
+        peak = reduce(-(x - center).abs(), "max", shard)
+        peak = torch.where(solvable, peak, 0)
+        parts = projection.small_parts(x - center, peak, delta)
+        sums = reduce([share * part for part in parts], "sum", shard)
+        step, lo, hi, close = projection.advance(sums, peak, k, lo, hi)
+        step = torch.where(done, 0, step)
+        moved = torch.where(done | close, center, center - (delta + step))
+        delta = (delta + step) + (moved - center)
+        center, lo, hi, done = moved, lo - step, hi - step, done | close
+        if bool(done.all()):
+            break
+    nu = torch.where(solvable, delta - center, end)
+    return nu, _log_mass(torch.where(finite, x + nu, torch.nan), share, shard)
+
+
+def _log_mass(z: Tensor, share: Tensor | float, shard: ClassShard | None) -> Tensor:
+    """Return ``log sum share h`` over the points that are finite."""
+    log_h = torch.where(z.isfinite(), F.logsigmoid(z) + F.logsigmoid(-z), -torch.inf)
+    peak = reduce(log_h, "max", shard)
+    peak = torch.where(peak.isfinite(), peak, 0)
+    return peak + reduce(share * (log_h - peak).exp(), "sum", shard).log()
 
 
 class ShardedLinear(nn.Module):
@@ -443,9 +775,9 @@ class ShardedLinear(nn.Module):
         """Return the logits of this rank's classes, shape ``(*batch, local classes)``."""
         return F.linear(spread(features, self.shard), self.weight, self.bias)
 
-    def loss(self, features: Tensor, target: Tensor, k: float | Tensor, *, reduction: Reduction = "mean") -> Tensor:
-        """Return :func:`linear_lml_loss` of this layer: the same number on every rank."""
-        return linear_lml_loss(features, self.weight, target, k, bias=self.bias, shard=self.shard, reduction=reduction)
+    def loss(self, features: Tensor, target: Tensor, k: float | Tensor, **options: Any) -> Tensor:
+        """Return :func:`linear_lml_loss` of this layer, which documents the options: the same number on every rank."""
+        return linear_lml_loss(features, self.weight, target, k, bias=self.bias, shard=self.shard, **options)
 
     def sharded_state(self) -> dict[str, Tensor]:
         """Return the parameters for torch.distributed.checkpoint, which loads into them in place.

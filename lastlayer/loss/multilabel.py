@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from lastlayer import _check
 from lastlayer._check import Reduction
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
-from lastlayer.shard import ClassShard, total
+from lastlayer.shard import ClassShard, averaged, total
 
 
 def two_way_loss(
@@ -25,6 +25,7 @@ def two_way_loss(
     margin: float = 0.0,
     per: Literal["sample", "class", "both"] = "both",
     shard: ClassShard | None = None,
+    data_group: Any = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the two-way loss (Kobayashi, 2023): every positive above every negative, in rows and in columns.
@@ -48,6 +49,9 @@ def two_way_loss(
         margin: :math:`\epsilon`, by how much positives should lead; the paper's margin form has both temperatures 1.
         per: ``"sample"`` for rows, ``"class"`` for columns, ``"both"`` for their sum.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        data_group: The process group whose ranks hold other rows of the batch and the same classes. The class term is
+            then that of all their rows, the same on every rank; its gradient is scaled by the number of ranks, so that
+            the mean over ranks that DDP or FSDP takes is the gradient of the whole batch. ``None``: of the rows here.
         reduction: ``"none"`` is a loss a row; with ``per="both"`` the class term of the batch is added to each row that
             has a positive, and with ``per="class"`` it is a loss a class (of this rank). ``"mean"`` is over the rows,
             or classes, with a positive; 0 without one. ``"sum"`` is the sum of ``"none"``.
@@ -74,9 +78,10 @@ def two_way_loss(
         loss, counts = _positives_above(x, positive, negative, warm, cool, gap, shard)
         if per == "sample":
             return _rows.leave(op, loss, reduction, counts, logits.dtype)
-    # The classes of a column are on one rank: only the means go over the ranks.
+    # The classes of a column are on one rank: only the means go over the ranks of `shard`.
+    data = None if data_group is None else ClassShard(0, 0, data_group)
     column, up, down = (t.unsqueeze(0).flatten(0, -2).transpose(0, 1) for t in (x, positive, negative))
-    by_class, occurs = _positives_above(column, up, down, warm, cool, gap, None)
+    by_class, occurs = _positives_above(averaged(column, data), up, down, warm, cool, gap, data)
     if per == "class" and (reduction == "none" or shard is None):
         return _rows.leave(op, by_class, reduction, occurs, logits.dtype)
     summed, classes = total(by_class.sum(), shard), total(occurs.sum().to(x.dtype), shard)
@@ -286,6 +291,7 @@ class TwoWayLoss(FunctionModule):
         margin: float = 0.0,
         per: Literal["sample", "class", "both"] = "both",
         shard: ClassShard | None = None,
+        data_group: Any = None,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
@@ -294,6 +300,7 @@ class TwoWayLoss(FunctionModule):
             margin=margin,
             per=per,
             shard=shard,
+            data_group=data_group,
             reduction=reduction,
         )
 

@@ -12,10 +12,10 @@ def test_by_hand():
     assert found.classes_a_device == 250
     assert found.weight_bytes == found.gradient_bytes == 250 * 10 * 4
     assert found.optimizer_bytes == 250 * 10 * 8
-    # counts 24 B, the start 48 B gathered, two passes of 48 B, the result 24 B, the features' gradient 72 B
+    # counts and the start 48 B gathered each, two passes of 56 B, the result 24 B, the features' gradient 72 B
     assert found.collectives == 6
-    assert found.wire_bytes == 1.5 * (24 + 2 * 48 + 24 + 72) + 3 * 48
-    assert found.product_seconds == pytest.approx(2 * 2 * 250 * 9 * 6 / 4e14)
+    assert found.wire_bytes == 1.5 * (2 * 56 + 24 + 72) + 3 * (48 + 48)
+    assert found.product_seconds == pytest.approx(2 * 2 * 250 * 9 * 4 / 4e14)
 
 
 def test_one_device_sends_nothing():
