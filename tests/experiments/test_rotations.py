@@ -1,0 +1,100 @@
+"""The made-up data of the rotation experiment: closed meshes, and a rasteriser checked pixel by pixel."""
+
+import importlib
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    return [importlib.import_module(f"experiments.rotations.{name}") for name in ("shapes", "render", "run")]
+
+
+def test_meshes_are_closed_and_inside_the_unit_ball(parts):
+    shapes, _, _ = parts
+    triangles, kind = shapes.meshes(3, torch.Generator().manual_seed(0))
+    assert kind.tolist() == sorted(kind.tolist())
+    assert triangles.norm(dim=-1).amax((1, 2)).allclose(torch.tensor(0.95))
+    a, b, c = triangles.unbind(2)
+    normal = torch.linalg.cross(b - a, c - a)
+    assert normal.sum(1).abs().max() < 1e-5  # the areas of closed surfaces cancel
+    assert ((normal * (a + b + c)).sum((1, 2)) > 0).all()  # and they enclose a volume from outside
+
+
+def test_pictures_are_those_of_a_ray_a_pixel(parts):
+    shapes, render, _ = parts
+    generator = torch.Generator().manual_seed(1)
+    triangles, _ = shapes.meshes(1, generator)
+    q = torch.nn.functional.normalize(torch.randn(len(triangles), 4, generator=generator), dim=-1)
+    turn, size = render.matrix(q), 9
+    drawn = render.render(triangles, turn, size, chunk=5)
+    light = torch.nn.functional.normalize(torch.tensor(render.LIGHT), dim=0)
+    for picture, some, rotation in zip(drawn, triangles, turn, strict=True):
+        a, b, c = (some @ rotation.T).double().unbind(1)
+        edges = torch.stack([b - a, c - a], 2)
+        seen = edges[:, :2].det().abs() > 1e-9
+        a, edges = a[seen], edges[seen]
+        normal = torch.nn.functional.normalize(torch.linalg.cross(edges[..., 0], edges[..., 1]), dim=1)
+        shade = 0.25 + 0.75 * (normal @ light.double()).clamp(min=0)
+        for row in range(size):
+            for column in range(size):
+                point = torch.tensor([(column + 0.5) * 2 / size - 1, 1 - (row + 0.5) * 2 / size]).double()
+                s, t = torch.linalg.solve(edges[:, :2], point - a[:, :2]).unbind(1)
+                hit = (s >= 0) & (t >= 0) & (s + t <= 1)
+                depth = torch.where(hit, a[:, 2] + s * edges[:, 2, 0] + t * edges[:, 2, 1], -torch.inf)
+                expected = 255 * shade[depth.argmax()] if hit.any() else 0
+                assert abs(picture[row, column] - expected) <= 1
+
+
+def test_a_view_is_what_its_angles_say(parts):
+    _, render, _ = parts
+    up, front = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([1.0, 0.0, 0.0])
+
+    def seen(azimuth, elevation, tilt):
+        return render.view(*(torch.tensor(math.radians(a)) for a in (azimuth, elevation, tilt)))
+
+    assert (seen(0, 0, 0) @ up).allclose(torch.tensor([0.0, 1.0, 0.0]), atol=1e-6)
+    assert (seen(0, 0, 0) @ front).allclose(torch.tensor([1.0, 0.0, 0.0]), atol=1e-6)
+    assert (seen(-90, 0, 0) @ front).allclose(torch.tensor([0.0, 0.0, 1.0]), atol=1e-6)  # towards the camera
+    assert (seen(30, 90, 0) @ up).allclose(torch.tensor([0.0, 0.0, 1.0]), atol=1e-6)  # from above
+    assert (seen(0, 0, 90) @ up).allclose(torch.tensor([-1.0, 0.0, 0.0]), atol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["rotations", "axes", "anywhere"])
+def test_targets_lead_back_to_the_rotation(parts, task):
+    _, _, run = parts
+    some = run.pictures(task, 1, 4, 16, 0, "cpu")
+    assert run.to_matrix(some.points.unbind(1)).allclose(some.rotation, atol=1e-5)
+
+
+def test_heads_say_what_their_outputs_mean_and_lose_least_there(parts):
+    _, _, run = parts
+    for size, names in ((4, ["direct", "flat", "flat, either sign", "flat with signs"]), (2, ["direct", "flat"])):
+        point = run.canonical_quaternion(torch.nn.functional.normalize(torch.randn(50, size), dim=-1))
+        other = point.roll(1, 0)
+        for name in names:
+            head = (run.QUATERNIONS if size == 4 else run.ANGLES)[name](12 if "signs" in name else size)
+            head.linear.weight.data, head.linear.bias.data = torch.eye(len(head.linear.bias)), head.linear.bias.data * 0
+            signs = (
+                torch.nn.functional.one_hot(run.sign_class(point, (1, 2, 3)), 8) if "signs" in name else point[:, :0]
+            )
+            features = torch.cat([point.abs() if "signs" in name else point, 9.0 * signs], 1)
+            torch.testing.assert_close(head.predict(features), point)
+            assert head.loss(features, point) < head.loss(features, other)
+
+
+def test_two_columns_are_a_rotation(parts):
+    _, render, run = parts
+    q = torch.nn.functional.normalize(torch.randn(50, 4), dim=-1)
+    head = run.TwoColumns(6)
+    head.linear.weight.data, head.linear.bias.data = torch.eye(6), torch.zeros(6)
+    turn = render.matrix(q)
+    torch.testing.assert_close(head.predict(3 * turn[..., :2].mT.flatten(1)), turn)
+    assert head.predict(torch.randn(50, 6)).det().allclose(torch.tensor(1.0))
+    assert head.loss(turn[..., :2].mT.flatten(1), q) < 1e-6
