@@ -236,6 +236,7 @@ def measured(net: Network, some: Pictures) -> common.Row:
 def train(setting: common.Row, rate: float, scale: Scale, device: str) -> common.Row:
     """Train one network and measure it at the last epoch."""
     torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark = True
     parts = load(setting["task"], scale, device)
     torch.manual_seed(setting["seed"])
     generator = torch.Generator(device).manual_seed(setting["seed"])
