@@ -24,7 +24,7 @@ TREES = {
     "coarse": "coarse classes",
     "shuffled": "Ward tree, classes shuffled",
 }
-THETAS = tuple(round(0.1 * i, 1) for i in range(11))
+THETAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
 WANTED = (0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 SIZES = (1, 2, 3, 5, 10, 20, 50, 100)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer import _check
@@ -110,20 +111,31 @@ def _hits(op: str, index: Any, target: Any, tree: LabelTree) -> tuple[Tensor, Te
     batch = lists.shape[:-1]
     probe = torch.empty((), device=lists.device).expand(*batch, tree.n_leaves)
     labels = _check.target(op, target, probe)
-    member = tree.membership().to(lists.device)
-    # Counts as sums of products, on which a half-precision matmul would lose single labels.
-    under = member.double().T
     chosen = lists >= 0
-    place = lists.clamp(min=0)
-    hit = ((labels.positive().double() @ under) > 0).gather(-1, place) & chosen
+    under = _Under(tree, lists.clamp(min=0))
+    hit = under.any(labels.positive()) & chosen
     counted = chosen
     full = labels.count() > 0
     known = labels.known()
     if known is not None:
-        open_question = (((~known).double() @ under) > 0).gather(-1, place) & ~hit
+        open_question = under.any(~known) & ~hit
         counted = chosen & ~open_question
         full = full & (counted.any(-1) | ~chosen.any(-1))
     return hit, counted, full
+
+
+class _Under:
+    """Nodes of a tree, and the classes under them: in the order of a walk these are neighbours, so sums tell."""
+
+    def __init__(self, tree: LabelTree, nodes: Tensor) -> None:
+        begin, end = (torch.tensor(bound, device=nodes.device) for bound in tree.spans)
+        self.order = begin[tree.leaves.to(nodes.device)].argsort()
+        self.begin, self.end = begin[nodes], end[nodes]
+
+    def any(self, marked: Tensor) -> Tensor:
+        """Whether a marked class, boolean of shape ``(*batch, n_classes)``, is under each node."""
+        upto = F.pad(marked.index_select(-1, self.order).cumsum(-1), (1, 0))
+        return upto.gather(-1, self.end) > upto.gather(-1, self.begin)
 
 
 def _row_sums(value: Tensor, counted: Tensor, full: Tensor) -> RowSums:

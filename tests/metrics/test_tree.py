@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import lastlayer as ll
 from lastlayer import Decoded, LabelTree, tree_accuracy, tree_specificity
 
 TREE = LabelTree.from_parents([4, 4, 5, 5, 6, 6, -1])
@@ -80,3 +81,12 @@ def test_messages(function):
         function(torch.zeros(1, 1, dtype=torch.long), target, TREE, empty="x")
     with pytest.raises(ValueError, match=rf"{name}: `target` must have shape \(1, 4\)"):
         function(torch.zeros(1, 1, dtype=torch.long), torch.zeros(3, 2), TREE)
+
+
+def test_a_node_is_right_if_it_holds_a_label_for_classes_in_any_order():
+    tree = ll.LabelTree.from_prototypes(torch.randn(30, 4))
+    index = torch.randint(tree.n_nodes, (40, 3))
+    target = (torch.rand(40, 30) < 0.1).long()
+    target[:, 0] = 1
+    hit = (tree.membership()[index] & target.bool()[:, None]).any(-1).double()
+    torch.testing.assert_close(tree_accuracy(index, target, tree), hit.mean())
