@@ -4,7 +4,8 @@
 
 Every case runs in a process of its own. Memory is what a step needs at its peak beyond features, weight and, in
 backward, their gradients: on a GPU by the allocator, on a CPU by the resident set (some 20 MB of it is the first call
-of a library). A way that does not fit is reported as such.
+of a library). Time is that of the clock on a GPU, and that of the processor on a CPU (of all threads together: set
+OMP_NUM_THREADS=1). A way that does not fit is reported as such.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,9 @@ def measure(way: str, n: int, rows: int, size: int, dtype: str, k: float, repeat
         if device.type == "cuda":
             torch.cuda.synchronize()
 
+    clock = perf_counter if device.type == "cuda" else process_time
     before = _memory(device, start=True)
+    first = clock()
     loss = WAYS[way](features, weight, target, k)
     wait()
     forward = _memory(device) - before
@@ -56,20 +59,21 @@ def measure(way: str, n: int, rows: int, size: int, dtype: str, k: float, repeat
     loss.backward()
     wait()
     backward = _memory(device) - before - features.nbytes - weight.nbytes
+    first = clock() - first
     peak = max(forward, backward)
     loss = loss.detach()
-    seconds = []
+    seconds = [] if repeats else [first]
     for _ in range(repeats):
-        began = perf_counter()
+        began = clock()
         step()
         wait()
-        seconds.append(perf_counter() - began)
+        seconds.append(clock() - began)
     materialised = 2 * rows * n * features.element_size()
     norms = {"features": float(features.grad.double().norm()), "weight": float(weight.grad.double().norm())}
     return {
         "loss": float(loss),
         **{f"gradient_{name}": value for name, value in norms.items()},
-        "ms": 1e3 * sorted(seconds)[len(seconds) // 2] if seconds else float("nan"),
+        "ms": 1e3 * sorted(seconds)[len(seconds) // 2],
         "peak_bytes": peak,
         "of_materialised": peak / materialised,
     }
@@ -99,7 +103,7 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=512)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--k", type=float, default=5)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps after the first; 0 times the first")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -121,7 +125,8 @@ def main() -> None:
             )
             print(f"{n:>9} {way:<28} {words}", flush=True)
     if options.json:
-        shape = {"rows": options.rows, "features": options.features, "dtype": options.dtype, "k": options.k}
+        threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
+        shape = {**threads, "rows": options.rows, "features": options.features, "dtype": options.dtype, "k": options.k}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(
             json.dumps({"device": device, "torch": torch.__version__, **shape, "cases": found}, indent=1)

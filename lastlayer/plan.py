@@ -54,33 +54,54 @@ def start_traffic(rows: int, k: float, ranks: int, bytes_each: int = 4, known: b
 
 
 def lml_traffic(
-    rows: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4, known: bool = True, backward: bool = True
+    rows: int,
+    k: float,
+    ranks: int,
+    *,
+    passes: int,
+    bytes_each: int = 4,
+    known: bool = True,
+    backward: bool = True,
+    warm: bool = False,
 ) -> list[Collective]:
-    """The collectives of ``lml(logits, k, shard=...)`` and its backward."""
+    """The collectives of ``lml(logits, k, shard=...)`` and its backward; `warm` is from known thresholds."""
     one = rows * bytes_each
-    found = [Collective("all_reduce", 3 * one), *start_traffic(rows, k, ranks, bytes_each, known)]
-    found += [Collective("all_reduce", 5 * one)] * passes
+    if warm:  # the first pass comes with the counts
+        found = [Collective("all_reduce", 8 * one), *[Collective("all_reduce", 5 * one)] * (passes - 1)]
+    else:
+        found = [Collective("all_reduce", 3 * one), *start_traffic(rows, k, ranks, bytes_each, known)]
+        found += [Collective("all_reduce", 5 * one)] * passes
     if backward:
         found += [Collective("all_reduce", one), Collective("all_reduce", 3 * one)]
     return found
 
 
-def lml_loss_traffic(rows: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4) -> list[Collective]:
+def lml_loss_traffic(
+    rows: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4, warm: bool = False
+) -> list[Collective]:
     """The collectives of ``lml_loss(logits, target, k, shard=...)`` and its backward."""
     one = rows * bytes_each
-    found = lml_traffic(rows, k, ranks, passes=passes, bytes_each=bytes_each, backward=False)
+    found = lml_traffic(rows, k, ranks, passes=passes, bytes_each=bytes_each, backward=False, warm=warm)
     found += [Collective("all_reduce", one)] * 2  # the loss, and the number of labels
     return [*found, Collective("all_reduce", one), Collective("all_reduce", 2 * one)]
 
 
 def linear_traffic(
-    rows: int, in_features: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4, feature_bytes: int = 4
+    rows: int,
+    in_features: int,
+    k: float,
+    ranks: int,
+    *,
+    passes: int,
+    bytes_each: int = 4,
+    feature_bytes: int = 4,
+    warm: bool = False,
 ) -> list[Collective]:
     """The collectives of ``linear_lml_loss(..., shard=...)`` and its backward, for k up to 1 % of a rank's classes."""
     one = rows * bytes_each
     return [
         Collective("all_gather", 6 * one),
-        *start_traffic(rows, k, ranks, bytes_each),
+        *([] if warm else start_traffic(rows, k, ranks, bytes_each)),
         *[Collective("all_reduce", 7 * one)] * passes,
         Collective("all_reduce", 3 * one),
         Collective("all_reduce", rows * in_features * feature_bytes),

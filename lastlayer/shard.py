@@ -34,6 +34,23 @@ Op = Literal["sum", "max", "min"]
 _MESSAGE = 1 << 20  # bytes of a collective below which the start-up time dominates
 
 
+@dataclass
+class Thresholds:
+    """The thresholds of a batch, from one step to the next: where a search over ranks starts, and what it found.
+
+    See :meth:`ClassShard.starting_at`.
+
+    Args:
+        nu: One number a row, or ``None`` if none is known yet; every search with these thresholds replaces it.
+
+    Example:
+        >>> Thresholds().nu is None
+        True
+    """
+
+    nu: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class ClassShard:
     """This rank's slice of the classes: ``start <= class < stop``.
@@ -52,6 +69,7 @@ class ClassShard:
     stop: int
     group: Any = None
     limit: int | None = field(default=None, init=False, repr=False, compare=False)
+    thresholds: Thresholds | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
@@ -69,6 +87,35 @@ class ClassShard:
         start = min(dist.get_rank(group) * size, n_classes)
         return cls(start, min(start + size, n_classes), group)
 
+    def starting_at(self, thresholds: Thresholds) -> ClassShard:
+        """Return this slice with thresholds to start from, of the same rows a step or an epoch ago, say.
+
+        The search of ``lml``, ``log_lml``, ``lml_threshold``, ``lml_loss`` and ``linear_lml_loss`` then sends fewer
+        messages: none to find a start, and a pass or two fewer. The result is the same to rounding, however far off
+        the start: a search that does not end soon begins again without it. `thresholds` afterwards holds what was
+        found; where it is of another number of rows it starts nothing. On a GPU a flag a pass is read back. Every rank
+        must pass the same thresholds.
+        """
+        return self._with(thresholds=thresholds)
+
+    def known(self, batch: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return the thresholds to start from, shape ``(*batch, 1)``, if there are any for such a batch."""
+        nu = None if self.thresholds is None else self.thresholds.nu
+        if nu is None or nu.numel() != batch.numel() or torch.compiler.is_compiling():
+            return None
+        return nu.reshape(*batch, 1).to(dtype).nan_to_num(0, 0, 0)
+
+    def note(self, nu: Tensor) -> None:
+        """Keep the thresholds ``(*batch, 1)`` that were found, if that is wanted."""
+        if self.thresholds is not None and not torch.compiler.is_compiling():
+            self.thresholds.nu = nu.detach().squeeze(-1)
+
+    def _with(self, **noted: Any) -> ClassShard:
+        found = replace(self)
+        for name in ("limit", "thresholds"):
+            object.__setattr__(found, name, noted.get(name, getattr(self, name)))
+        return found
+
     @property
     def size(self) -> int:
         """The number of classes on this rank."""
@@ -84,9 +131,7 @@ def limited(shard: ClassShard | None, k: Any) -> ClassShard | None:
     """Note the largest rank that a search for `k` needs, where `k` is a Python number: it shortens the start."""
     if shard is None or isinstance(k, Tensor) or not isinstance(k, numbers.Real) or not math.isfinite(float(k)):
         return shard
-    noted = replace(shard)
-    object.__setattr__(noted, "limit", math.floor(float(k)) + 1)
-    return noted
+    return shard._with(limit=math.floor(float(k)) + 1)
 
 
 def all_ranks() -> ClassShard | None:

@@ -17,14 +17,24 @@ from torch import Tensor, nn
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
 from lastlayer.project import lml as projection
-from lastlayer.shard import ClassShard, gather, limited, local_part, reduce, spread, total, unwrap, wrap_rows
+from lastlayer.shard import (
+    ClassShard,
+    Thresholds,
+    gather,
+    limited,
+    local_part,
+    reduce,
+    spread,
+    total,
+    unwrap,
+    wrap_rows,
+)
 
 _TILE = {"cpu": 1 << 20, "cuda": 1 << 26}  # bytes of the logits that are there at a time
 _WHOLE = 1024  # up to so many classes all logits of a row are kept
 _SAMPLE = 16384  # classes that say how deep the lists of the largest logits go
 _REACH = 0.35  # the largest exp(x + nu) that a sum of powers stands for
 _PASSES = 10  # a bound on the search; a row that needs more is solved from all its logits
-_FAR = 1e30  # a bound that binds nothing
 
 
 def linear_lml_loss(
@@ -383,8 +393,10 @@ class _Rows:
         self.silent = self.leak = torch.zeros_like(self.center)
 
 
-def _search(scan: _Scan, k: Tensor, limit: int, shard: ClassShard | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``(center, delta, log sum h)`` of each row, and which rows it did not find."""
+def _search(
+    scan: _Scan, k: Tensor, limit: int, shard: ClassShard | None, known: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(center, delta, log sum h)`` of each row, and which rows it did not find; `known` is a nu to start."""
     mass = scan.floor + scan.powers[:, :1].log()  # log sum exp of the classes below the floor
     counts = torch.cat([scan.n, scan.n_top, scan.n_nan, scan.few, scan.overflow, mass], -1)
     n, n_top, n_nan, few, overflow, mass = gather(counts, shard).unflatten(-1, (-1, 6)).unbind(-1)
@@ -394,10 +406,15 @@ def _search(scan: _Scan, k: Tensor, limit: int, shard: ClassShard | None) -> tup
     solvable = (k > 0) & (k < n) & (n_nan == 0)
     end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, -torch.inf, torch.where(k == n, torch.inf, torch.nan)))
     k = torch.where(solvable, k, n / 2)
-    center, lo, hi, near = projection.bracket(scan.top[:, :limit], k, n, solvable & ~few, limited(shard, limit - 1))
-    # Without the order statistics: as if every y were small.
-    center = torch.where(few & solvable, mass.logsumexp(-1, keepdim=True) - k.log(), center)
-    lo, hi = torch.where(few, -_FAR, lo), torch.where(few, _FAR, hi)
+    if known is None:
+        near_end = limited(shard, limit - 1)
+        center, lo, hi, near = projection.bracket(scan.top[:, :limit], k, n, solvable & ~few, near_end)
+        # Without the order statistics: as if every y were small.
+        center = torch.where(few & solvable, mass.logsumexp(-1, keepdim=True) - k.log(), center)
+        lo, hi = torch.where(few, -projection.FAR, lo), torch.where(few, projection.FAR, hi)
+    else:
+        center, few, near = -known, torch.ones_like(few), -known
+        lo, hi = torch.full_like(known, -projection.FAR), torch.full_like(known, projection.FAR)
     peak_of_few = torch.zeros_like(center)
     delta, log_mass = torch.zeros_like(center), torch.zeros_like(center)
     lost = solvable & overflow
@@ -454,6 +471,7 @@ def _times(count: Tensor, value: float) -> Tensor:
 
 def _solve_whole(layer: _Layer, which: Tensor, k: Tensor, rows: _Rows, shard: ClassShard | None) -> None:
     """Find the thresholds of some rows from all their logits, a few rows at a time."""
+    shard = None if shard is None else shard.starting_at(Thresholds())
     most = int(reduce(k.new_full((1, 1), layer.n), "max", shard))  # the same pieces on every rank
     for part in which.split(max(1, _tile(k) // 4 // max(most, 1))):  # with a dozen temporaries
         x = layer.of_rows(part).logits(slice(None))
@@ -489,13 +507,18 @@ class _LinearLML(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         layer = _Layer(features, weight, bias, dtype, temperature, mask)
         scan = _Scan(layer, index, limit)
-        center, delta, log_mass, lost = _search(scan, k, limit, shard)
+        known = None if shard is None else shard.known(k.shape[:-1], layer.work)
+        center, delta, log_mass, lost = _search(scan, k, limit, shard, known)
+        if known is not None and bool(lost.any()):
+            center, delta, log_mass, lost = _search(scan, k, limit, shard)
         rows = _Rows(center.contiguous(), delta.contiguous(), log_mass.contiguous(), index, rho)
         if rho > 0:
             _unseen(scan, rows)
         which = lost.squeeze(-1).nonzero().squeeze(-1)
         if len(which):
             _solve_whole(layer, which, k, rows, shard)
+        if shard is not None:
+            shard.note(rows.delta - rows.center)
         z = projection.points(scan.labels, rows.center, rows.delta)
         held = index >= 0
         live = held & scan.labels.isfinite() & rows.delta.isfinite()

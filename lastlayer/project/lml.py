@@ -20,7 +20,9 @@ from lastlayer.shard import ClassShard, kth_largest, local_part, reduce, replica
 Impl = Literal["auto", "torch", "native", "triton"]
 Kind = Literal["y", "log", "nu"]
 
+FAR = 1e30  # a bound that binds nothing
 _SHARDED_PASSES = 7  # each costs a collective; a row that needs more would have its last step taken all the same
+_WARM_PASSES = 3  # from a known threshold; after that the search begins again without it
 _PASSES = 10  # a bound on the search; the worst row of tests/project/accuracy.py takes 7
 
 
@@ -330,30 +332,57 @@ def solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tenso
     Rows without a finite nu have an infinite delta: ``-inf`` where k is used up, ``+inf`` where it takes every class
     that is left, and nan where it cannot be met.
     """
+    known = None if shard is None else shard.known(x.shape[:-1], x.dtype)
+    found = None if known is None else _search(x, k, shard, known)
+    found = _search(x, k, shard, None) if found is None else found
+    assert found is not None
+    if shard is not None:
+        shard.note(found[1] - found[0])
+    return found
+
+
+def _search(x: Tensor, k: Tensor, shard: ClassShard | None, known: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Search from order statistics, or from a known nu; None where the latter does not end soon."""
     finite = x.isfinite()
-    n, n_top, n_nan = reduce([flag.to(x.dtype) for flag in (finite, x == torch.inf, x.isnan())], "sum", shard)
+    flags = [flag.to(x.dtype) for flag in (finite, x == torch.inf, x.isnan())]
+    x = torch.where(finite, x, -torch.inf)  # weighs nothing
+    sums: tuple[Tensor, ...] = ()
+    if known is None:
+        n, n_top, n_nan = reduce(flags, "sum", shard)
+    else:  # the first pass comes with the counts
+        n, n_top, n_nan, *sums = reduce([*flags, *small_parts(x + known, *[torch.zeros_like(known)] * 2)], "sum", shard)
     k = k - n_top
     solvable = (k > 0) & (k < n) & (n_nan == 0)
     end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, -torch.inf, torch.where(k == n, torch.inf, torch.nan)))
-
-    x = torch.where(finite, x, -torch.inf)  # weighs nothing
     k = torch.where(solvable, k, n / 2)
-    center, lo, hi, near = bracket(x, k, n, solvable, shard)
+    if known is None:
+        center, lo, hi, near = bracket(x, k, n, solvable, shard)
+    else:
+        center, lo, hi, near = -known, torch.full_like(known, -FAR), torch.full_like(known, FAR), None
     delta, done = torch.zeros_like(center), ~solvable
-    for _ in range(_PASSES if shard is None else _SHARDED_PASSES):
+    passes = _WARM_PASSES if near is None else _PASSES if shard is None else _SHARDED_PASSES
+    for _ in range(passes):
         d = x - center
-        # The neighbours of the solution are close to the nearest point of all, and every rank knows them.
-        depth = -d.abs() if shard is None else -(near - center).abs()
-        peak = torch.where(solvable, reduce(depth, "max", None), 0)
-        step, lo, hi, close = advance(reduce(small_parts(d, peak, delta), "sum", shard), peak, k, lo, hi)
+        peak = torch.zeros_like(center)
+        if near is not None:
+            # The neighbours of the solution are close to the nearest point of all, and every rank knows them.
+            depth = -d.abs() if shard is None else -(near - center).abs()
+            peak = torch.where(solvable, reduce(depth, "max", None), 0)
+        sums = sums or reduce(small_parts(d, peak, delta), "sum", shard)
+        step, lo, hi, close = advance(sums, peak, k, lo, hi)
+        sums = ()
+        close = close & (near is not None or step.isfinite())
         step = torch.where(done, 0, step)
         # A row's last step stays in delta, so that the points at which the sums were taken are those returned; before
         # that delta holds what rounding the center lost.
         moved = torch.where(done | close, center, center - (delta + step))
         delta = (delta + step) + (moved - center)
         center, lo, hi, done = moved, lo - step, hi - step, done | close
-        if _may_stop(x) and bool(done.all()):
+        if (near is None or _may_stop(x)) and bool(done.all()):
             break
+    else:
+        if near is None:
+            return None
     return torch.where(solvable, center, 0), torch.where(solvable, delta, end)
 
 

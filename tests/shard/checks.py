@@ -571,6 +571,47 @@ def check_traffic() -> None:
         assert [m.sent(4) for m in (*sent[:2], sent[-2])] == [3 * 6 * count * each] * 2 + [1.5 * 3 * count * each]
 
 
+def check_warm_start() -> None:
+    """Known thresholds save messages, as many as the formulas say, and change nothing else; bad ones cost a few."""
+    torch.manual_seed(11)
+    n, size, count = 400, 8, 6
+    shard = ClassShard.split(n)
+    each = torch.float64.itemsize
+    features, weight = torch.randn(count, size).double(), torch.randn(n, size).double()
+    index = torch.randint(n, (count, 3))
+    target = index if index.shape[-1] != shard.size else torch.nn.functional.pad(index, (0, 1), value=-1)
+
+    def lml_loss(features: Tensor, shard: ClassShard | None) -> Tensor:
+        part = weight if shard is None else weight[shard.start : shard.stop]
+        return ll.lml_loss(features @ part.T, target, 5, shard=shard, impl="torch")
+
+    def linear(features: Tensor, shard: ClassShard | None) -> Tensor:
+        part = weight if shard is None else weight[shard.start : shard.stop]
+        return ll.linear_lml_loss(features, part, target, 5, shard=shard)
+
+    moved = features + 0.01 * torch.randn(count, size).double()
+    traffic = {lml_loss: plan.lml_loss_traffic, linear: plan.linear_traffic}
+    for function, formula in traffic.items():
+        thresholds = sharding.Thresholds()
+        warm, sent = shard.starting_at(thresholds), {}
+        for name, x in (("cold", features), ("same", features), ("moved", moved)):
+            leaf = x.clone().requires_grad_()
+            with counted() as messages:
+                loss = function(leaf, warm)
+            sent[name] = len(messages)
+            close(loss.detach(), function(x, None).detach(), name)
+            close(thresholds.nu, ll.lml_threshold(x @ weight.T, 5, impl="torch"), name)
+            if name == "same" and function is lml_loss:
+                assert messages == formula(count, 5, 4, passes=1, bytes_each=each, warm=True)[: len(messages)]
+            if name == "same" and function is linear:
+                assert messages == formula(count, size, 5, 4, passes=1, bytes_each=each, warm=True)[:-1]
+        assert sent["same"] < sent["moved"] < sent["cold"], sent
+        for bad in (torch.full((count,), 300.0), torch.full((count,), torch.nan), torch.zeros(count + 1)):
+            thresholds.nu = bad.double()
+            close(function(features, warm).detach(), function(features, None).detach(), "bad start")
+    assert sharding.limited(warm, 3).thresholds is thresholds
+
+
 def run(rank: int, names: list[str], store: str, results: Any) -> None:
     """Run checks one after the other in a process of its own; report those that passed and the first failure."""
     torch.set_num_threads(1)
