@@ -543,10 +543,12 @@ class _LinearLML(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         found = _first_derivatives(ctx, grad.detach())
-        return (*_FirstOnly.apply(grad, *ctx.saved_tensors[:2], *found), *(None,) * 7)
+        if torch.is_grad_enabled():
+            found = _FirstOnly.apply(grad, *ctx.saved_tensors[:2], *found)
+        return (*found, *(None,) * 7)
 
 
-def _first_derivatives(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of features, weight, bias, k and temperature, block by block."""
     features, weight, bias, mask, scale, index, center, delta, log_mass, pull, toward = ctx.saved_tensors
     temperature = ctx.temperature if scale is None else scale
@@ -579,7 +581,7 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> list[Tensor | None]:
             grad_features = grad_features.to(features.dtype)
         if grad_temperature is not None:
             grad_temperature = grad_temperature.to(scale.dtype)
-    return [grad_features, grad_weight, grad_bias, grad_k, grad_temperature]
+    return grad_features, grad_weight, grad_bias, grad_k, grad_temperature
 
 
 class _FirstOnly(torch.autograd.Function):
@@ -686,7 +688,8 @@ class _WeightedThreshold(torch.autograd.Function):
             p = share * (F.logsigmoid(z) + F.logsigmoid(-z) - log_mass).exp()
             dx = torch.where(x.isfinite() & nu.isfinite(), -p * given, 0)
             dk = torch.where(nu.isfinite(), given * (-log_mass).exp(), 0)
-        dx, dk = _FirstOnly.apply(grad, x, share, dx, dk)
+        if torch.is_grad_enabled():
+            dx, dk = _FirstOnly.apply(grad, x, share, dx, dk)
         return dx, None, dk, None
 
 

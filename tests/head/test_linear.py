@@ -314,6 +314,22 @@ def test_second_derivatives_are_an_error():
             grad.sum().backward()
 
 
+def test_gradient_is_handed_over_not_copied(monkeypatch):
+    features, weight, _, target = problem(300)
+    weight.requires_grad_()
+    made = []
+    real = linear._first_derivatives
+
+    def watched(*arguments):
+        found = real(*arguments)
+        made.append(found[1].data_ptr())
+        return found
+
+    monkeypatch.setattr(linear, "_first_derivatives", watched)
+    linear_lml_loss(features, weight, target, 3).backward()
+    assert made == [weight.grad.data_ptr()]
+
+
 def test_never_holds_the_logits(monkeypatch):
     """No tensor of a tenth of the logits is made, forward or backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
