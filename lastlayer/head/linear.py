@@ -328,7 +328,8 @@ class _Scan:
         self.powers, self.n, self.n_top, self.n_nan = torch.cat(powers, -1), n, n_top, n_nan
         self.held = self.fill.unsqueeze(-1).to(layer.work)
         self.overflow = (self.held > room) | dense
-        self.top = self.top.sort(-1, descending=True).values
+        filled = int(self.fill.max()) if layer.rows else 0
+        self.top = self.top[:, : min(room, filled)].sort(-1, descending=True).values
         self.few = self.held < n.clamp(max=limit)
 
     def _add(self, x: Tensor) -> None:
@@ -357,12 +358,12 @@ class _Scan:
         return list(torch.where(sums == 0, 0, sums * (depth - unit).exp()).split(1, -1))
 
 
-def list_sizes(n_classes: int, limit: int, step: int = _SAMPLE) -> tuple[int, int, int]:
+def list_sizes(n_classes: int, limit: int) -> tuple[int, int, int]:
     """Return the stride of the sample of classes, the rank of the floor in it, and the room of the lists above it.
 
     The floor is some times `limit` logits deep, as far as a sample can say; the lists hold what chance may add.
     """
-    stride = max(1, n_classes // min(max(n_classes // 32, _WHOLE), max(step, _WHOLE), _SAMPLE))
+    stride = max(1, n_classes // min(max(n_classes // 32, _WHOLE), _SAMPLE))
     size = -(-n_classes // stride)
     rank = min(4 + math.ceil(4 * limit * size / n_classes), size)
     return stride, rank, math.ceil((rank + 4 * math.sqrt(rank) + 8) * n_classes / size)
@@ -372,9 +373,13 @@ def _floor(layer: _Layer, limit: int) -> tuple[Tensor, int]:
     """Return the floor of each row's list, and the room of the lists."""
     if layer.n <= _WHOLE:
         return layer.features.new_full((layer.rows, 1), -torch.inf, dtype=layer.work), layer.n
-    stride, rank, room = list_sizes(layer.n, limit, layer.step)
-    sample = _finite(layer.logits(slice(0, layer.n, stride)))
-    return sample.topk(rank, -1).values[:, -1:].to(layer.work).contiguous(), room
+    stride, rank, room = list_sizes(layer.n, limit)
+    piece = max(1, 4 * _tile(layer.features) * stride // layer.n)  # rows whose sample is as large as a few blocks
+    floors = []
+    for rows in torch.arange(layer.rows, device=layer.features.device).split(piece):
+        sample = _finite(layer.of_rows(rows).logits(slice(0, layer.n, stride)))
+        floors.append(sample.topk(rank, -1).values[:, -1:].to(layer.work))
+    return torch.cat(floors) if floors else layer.features.new_zeros(0, 1, dtype=layer.work), room
 
 
 @dataclass
