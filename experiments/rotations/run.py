@@ -319,11 +319,14 @@ def cell(values: Sequence[float], digits: int) -> str:
     return f"{statistics.fmean(values):.{digits}f}{spread}"
 
 
-def described(row: common.Row) -> str:
+def described(row: common.Row, rows: Sequence[common.Row]) -> str:
+    size = {name: row[name] for name in Scale._fields} | {"stage": "choice"}
+    tried = sorted({r["rate"] for r in rows if size.items() <= r.items()})
     things, side = len(shapes.KINDS) * row["things"], row["pixels"]
     return (
         f"{things:,} things for training, {row['views']} views of each, {side} x {side} pixels, "
-        f"{row['epochs']} epochs, {row['width']} to {8 * row['width']} channels."
+        f"{row['epochs']} epochs, {row['width']} to {8 * row['width']} channels; "
+        f"learning rates tried: {', '.join(f'{rate:g}' for rate in tried)}."
     )
 
 
@@ -339,7 +342,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
                 median = cell([row["median"] for row in runs], 2)
                 lines.append(f"| {method} | {median} | {shares} | {runs[0]['rate']:g} |")
         found[task] = "\n".join(lines) if some else "(not run)"
-    found["scale"] = "".join(map(described, largest(rows)[:1])) or "(not run)"
+    found["scale"] = "".join(described(row, rows) for row in largest(rows)[:1]) or "(not run)"
     shown = "![Shares within an angle, for each method and task](figures/rotations.svg)"
     found["figure"] = shown if largest(rows) else "(not run)"
     return found
@@ -369,7 +372,8 @@ def draw(rows: Sequence[common.Row], folder: Path) -> None:
             )
         axes.set(title=names[task], xlabel="within, degrees", xticks=[7.5, 15, 30])
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=7)
+        if axes.lines:
+            axes.legend(fontsize=7)
     panels[0].set_ylabel("% of test pictures")
     common.save(figure, folder / "rotations.svg")
     sample = pictures("rotations", 1, 2, 64, 5, "cpu").x.view(12, 2, 64, 64)
