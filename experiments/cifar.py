@@ -1,4 +1,8 @@
-"""CIFAR-100 for several experiments: the images, two networks, one way to train, several models at once on a device."""
+"""CIFAR-100 for several experiments: the images, three networks, one way to train, several at once on a device.
+
+The third network is a layer on features of the images that another network, trained elsewhere, has left: it trains on
+a CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 from experiments import common
 
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
-PEAK = {"resnet": 0.4, "densenet": 0.2}  # largest learning rate
+PEAK = {"resnet": 0.4, "densenet": 0.2, "features": 0.4}  # largest learning rate
 
 Arrays = dict[str, np.ndarray]
 Tensors = dict[str, Tensor]
@@ -54,6 +58,13 @@ def load(folder: Path) -> Arrays:
     return found
 
 
+def load_features(path: Path) -> Arrays:
+    """Read features as ``round(24 * v) + 128`` (``train``, ``test``), with ``labels.npz`` beside them."""
+    with np.load(path, allow_pickle=False) as data, np.load(path.parent / "labels.npz", allow_pickle=False) as labels:
+        found = {f"{split}_x": (data[split].astype(np.float32) - 128) / 24 for split in ("train", "test")}
+        return found | {name: labels[name] for name in labels.files}
+
+
 def tiny() -> Arrays:
     """Random images whose colour tells the class: enough to run every line."""
     rng = np.random.default_rng(0)
@@ -65,7 +76,7 @@ def tiny() -> Arrays:
 
 
 def prepared(raw: Arrays, held_out: int, device: str) -> Tensors:
-    """Normalise the images and split off the validation rows, the same for all seeds.
+    """Normalise the images, if they are images, and split off the validation rows, the same for all seeds.
 
     The keys are ``x``, ``fine`` and ``coarse`` after ``train_``, ``valid_`` and ``test_``.
     """
@@ -74,8 +85,11 @@ def prepared(raw: Arrays, held_out: int, device: str) -> Tensors:
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (MEAN, STD))
     found: Tensors = {}
     for split, source, rows in (("train", "train", train), ("valid", "train", valid), ("test", "test", slice(None))):
-        x = torch.as_tensor(raw[f"{source}_x"][rows], device=device).permute(0, 3, 1, 2)
-        found[f"{split}_x"] = ((x.float() - mean) / std).to(torch.bfloat16 if split == "train" else torch.float32)
+        x = torch.as_tensor(raw[f"{source}_x"][rows], device=device)
+        if x.ndim == 4:
+            x = (x.permute(0, 3, 1, 2).float() - mean) / std
+            x = x.to(torch.bfloat16) if split == "train" else x
+        found[f"{split}_x"] = x
         for name in ("fine", "coarse"):
             found[f"{split}_{name}"] = torch.as_tensor(raw[f"{source}_{name}"][rows].astype(int), device=device)
     return found
@@ -150,17 +164,27 @@ def densenet(growth: int = 40, depth: int = 40) -> nn.Sequential:
     return nn.Sequential(*layers, nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
+def on_features(width: int, inner: int = 256) -> nn.Sequential:
+    """One layer on features that are there already: ``8 * width`` numbers."""
+    return nn.Sequential(nn.Linear(inner, 8 * width, bias=False), nn.BatchNorm1d(8 * width), nn.GELU())
+
+
 def network(name: str, width: int) -> tuple[nn.Sequential, int]:
     """Make a network without its last layer, and say how many features it has."""
+    if name == "features":
+        return on_features(width), 8 * width
     return (resnet(width), 6 * width) if name == "resnet" else (densenet(), 440)
 
 
-def half(device: str) -> torch.autocast:
-    return torch.autocast(torch.device(device).type, torch.bfloat16)
+def half(x: Tensor) -> torch.autocast:
+    """Compute on images in bfloat16, on features in float32."""
+    return torch.autocast(x.device.type, torch.bfloat16, enabled=x.ndim == 4)
 
 
 def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A random crop of the image padded by 4, and a mirror image half of the time, on the device."""
+    """A random crop of the image padded by 4, and a mirror image half of the time; features stay as they are."""
+    if x.ndim == 2:
+        return x
     rows = x.shape[0]
     shift = torch.randint(0, 9, (2, rows), device=x.device, generator=generator)
     base = torch.arange(32, device=x.device)
@@ -216,13 +240,14 @@ def fit(
 def outputs(net: nn.Module, x: Tensor) -> Tensor:
     """What a network in evaluation mode says of images, in float32."""
     net.eval()
-    with half(x.device.type):
-        parts = [net(part.contiguous(memory_format=torch.channels_last)) for part in x.split(2000)]
+    with half(x):
+        parts = [net(part.to(memory_format=torch.channels_last) if x.ndim == 4 else part) for part in x.split(2000)]
     return torch.cat(parts).float()
 
 
-def add_arguments(parser: Any) -> None:
+def add_arguments(parser: Any, networks: tuple[str, ...] = ("resnet", "features")) -> None:
     """The arguments of a run that trains on CIFAR-100."""
+    parser.add_argument("--network", default="resnet", choices=networks, help="features: --data is a file of features")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--width", type=int, default=64)
@@ -241,9 +266,9 @@ def run(settings: list[dict[str, Any]], train: Train, arguments: Any, results: c
     if not settings:
         return
     if not arguments.smoke and arguments.data is None:
-        raise SystemExit("--data is needed: the folder of CIFAR-100 (or --smoke)")
+        raise SystemExit("--data is needed: the folder of CIFAR-100, or a file of features (or --smoke)")
     end = time.time() + 60 * arguments.minutes
-    raw = tiny() if arguments.smoke else load(arguments.data)
+    raw = tiny() if arguments.smoke else (load if arguments.data.is_dir() else load_features)(arguments.data)
     if arguments.workers == 1:
         ready = _ready(raw, arguments)
         for setting in settings:

@@ -23,26 +23,25 @@ from experiments import cifar, common
 from experiments.accuracy_specificity import curves, many
 
 HERE = Path(__file__).parent
-NETWORKS = ("prototypes", "linear")
-FIGURE = """![Accuracy against specificity on CIFAR-100: three ways to choose an answer on one tree,
-and one way on seven trees](results/curves.svg)"""
+NETWORKS = ("resnet", "features")
+HEADS = ("prototypes", "linear")
 READ_AT = (0.8, 0.9, 0.95)
 MATCHES = ("coarse to tree", "tree to coarse")
 
 
-def artefact(arguments: Any, network: str, seed: int) -> Path:
-    return arguments.out.parent / f"scores_{network}_{seed}.npz"
+def artefact(arguments: Any, network: str, head: str, seed: int) -> Path:
+    return arguments.out.parent / f"scores_{network}_{head}_{seed}.npz"
 
 
 def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> common.Row:
     """Train one network and write its scores of the validation and test images, and its last layer, to a file."""
-    body, features = cifar.network("resnet", arguments.width)
-    prototypes = setting["network"] == "prototypes"
+    body, features = cifar.network(setting["network"], arguments.width)
+    prototypes = setting["head"] == "prototypes"
     head: nn.Module = ll.PrototypeHead(features, 100) if prototypes else nn.Linear(features, 100)
     body, head = body.to(arguments.device, memory_format=torch.channels_last), head.to(arguments.device)
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
-        with cifar.half(arguments.device):
+        with cifar.half(x):
             found = body(x)
         return nn.functional.cross_entropy(head(found.float()), y)
 
@@ -54,7 +53,7 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
         ],
         data["train_x"],
         data["train_fine"],
-        peak=cifar.PEAK["resnet"],
+        peak=cifar.PEAK[setting["network"]],
         epochs=arguments.epochs,
         batch=arguments.batch,
         seed=setting["seed"],
@@ -76,7 +75,7 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
             means = [hidden[target == c].mean(0) for c in range(100)]
             found["means"] = torch.stack(means).nan_to_num().cpu().numpy()
     found["coarse"] = torch.stack([data["train_coarse"][data["train_fine"] == c][0] for c in range(100)]).cpu().numpy()
-    path = artefact(arguments, setting["network"], setting["seed"])
+    path = artefact(arguments, setting["network"], setting["head"], setting["seed"])
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, **found)
     return row
@@ -151,13 +150,22 @@ def set_tables(rows: list[common.Row]) -> dict[str, str]:
 
 
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
-    networks = [row for row in rows if row["part"] == "network"]
-    return {
-        "networks": common.columns(networks, "network", ("test_top1", "test_top5"), order=NETWORKS),
-        **cifar_tables(list(rows)),
-        **set_tables(list(rows)),
-        "figure": FIGURE if any(row["part"] == "curve" for row in rows) else "(not run)",
-    }
+    found = {}
+    for network in NETWORKS:
+        part = [row for row in rows if row.get("network") == network]
+        trained = [row for row in part if row["part"] == "network"]
+        made = {
+            "networks": common.columns(trained, "head", ("test_top1", "test_top5"), order=HEADS),
+            **cifar_tables(part),
+            "figure": shown(network) if any(row["part"] == "curve" for row in part) else "(not run)",
+        }
+        found |= {f"{name} {network}": table for name, table in made.items()}
+    return found | set_tables(list(rows))
+
+
+def shown(network: str) -> str:
+    return f"""![Accuracy against specificity on CIFAR-100: three ways to choose an answer on one tree,
+and one way on seven trees](results/curves_{network}.svg)"""
 
 
 def figure(rows: list[common.Row], path: Path) -> None:
@@ -188,13 +196,15 @@ def figure(rows: list[common.Row], path: Path) -> None:
 
 
 def measure_curves(arguments: Any, results: common.Results) -> None:
-    for seed in range(arguments.seeds):
-        path, other = (artefact(arguments, network, seed) for network in NETWORKS)
-        if not path.exists() or not results.missing(part="curve", seed=seed):
-            continue
-        linear = curves.read(other) if other.exists() else None
-        results.extend([rounded(row) for row in curves.measure(curves.read(path), linear, seed)])
-        print(f"curves of seed {seed}", flush=True)
+    for network in NETWORKS:
+        for seed in range(arguments.seeds):
+            path, other = (artefact(arguments, network, head, seed) for head in HEADS)
+            if not path.exists() or not results.missing(part="curve", network=network, seed=seed):
+                continue
+            linear = curves.read(other) if other.exists() else None
+            rows = [rounded(row) | {"network": network} for row in curves.measure(curves.read(path), linear, seed)]
+            results.extend(rows)
+            print(f"curves of {network}, seed {seed}", flush=True)
 
 
 def measure_sets(arguments: Any, results: common.Results) -> None:
@@ -221,7 +231,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
         if arguments.readme is not None:
-            figure(common.Results(arguments.out).rows, arguments.readme.parent / "results" / "curves.svg")
+            for network in NETWORKS:
+                rows = [row for row in common.Results(arguments.out).rows if row.get("network") == network]
+                figure(rows, arguments.readme.parent / "results" / f"curves_{network}.svg")
         return
     if arguments.smoke:
         cifar.shrink(arguments)
@@ -229,9 +241,9 @@ def main(argv: list[str] | None = None) -> None:
     results = common.Results(arguments.out)
     if "train" in arguments.parts:
         settings = [
-            {"part": "network", "network": network, "seed": seed}
+            {"part": "network", "network": arguments.network, "head": head, "seed": seed}
             for seed in range(arguments.seeds)
-            for network in NETWORKS
+            for head in HEADS
         ]
         cifar.run([s for s in settings if results.missing(**s)], train, arguments, results)
     if "curves" in arguments.parts:

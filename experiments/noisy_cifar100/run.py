@@ -1,6 +1,6 @@
 """Top-5 classification of CIFAR-100 with noisy labels (figure 4 of the LML paper; Berrada et al. 2018's protocol).
 
-    python -m experiments.noisy_cifar100.run --data CIFAR [--noise blocks coarse] [--network resnet densenet]
+    python -m experiments.noisy_cifar100.run --data CIFAR [--noise blocks coarse] [--network resnet]
 
 Training labels are replaced, each with probability p, by a random one of five: the block of the published code
 (label - label % 5 + 0..4) or the fine classes of the same coarse class, as the papers' texts say. Validation and test
@@ -30,7 +30,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "LML": lambda x, y: ll.lml_loss(x, y, K),
     "two-way": lambda x, y: ll.two_way_loss(x, y),
 }
-NETWORKS = ("resnet", "densenet")
+NETWORKS = ("resnet", "densenet", "features")
 PROBABILITIES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
@@ -56,7 +56,7 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
     loss_of = LOSSES[setting["loss"]]
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
-        with cifar.half(arguments.device):
+        with cifar.half(x):
             logits = net(x)
         return loss_of(logits.float(), y)
 
@@ -126,23 +126,21 @@ def figure(rows: Sequence[common.Row], path: Path) -> None:
 def grid(arguments: Any) -> list[dict[str, Any]]:
     settings = []
     for seed in range(arguments.seeds):
-        for network in arguments.network:
-            for p in arguments.p:
-                for noise in ["none"] if p == 0 else arguments.noise:
-                    settings += [
-                        {"network": network, "noise": noise, "p": p, "loss": loss, "seed": seed}
-                        for loss in arguments.losses
-                    ]
+        for p in arguments.p:
+            for noise in ["none"] if p == 0 else arguments.noise:
+                settings += [
+                    {"network": arguments.network, "noise": noise, "p": p, "loss": loss, "seed": seed}
+                    for loss in arguments.losses
+                ]
     return settings
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, HERE / "results" / "results.json")
-    parser.add_argument("--network", nargs="+", default=["resnet"], choices=NETWORKS)
     parser.add_argument("--noise", nargs="+", default=["blocks", "coarse"], choices=["blocks", "coarse"])
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--p", nargs="+", type=float, default=list(PROBABILITIES))
-    cifar.add_arguments(parser)
+    cifar.add_arguments(parser, networks=NETWORKS)
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
         if arguments.readme is not None:

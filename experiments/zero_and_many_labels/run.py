@@ -9,6 +9,7 @@ linear models on multi-label sets (on the CPU).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
     classes = known_classes(data["train_fine"], data["train_coarse"]) if zero else torch.arange(100)
     classes = classes.to(arguments.device)
     makers = heads.ZERO_LABELS if zero else heads.ONE_VERSUS_REST
-    body, features = cifar.network("resnet", arguments.width)
+    body, features = cifar.network(setting["network"], arguments.width)
     head = makers[setting["method"]](features, int(classes.max()) + 1)
     body, head = body.to(arguments.device, memory_format=torch.channels_last), head.to(arguments.device)
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
-        with cifar.half(arguments.device):
+        with cifar.half(x):
             found = body(x)
         return head.loss(found.float(), y)
 
@@ -52,7 +53,7 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
         [*body.parameters(), *head.parameters()],
         data["train_x"],
         classes[data["train_fine"]],
-        peak=cifar.PEAK["resnet"],
+        peak=cifar.PEAK[setting["network"]],
         epochs=arguments.epochs,
         batch=arguments.batch,
         seed=setting["seed"],
@@ -79,23 +80,16 @@ def measured(probabilities: Tensor, confidence: Tensor, target: Tensor) -> commo
     }
 
 
-def tables(rows: list[common.Row]) -> dict[str, str]:
-    zero, one = ([row for row in rows if row["task"] == task] for task in ("zero", "one"))
-    return {
-        "zero": common.columns(
-            zero,
-            "method",
-            ("accuracy", "confidence in", "confidence out", "AUROC", "ECE"),
-            order=heads.ZERO_LABELS,
-        ),
-        "one": common.columns(
-            [row | {"top-1 error": 1 - row["accuracy"]} for row in one],
-            "method",
-            ("top-1 error", "confidence in", "ECE"),
-            order=heads.ONE_VERSUS_REST,
-        ),
-        **linear.tables([row for row in rows if row["task"] == "many"]),
-    }
+def tables(rows: Sequence[common.Row]) -> dict[str, str]:
+    found = {}
+    for network in ("resnet", "features"):
+        part = [row | {"top-1 error": 1 - row["accuracy"]} for row in rows if row.get("network") == network]
+        zero, one = ([row for row in part if row["task"] == task] for task in ("zero", "one"))
+        values = ("accuracy", "confidence in", "confidence out", "AUROC", "ECE")
+        found[f"zero {network}"] = common.columns(zero, "method", values, order=heads.ZERO_LABELS)
+        values = ("top-1 error", "confidence in", "ECE")
+        found[f"one {network}"] = common.columns(one, "method", values, order=heads.ONE_VERSUS_REST)
+    return found | linear.tables([row for row in rows if row["task"] == "many"])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -113,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     results = common.Results(arguments.out)
     makers = {"zero": heads.ZERO_LABELS, "one": heads.ONE_VERSUS_REST}
     settings = [
-        {"task": task, "method": method, "seed": seed}
+        {"task": task, "network": arguments.network, "method": method, "seed": seed}
         for seed in range(arguments.seeds)
         for task in arguments.tasks
         for method in makers.get(task, ())

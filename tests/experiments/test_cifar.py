@@ -11,6 +11,7 @@ import lastlayer as ll
 
 ROOT = Path(__file__).parents[2]
 FINE = np.arange(100).repeat(6)
+KINDS = ("fine", "coarse")
 COARSE = (FINE * 7) % 20  # five fine classes each, not next to each other
 
 
@@ -82,3 +83,28 @@ def test_the_first_of_several_nodes_are_the_nodes_of_fewer(module):
     p = torch.rand(50, 6)
     five, two = (ll.decode_tree(p, tree, method="maxk_rew", k=k, theta=0.4, rule="negation").index for k in (5, 2))
     assert (five[:, :2] == two).all()
+
+
+def test_features_are_read_and_trained_on_as_they_are(module, tmp_path):
+    cifar = module("cifar")
+    fine = np.tile(np.arange(100), 6)
+    labels = {f"{split}_{kind}": fine // (1 if kind == "fine" else 5) for split in ("train", "test") for kind in KINDS}
+    np.savez(tmp_path / "labels.npz", **labels)
+    stored = np.random.default_rng(0).integers(0, 256, (600, 256)).astype(np.uint8)
+    np.savez(tmp_path / "features.npz", train=stored, test=stored)
+    raw = cifar.load_features(tmp_path / "features.npz")
+    assert raw["train_x"][0, 0] == (int(stored[0, 0]) - 128) / 24
+    data = cifar.prepared(raw, 100, "cpu")
+    assert data["train_x"].shape == (500, 256)
+    assert data["train_x"].dtype == torch.float32
+    body, features = cifar.network("features", 8)
+    head = torch.nn.Linear(features, 100)
+    before = head.weight.detach().clone()
+
+    def objective(x, y):
+        return torch.nn.functional.cross_entropy(head(body(x)), y)
+
+    both = [*body.parameters(), *head.parameters()]
+    cifar.fit(objective, both, data["train_x"], data["train_fine"], peak=0.1, epochs=1, batch=100, seed=0)
+    assert (head.weight != before).any()
+    assert cifar.outputs(body, data["test_x"]).shape == (600, features)
