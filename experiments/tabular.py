@@ -570,12 +570,13 @@ def run(
     """
     start = time.time()
     end = start + 60 * arguments.minutes
+    device = torch.cuda.get_device_name() if torch.device(arguments.device).type == "cuda" else "CPU"
 
     def report(setting: dict[str, str], rows: list[common.Row] | str) -> None:
         if isinstance(rows, str):
             print(f"failed: {setting}\n{rows}", flush=True)
             return
-        results.extend([setting | row for row in rows])
+        results.extend([setting | row | {"device": device} for row in rows])
         print(f"{time.time() - start:6.1f}s", *setting.values(), rows[0].get("seconds"), flush=True)
 
     if arguments.workers == 1:

@@ -88,6 +88,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     made = {"variants": variants(rows)}
     rows = complete(rows)
     made["grid"] = ends(rows)
+    made["summary"] = summary(rows, "recall5")
     for head in tabular.HEADS:
         some = [row for row in rows if row["head"] == head]
         made[f"summary {head}"] = summary(some, "recall5")
@@ -179,7 +180,8 @@ SHOWN = {
     "assume negative": ("#64748b", "o"),
     "multi-hot softmax": ("#059669", "s"),
     "two-way": ("#9333ea", "v"),
-    "expected positive": ("#ea580c", "^"),
+    "label smoothing": ("#ea580c", "^"),
+    "ROLE": ("#b45309", "P"),
     "LML, k tuned": ("#93c5fd", "D"),
     "LML thinned, k tuned": ("#2563eb", "D"),
 }
@@ -205,11 +207,10 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
             axes.plot(range(len(KEEP)), mean, color=colour, marker=mark, label=method)
         axes.set_xticks(range(len(KEEP)), ["all", "50 %", "20 %", "10 %", "one a row"])
         sets = len({key[0] for key in found if key[1] == head})
-        axes.set(title=f"{head}, {sets} sets", xlabel="training labels kept", ylim=(0, None))
+        axes.set(title=f"{head}, {sets} sets", xlabel="training labels kept")
         axes.grid(alpha=0.3)
-    panels[0].invert_yaxis()
-    panels[0].set_ylabel("recall@5: points behind the best loss")
-    panels[1].legend(fontsize=8)
+    panels[0].set(ylabel="recall@5: points behind the best loss", ylim=(5, 0))  # worse ones leave the picture
+    panels[1].legend(fontsize=8, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 
