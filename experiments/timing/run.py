@@ -9,7 +9,6 @@ clocks of the benchmark. Rows carry the name of the device, so one file holds se
 from __future__ import annotations
 
 import importlib
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -101,12 +100,15 @@ def both(row: common.Row, name: str) -> float:
     return float(row["forward"][name] + row["backward"][name])
 
 
-def spread(values: list[float]) -> str:
-    """Mean and standard deviation, in three digits."""
-    mean = statistics.fmean(values)
-    digits = 0 if mean >= 100 else 1 if mean >= 10 else 2
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean:.{digits}f}{deviation}"
+def least(rows: Sequence[common.Row], which: str, name: str, **setting: int) -> float:
+    """The least of the repetitions: what else a shared machine does can only add to a time."""
+    return float(min(row[which][name] for row in rows if setting.items() <= row.items()))
+
+
+def short(values: Sequence[float]) -> str:
+    """A number, or the smallest and the largest, in three digits."""
+    texts = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in (min(values), max(values))]
+    return texts[0] if texts[0] == texts[1] else " to ".join(texts)
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:
@@ -133,33 +135,32 @@ def title(device: str, clock: str, rows: Sequence[common.Row]) -> str:
 
 
 def times(rows: Sequence[common.Row]) -> str:
-    """Milliseconds of both passes together at k = 5, and the ratio to cross-entropy of the same run."""
+    """Milliseconds of both passes together at k = 5, and the ratio to cross-entropy in each repetition."""
     lines = []
     sizes = sorted({row["n"] for row in rows})
     for name in names_in(rows):
         cells = [name]
         for n in sizes:
             some = [row for row in rows if row["n"] == n and row["k"] == 5]
-            ratio = spread([both(row, name) / both(row, "cross-entropy") for row in some])
-            cells.append(f"{statistics.median(both(row, name) for row in some):.3g} ms, {ratio}")
+            ms = sum(least(some, which, name) for which in PASSES)
+            cells.append(f"{short([ms])} ms, {short([both(row, name) / both(row, 'cross-entropy') for row in some])}")
         lines.append(cells)
     return markdown(["k = 5, both passes", *(f"n = {n}" for n in sizes)], lines)
 
 
 def growth(rows: Sequence[common.Row]) -> str:
-    """Time at the largest k over time at k = 1, forward and backward."""
+    """The least time at the largest k over that at k = 1, forward and backward."""
     lines = []
-    sizes = sorted({row["n"] for row in rows})
+    last = {n: max(row["k"] for row in rows if row["n"] == n) for n in sorted({row["n"] for row in rows})}
     for name in names_in(rows):
-        cells = [name]
-        for n in sizes:
-            some = [row for row in rows if row["n"] == n]
-            last = max(row["k"] for row in some)
-            for which in PASSES:
-                at = {(row["k"], row["seed"]): row[which][name] for row in some}
-                cells.append(spread([at[last, seed] / at[1, seed] for k, seed in at if k == last]))
-        lines.append(cells)
-    return markdown(["largest k / k = 1", *(f"n = {n}, {which}" for n in sizes for which in PASSES)], lines)
+        ratios = [
+            least(rows, which, name, n=n, k=k) / least(rows, which, name, n=n, k=1)
+            for n, k in last.items()
+            for which in PASSES
+        ]
+        lines.append([name, *(short([ratio]) for ratio in ratios)])
+    heads = [f"n = {n}, k = {k}, {which}" for n, k in last.items() for which in PASSES]
+    return markdown(["time over that of k = 1", *heads], lines)
 
 
 def against_original(rows: Sequence[common.Row]) -> str:
@@ -171,7 +172,7 @@ def against_original(rows: Sequence[common.Row]) -> str:
             cells = [f"{device}, {clock}, {which}"]
             for n in sorted({row["n"] for row in with_it}):
                 ratios = [row[which][ORIGINAL] / row[which]["LML layer"] for row in some if row["n"] == n]
-                cells.append(f"{min(ratios):.1f} to {max(ratios):.1f}")
+                cells.append(short(ratios))
             lines.append(cells)
     if not lines:
         return "(not run)"
@@ -203,10 +204,7 @@ def draw(rows: Sequence[common.Row], folder: Path) -> None:
             for n, axes in zip(sizes, line, strict=True):
                 for name in names_in(some):
                     ks = sorted({row["k"] for row in some if row["n"] == n})
-                    ms = [
-                        statistics.median(row[which][name] for row in some if row["n"] == n and row["k"] == k)
-                        for k in ks
-                    ]
+                    ms = [least(some, which, name, n=n, k=k) for k in ks]
                     style = "--" if name == ORIGINAL else "-"
                     axes.loglog(ks, ms, style, marker=".", color=colours[name], label=name)
                 axes.set_title(f"{which}, n = {n}", fontsize=10)

@@ -259,10 +259,15 @@ def cells(tasks: Sequence[str], batches: Sequence[int], anchors: Sequence[int]) 
 
 
 def chosen(rows: Sequence[common.Row], cell: common.Row) -> float:
-    """The rate that was best on held-out rows with the usual batch and anchors, times the root of the batch's ratio."""
+    """The rate that was best on held-out rows with the usual batch and anchors, times the root of the batch's ratio.
+
+    Of several that are best, the middle one.
+    """
     wanted = cell | {"batch": BATCH, "anchors": ANCHORS, "stage": "choice"}
     tried = [row for row in rows if wanted.items() <= row.items()]
-    return float(max(tried, key=lambda row: row["valid"])["rate"]) * math.sqrt(cell["batch"] / BATCH)
+    most = max(row["valid"] for row in tried)
+    best = sorted(float(row["rate"]) for row in tried if row["valid"] == most)
+    return best[len(best) // 2] * math.sqrt(cell["batch"] / BATCH)
 
 
 def run_all(jobs: list[Job], results: common.Results, pool: ProcessPoolExecutor | None, end: float) -> None:
@@ -317,6 +322,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
             for row in rows
             if row["task"] == name and row["batch"] == BATCH and row["anchors"] == ANCHORS
         ]
+        part.sort(key=lambda row: list(TASKS[row["task"]].losses).index(row["loss"]))
         found[name] = common.table(part, "loss", "percent", "test") if part else "(not run)"
     batches = [
         row for row in rows if row["task"] == "accuracy" and row["anchors"] == ANCHORS and "SVM" not in row["loss"]
