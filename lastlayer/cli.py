@@ -300,7 +300,7 @@ def _like_training(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
 def _predict(arguments: argparse.Namespace) -> int:
     from lastlayer.data import stream
     from lastlayer.train.engine import load
-    from lastlayer.train.measure import predict
+    from lastlayer.train.measure import TOP, predict
 
     if arguments.k is not None and arguments.k < 1:
         raise UsageError("-k must be at least 1.")
@@ -312,7 +312,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         if arguments.output_format == "csv":
             writer.writerow(["row", "id", "rank", "label", "probability"])
         for data in stream(arguments.data, 512, on_error=arguments.on_error, **options):
-            found = predict(model.module, model.features(data), _unlabelled(data, model.labels))
+            found = predict(model.module, model.features(data), _unlabelled(data, model.labels), top=arguments.k or TOP)
             problems = data.problems
             for i in range(len(data)):
                 size = arguments.k or max(round(float(found.k[i])), 1)
@@ -447,7 +447,8 @@ def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="percent, with 95 % bootstrap intervals over the held-out rows")
+    drawn = any("±" in _cell(found["metrics"].get(name)) for found in rows.values() for name in names)
+    table = Table(title="percent, with 95 % bootstrap intervals over the rows" if drawn else "percent")
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)

@@ -75,6 +75,25 @@ def test_predict_jsonl_and_csv(trained, capsys, tmp_path):
     assert table[0]["label"] == first[0]
 
 
+def test_predict_writes_as_many_labels_as_asked_for(tmp_path, capsys):
+    data = write(tmp_path / "tags.tsv", make_rows(300, labels=60))
+    assert main(["train", data, "--out", str(tmp_path / "run"), *FAST, "--epochs", "1"]) == 0
+    capsys.readouterr()
+    for asked, expected in (("55", 55), ("70", 60)):
+        assert main(["predict", str(tmp_path / "run"), data, "-k", asked]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {len({pair["label"] for pair in line["labels"]}) for line in lines} == {expected}
+
+
+def test_the_table_tells_what_was_measured(tmp_path, capsys):
+    (tmp_path / "same.tsv").write_text("text\tlabels\n" + "hello world\ta\n" * 20)  # equal rows are never split
+    assert main(["train", str(tmp_path / "same.tsv"), "--out", str(tmp_path / "run"), *FAST, "--bootstrap", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "train part, 20 rows" in out
+    assert "No rows were held out" in out
+    assert "intervals" not in out
+
+
 def test_wrong_lines_stop_or_are_skipped(trained, capsys, tmp_path):
     file = tmp_path / "bad.tsv"
     write(file, make_rows(100))
@@ -130,6 +149,18 @@ def test_tune_resumes(trained, capsys, tmp_path):
     assert "other settings" in error_of(capsys, [*argv, "--trials", "2", "--seed", "4"])
 
 
+def test_a_better_trial_replaces_the_best_run_of_fewer(trained, tmp_path):
+    from lastlayer.train import RunFolder
+
+    argv = ["tune", trained[1], "--out", str(tmp_path), "--lr", "0.1", *FAST[:-1]]  # the first trial learns little
+    for trials in ("1", "4"):
+        assert main([*argv, "--trials", trials]) == 0
+    found = json.loads((tmp_path / "trials.json").read_text())["trials"]
+    best = max(found, key=lambda trial: (trial["ndcg@5"], -trial["trial"]))
+    assert best["trial"] > 0
+    assert RunFolder(tmp_path / "best").read_json("data.json")["resolved"]["lr"] == str(float(best["lr"]))
+
+
 def test_config_files_and_flags(trained, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("loss: binary\nepochs: 3\nhidden: [8]\n")
     argv = ["train", trained[1], "--out", str(tmp_path / "run"), "--config", str(tmp_path / "run.yaml")]
@@ -162,6 +193,7 @@ def test_errors_are_one_line_and_exit_2(trained, capsys, tmp_path):
         (["demo", "--keep", "7"], "--keep must be"),
         (["tune", data, "--out", out, "--trials", "0"], "--trials must be"),
         (["tune", data, "--out", out, "--devices", "2"], "one device"),
+        (["train", data, "--out", out, "--devices", "4096", "--accelerator", "cpu"], "at most the number of cores"),
     ]:
         assert message in error_of(capsys, argv)
     assert not (tmp_path / "out").exists()

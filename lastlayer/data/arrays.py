@@ -245,15 +245,15 @@ def _parquet_row(
     return Row(number, text=None if text is None else item[text], dense=dense, labels=found, id=name)
 
 
-def read_folder(path: Path, limits: Limits, problems: Problems) -> dict[str, LabelData]:
+def read_folder(path: Path, limits: Limits, problems: Problems, separator: str = ",") -> dict[str, LabelData]:
     """Read a folder of embeddings: ``X.npy`` (or embeddings.npy, features.npy, .npz) and labels beside it.
 
-    Labels: ``labels.txt`` (one line of comma-separated names a row) or ``Y.npy`` / ``Y.npz`` with ``label_names.txt``.
-    ``ids.txt`` is optional. Folders ``train``, ``valid`` and ``test`` inside are parts.
+    Labels: ``labels.txt`` (one line of names a row, with `separator` between) or ``Y.npy`` / ``Y.npz`` with
+    ``label_names.txt``. ``ids.txt`` is optional. Folders ``train``, ``valid`` and ``test`` inside are parts.
     """
     parts = {p: path / p for p in PARTS if (path / p).is_dir()}
     if parts:
-        return {p: read_folder(folder, limits, problems)["all"] for p, folder in parts.items()}
+        return {p: read_folder(folder, limits, problems, separator)["all"] for p, folder in parts.items()}
     found = _first(path, ("X", "embeddings", "features"), (".npy", ".npz"))
     if found is None:
         raise DataError(f"{path}: must hold X.npy, embeddings.npy or features.npy.")
@@ -267,8 +267,10 @@ def read_folder(path: Path, limits: Limits, problems: Problems) -> dict[str, Lab
     ids = _list(path / "ids.txt", limits)
     lists = _first(path, ("labels",), (".txt", ".txt.gz", ".txt.xz"))
     if lists is not None:
-        rows = [[n for n in line.split(",") if n] for _, line in lines(lists, limits, Problems())]
-        data = LabelData.from_lists(rows, features=None, source={"format": "folder"}, problems=problems)
+        rows = [_names(lists, number, line, separator) for number, line in lines(lists, limits, Problems())]
+        data = LabelData.from_lists(
+            rows, features=None, source={"format": "folder", "separator": separator}, problems=problems
+        )
         checked = from_matrices(path, features, None, None, ids, {}, problems)
         if len(checked) != len(data):
             raise DataError(f"{lists}: must have a line a row, {len(checked)}, has {len(data)}.")
@@ -294,6 +296,13 @@ def read_folder(path: Path, limits: Limits, problems: Problems) -> dict[str, Lab
         y = _matrix(target, {(f"Y_{n}" if not name else n): v for n, v in arrays.items()}, "Y", limits)
     names = _list(path / "label_names.txt", limits)
     return {"all": from_matrices(path, features, y, names, ids, {"format": "folder"}, problems)}
+
+
+def _names(path: Path, number: int, line: str, separator: str) -> list[str]:
+    try:
+        return split_labels(line, separator) or []
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: {error}, got {line[:60]!r}.") from None
 
 
 def _first(folder: Path, stems: Sequence[str], suffixes: Sequence[str]) -> Path | None:

@@ -54,7 +54,7 @@ def read_parts(
     path, limits, problems = _opened(path, format, on_error, limits, options)
     kind = format or sniff(path, limits)
     if kind == "folder":
-        return _shared(read_folder(path, limits, problems))
+        return _shared(read_folder(path, limits, problems, options.get("label_separator") or ","))
     if kind == "npz":
         return _shared(read_npz(path, limits, problems))
     if kind == "npy":

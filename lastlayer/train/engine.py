@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -140,9 +141,9 @@ def build(
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep Lightning's notes about hardware and workers off the screen, and global random state as it was."""
-    loggers = [logging.getLogger(n) for n in ("pytorch_lightning", "lightning.pytorch", "lightning_utilities")]
+def quiet(*names: str) -> Iterator[None]:
+    """Keep notes of Lightning and of the named loggers off the screen, and global random state as it was."""
+    loggers = [logging.getLogger(n) for n in ("pytorch_lightning", "lightning.pytorch", "lightning_utilities", *names)]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -208,6 +209,7 @@ def train(
         The run folder.
     """
     begun = time.perf_counter()
+    _check_devices(config)
     if shard_classes:
         sharded.check(config)
     run, parts = sharded.run_folder(out) if shard_classes else RunFolder(out), prepare(parts, config)
@@ -259,6 +261,13 @@ def train(
         _finish(run, module, files, config, resolved, parts, inputs, history, time.perf_counter() - begun)
     sharded.once(lambda: None, shard_classes)  # the folder is whole on return, on every process
     return run
+
+
+def _check_devices(config: Config) -> None:
+    """Refuse more processes than cores before anything is written."""
+    on_cpu = config.accelerator == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    if on_cpu and config.devices > max(os.cpu_count() or 1, 2):
+        raise ConfigError(f"`devices` must be at most the number of cores, {os.cpu_count()}, got {config.devices}.")
 
 
 def _about(parts: dict[str, LabelData], config: Config, resolved: Resolved) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lastlayer.train.engine import load
+from lastlayer.train.engine import load, quiet
 from lastlayer.train.module import LabelSetModule
 from lastlayer.train.run_folder import RunError
 
@@ -49,11 +49,12 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
     program = Exported(model.module).eval()
     rows = torch.export.Dim("rows", min=1, max=1 << 20)
     example = (torch.zeros(2, model.features.n_features),)
-    traced = torch.export.export(program, example, dynamic_shapes=({0: rows},))
-    if kind == "torch":
-        torch.export.save(traced, out)
-        return out
-    _onnx(traced, example, out)
+    with quiet("torch.onnx"):
+        traced = torch.export.export(program, example, dynamic_shapes=({0: rows},))
+        if kind == "torch":
+            torch.export.save(traced, out)
+        else:
+            _onnx(traced, example, out)
     return out
 
 

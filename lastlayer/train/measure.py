@@ -47,12 +47,12 @@ class Predictions:
         return out if self.probability is None else {**out, "probability": self.probability}
 
 
-def predict(module: LabelSetModule, x: Any, labels: LabelData, *, batch_size: int = 512) -> Predictions:
-    """Compute probabilities for rows of features."""
+def predict(module: LabelSetModule, x: Any, labels: LabelData, *, batch_size: int = 512, top: int = TOP) -> Predictions:
+    """Compute probabilities for rows of features, and keep those of the `top` best labels of each."""
     n, device = len(labels), next(module.parameters()).device
     n_labels, shard = module.network.n_labels, module.shard
     keep = n * n_labels <= DENSE
-    most = min(TOP, n_labels)
+    most = min(top, n_labels)
     module.eval()
     index, value, counts, whole = [], [], [], []
     with torch.inference_mode():
@@ -188,8 +188,10 @@ def _per_label(y: Tensor, hot: Tensor, each: Tensor) -> dict[str, Any]:
 
 def notes(config: Config, part: str) -> list[str]:
     """What to bear in mind when reading the numbers of a part."""
+    if part == "train":
+        return ["No rows were held out: these are the rows that were trained on, and say little about others."]
     hidden = config.keep < 1 or config.single_positive
-    if hidden and part not in ("train", "valid"):
+    if hidden and part != "valid":
         return ["Labels of the training rows were hidden; these rows have all the labels that the data give them."]
     if not hidden and config.labels == "complete":
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lastlayer.data import LabelData
-from lastlayer.train.config import Config, make
+from lastlayer.train.config import Config, load, make
 from lastlayer.train.engine import prepare, train
 from lastlayer.train.module import Resolved
 from lastlayer.train.run_folder import RunError, RunFolder, write_atomically
@@ -55,7 +56,8 @@ def tune(
     Args:
         parts: Rows by part.
         config: What all trials share, and where the search starts.
-        out: The folder of the study: ``trial_000`` and so on, ``trials.json``, and ``best``, the final run.
+        out: The folder of the study: ``trial_000`` and so on, ``trials.json``, and ``best``, the final run; more
+            trials with a better one among them replace it.
         trials: How many.
         losses: The losses to try; empty is that of `config`.
         say: Called with a line of the table after each trial.
@@ -87,11 +89,11 @@ def tune(
         lines.append((value, number, trial, line))
         RunFolder(folder).write_json("trials.json", {"monitor": resolved.monitor, "trials": [t[-1] for t in lines]})
         say(line)
-    best = max(lines, key=lambda t: (t[0], -t[1]))[2]
+    best = dataclasses.replace(max(lines, key=lambda t: (t[0], -t[1]))[2], bootstrap=config.bootstrap)
     final = RunFolder(folder / "best")
-    if final.is_done():
-        return final
-    return train(parts, dataclasses.replace(best, bootstrap=config.bootstrap), final.path)
+    if final.exists() and make(load(final / "config.yaml"), str(final / "config.yaml")) != best:
+        shutil.rmtree(final.path)  # it was the best of fewer trials
+    return final if final.is_done() else train(parts, best, final.path)
 
 
 def _same_study(folder: Path, asked: dict[str, Any]) -> None:

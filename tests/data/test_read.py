@@ -282,6 +282,17 @@ def test_bad_csr_is_refused(tmp_path):
             read(tmp_path / "a.npz")
 
 
+@pytest.mark.parametrize(("text", "options"), [("a, b\nb\n\n", {}), ("a b\nb\n\n", {"label_separator": " "})])
+def test_labels_of_a_folder_may_have_spaces_around_them_or_between(tmp_path, text, options):
+    np.save(tmp_path / "X.npy", np.zeros((3, 2), np.float32))
+    (tmp_path / "labels.txt").write_text(text)
+    data = read(tmp_path, **options)
+    assert [data.names(i) for i in range(3)] == [["a", "b"], ["b"], []]
+    (tmp_path / "labels.txt").write_text("a\n[1\n[1]]\n")
+    with pytest.raises(DataError, match=r"labels.txt, line 3: labels must be a JSON list of names, got '\[1\]\]'"):
+        read(tmp_path, **options)
+
+
 def test_npy_and_folders(tmp_path):
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     np.save(tmp_path / "a.npy", x)

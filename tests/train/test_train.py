@@ -287,7 +287,7 @@ def test_unfinished_runs_are_not_loaded(run, tmp_path):
     [({}, "test", None), ({"labels": "incomplete"}, "test", "The labels are incomplete"),
      ({"labels": "incomplete", "keep": 0.5}, "test", "Labels of the training rows were hidden"),
      ({"single_positive": True}, "other", "Labels of the training rows were hidden"),
-     ({"keep": 0.5}, "valid", "The labels are incomplete")],
+     ({"keep": 0.5}, "valid", "The labels are incomplete"), ({}, "train", "No rows were held out")],
 )  # fmt: skip
 def test_notes_tell_labels_that_are_missing_from_labels_that_were_hidden(fields, part, starts):
     found = notes(Config(**fields), part)
