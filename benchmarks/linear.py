@@ -96,6 +96,22 @@ def _memory(device: torch.device, start: bool = False) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def table(cases: list[dict[str, float]]) -> str:
+    """The cases as a table in Markdown: memory with its share of logits + gradient, and the times."""
+    lines = [
+        "| classes | " + " | ".join(f"`{way}`".replace(" + ", "` + `") for way in WAYS) + " | time, in that order |"
+    ]
+    lines.append("| --- " * (len(WAYS) + 2) + "|")
+    for n in sorted({int(case["classes"]) for case in cases}):
+        found = [next((c for c in cases if c["classes"] == n and c["way"] == way), {"error": 1}) for way in WAYS]
+        cells = [
+            "-" if "error" in c else f"{c['peak_bytes'] / 1e6:,.0f} MB ({c['of_materialised']:.3g})" for c in found
+        ]
+        times = ["-" if "error" in c else f"{c['ms']:,.3g}" if c["ms"] < 1000 else f"{c['ms']:,.0f}" for c in found]
+        lines.append(f"| {n:,} | {' | '.join(cells)} | {', '.join(times)} ms |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, nargs="+", default=[10_000, 30_000, 100_000, 300_000, 1_000_000])
@@ -106,8 +122,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed steps after the first; 0 times the first")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of such a file instead")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.table.read_text())["cases"]))
+        return
     if options.case:
         arguments = (options.rows, options.features, options.dtype, options.k, options.repeats)
         print(json.dumps(measure(options.case, options.classes[0], *arguments)))

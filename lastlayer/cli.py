@@ -100,6 +100,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", required=True, help="run folder; an unfinished run in it is resumed")
     made.add_argument("--quiet", action="store_true", help="no progress bar")
     _shard_flag(made)
+    text = "with --shard-classes: groups of processes that each take a share of the rows of a batch"
+    made.add_argument("--data-parallel", type=int, default=1, metavar="D", help=text)
     _config_flags(made)
     _reader_flags(made)
 
@@ -256,7 +258,8 @@ def _train(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     parts = _parts(arguments)
     progress = not arguments.quiet and sys.stderr.isatty()
-    run = train(parts, config, arguments.out, progress=progress, shard_classes=arguments.shard_classes)
+    split = {"shard_classes": arguments.shard_classes, "data_parallel": arguments.data_parallel}
+    run = train(parts, config, arguments.out, progress=progress, **split)
     if config.devices > 1 and os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # a copy of this command on another device; the first one writes and prints
     _say_metrics(run.metrics(), str(run.path))

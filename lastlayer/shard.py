@@ -126,12 +126,31 @@ class ClassShard:
         """The number of ranks that share the classes."""
         return dist.get_world_size(self.group)
 
+    @property
+    def rank(self) -> int:
+        """The place of this process among those ranks."""
+        return dist.get_rank(self.group)
+
 
 def limited(shard: ClassShard | None, k: Any) -> ClassShard | None:
     """Note the largest rank that a search for `k` needs, where `k` is a Python number: it shortens the start."""
     if shard is None or isinstance(k, Tensor) or not isinstance(k, numbers.Real) or not math.isfinite(float(k)):
         return shard
     return shard._with(limit=math.floor(float(k)) + 1)
+
+
+def mesh(class_ranks: int) -> tuple[Any, ClassShard]:
+    """Return the two groups of this process in a mesh of data x class; every process must call it.
+
+    First the process group over which the classes are split, `class_ranks` processes that follow one another; then the
+    processes that hold the same classes and other rows.
+    """
+    world, here = dist.get_world_size(), dist.get_rank()
+    if class_ranks < 1 or world % class_ranks:
+        raise ValueError(f"shard: {world} processes cannot be split into groups of {class_ranks}.")
+    by_class = [dist.new_group(range(first, first + class_ranks)) for first in range(0, world, class_ranks)]
+    by_data = [dist.new_group(range(first, world, class_ranks)) for first in range(class_ranks)]
+    return by_class[here // class_ranks], ClassShard(0, 0, by_data[here % class_ranks])
 
 
 def all_ranks() -> ClassShard | None:

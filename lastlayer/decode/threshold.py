@@ -11,7 +11,7 @@ from lastlayer import _check, shard
 from lastlayer._cuts import best_cuts
 from lastlayer._module import FunctionModule
 from lastlayer.decode.top_k import Decoded, choose, ordered, usable, whole
-from lastlayer.shard import ClassShard
+from lastlayer.shard import ClassShard, local_part, unwrap
 
 
 def decode_threshold(
@@ -48,8 +48,9 @@ def decode_threshold(
                 [0.4000,   -inf]]))
     """
     op = "decode_threshold"
+    scores, shard, _ = unwrap(op, scores, shard)
     scores = _check.logits(op, scores, "scores")
-    x = usable(scores, _check.mask(op, mask, scores))
+    x = usable(scores, _check.mask(op, local_part(mask), scores))
     most = None if at_most is None else whole(op, "at_most", at_most)
     least = 0 if at_least is None else whole(op, "at_least", at_least)
     if most is not None and least > most:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lastlayer import _check, shard
 from lastlayer._module import FunctionModule
-from lastlayer.shard import ClassShard
+from lastlayer.shard import ClassShard, local_part, unwrap
 
 _LAST = torch.iinfo(torch.int64).max
 
@@ -60,8 +60,9 @@ def decode_top_k(
                 [ 1, -1]])
     """
     op = "decode_top_k"
+    scores, shard, _ = unwrap(op, scores, shard)
     scores = _check.logits(op, scores, "scores")
-    x = usable(scores, _check.mask(op, mask, scores))
+    x = usable(scores, _check.mask(op, local_part(mask), scores))
     most = None if at_most is None else whole(op, "at_most", at_most)
     counts = _counts(op, k, x, shard)
     if isinstance(counts, int):

@@ -248,7 +248,7 @@ class _Layer:
 
 
 def _tile(x: Tensor) -> int:
-    return _TILE.get(x.device.type, _TILE["cuda"]) // x.element_size()
+    return _TILE.get(x.device.type, 1 << 26) // x.element_size()
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
@@ -296,6 +296,12 @@ def _series(name: str, terms: int, rho: float = 0.0) -> Tensor:
         "leak": lambda: _leak(w.log(), rho),
     }[name]()
     return torch.linalg.solve(t.unsqueeze(-1) ** power, values / w) / _REACH**power
+
+
+@functools.lru_cache(maxsize=64)
+def _table(names: tuple[str, ...], terms: int, rho: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The coefficients of several functions, one a column, where they are needed."""
+    return torch.stack([_series(name, terms, rho) for name in names], -1).to(device, dtype)
 
 
 class _Scan:
@@ -351,7 +357,7 @@ class _Scan:
 
     def tail(self, names: tuple[str, ...], depth: Tensor, unit: Tensor | float = 0.0, rho: float = 0.0) -> list[Tensor]:
         """Return the sums of functions over the classes below the floor, over ``exp(unit)``; depth is floor + nu."""
-        series = torch.stack([_series(name, self.terms, rho) for name in names], -1).to(self.powers)
+        series = _table(names, self.terms, rho, depth.dtype, depth.device)
         w = depth.clamp(max=math.log(_REACH)).exp()
         power = self.powers * w ** torch.arange(self.terms, device=w.device)
         sums = (power.unsqueeze(-1) * series).sum(-2)  # not a product: those may be set to TF32

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
-from lastlayer.shard import ClassShard, reduce, total
+from lastlayer.shard import ClassShard, local_part, reduce, total
 
 
 def enter(op: str, logits: Tensor, target: Tensor, shard: ClassShard | None = None) -> tuple[Tensor, Labels, Tensor]:
@@ -19,7 +19,7 @@ def enter(op: str, logits: Tensor, target: Tensor, shard: ClassShard | None = No
     there has a value or a gradient.
     """
     logits = _check.logits(op, logits)
-    labels = _check.target(op, target, logits, shard)
+    labels = _check.target(op, local_part(target), logits, shard)
     live = logits != -torch.inf  # nan takes part, and shows
     if labels.dense is not None:
         live = live & (labels.dense >= 0)

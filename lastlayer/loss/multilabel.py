@@ -13,7 +13,7 @@ from lastlayer import _check
 from lastlayer._check import Reduction
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
-from lastlayer.shard import ClassShard, averaged, total
+from lastlayer.shard import ClassShard, averaged, total, unwrap
 
 
 def two_way_loss(
@@ -71,6 +71,7 @@ def two_way_loss(
     warm = _temperature(op, "positive_temperature", positive_temperature)
     cool = _temperature(op, "negative_temperature", negative_temperature)
     gap = _check.number(op, "margin", margin)
+    logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
     positive = labels.positive() & live
     negative = live & ~positive
@@ -160,6 +161,7 @@ def asymmetric_loss(
     cut = _check.number(op, "clip", clip, 0)
     if not cut < 1:
         raise ValueError(f"{op}: `clip` must be below 1, got {clip}. No negative would be left.")
+    logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
     gain = -_focal((plus * F.logsigmoid(-x)).exp(), detach_weight) * F.logsigmoid(x)
     loss = _rows.mixed(labels, live, gain, _shifted_negatives(x, minus, cut, detach_weight))
@@ -218,6 +220,7 @@ def multihot_softmax_loss(
     """
     op = "multihot_softmax_loss"
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
+    logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
     top, _ = _rows.logsumexp(x, live, shard)
     if labels.dense is None:  # gather: nothing of the size of the logits
@@ -269,6 +272,7 @@ def binary_loss(
     """
     op = "binary_loss"
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
+    logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
     yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
     loss = _rows.mixed(labels, live, yes, no)

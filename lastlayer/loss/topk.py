@@ -15,7 +15,7 @@ from lastlayer._check import Labels, Reduction
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 from lastlayer.project._symmetric import balance, log_counts
-from lastlayer.shard import ClassShard, gather, reduce, total
+from lastlayer.shard import ClassShard, gather, reduce, total, unwrap
 
 
 def truncated_entropy_loss(
@@ -51,6 +51,7 @@ def truncated_entropy_loss(
         tensor(0.4076)
     """
     op = "truncated_entropy_loss"
+    logits, shard, _ = unwrap(op, logits, shard)
     logits = _check.logits(op, logits)
     k = _places(op, k, logits.shape[-1] if shard is None else None)
     x, labels, live = _rows.enter(op, logits, target, shard)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer.metrics import _ranking, _sums
 from lastlayer.metrics._sums import Average, Empty, Kind
-from lastlayer.shard import ClassShard
+from lastlayer.shard import ClassShard, local_part, unwrap
 
 K = int | Sequence[int] | Tensor
 
@@ -318,6 +318,8 @@ def _at_k(
     propensities: Tensor | None = None,
 ) -> Tensor:
     check_options(op, average, empty)
+    scores, shard, _ = unwrap(op, scores, shard)
+    target = local_part(target)
     if average != "samples" and (indices is not None or shard is not None):
         raise ValueError(
             f"{op}: `average` must be 'samples' with `indices` or `shard`, got {average!r}. "

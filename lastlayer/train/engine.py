@@ -191,6 +191,7 @@ def train(
     progress: bool = False,
     command: Sequence[str] | None = None,
     shard_classes: bool = False,
+    data_parallel: int = 1,
 ) -> RunFolder:
     """Train, evaluate on the held-out part, and write the run folder.
 
@@ -204,6 +205,8 @@ def train(
         command: What to note in environment.json.
         shard_classes: Whether to split the labels over the processes of the default process group, each of which
             calls this with the same arguments. See :mod:`lastlayer.train.sharded`.
+        data_parallel: With `shard_classes`, into how many groups the processes fall, each with all labels and a share
+            of the rows of a batch.
 
     Returns:
         The run folder.
@@ -212,6 +215,8 @@ def train(
     _check_devices(config)
     if shard_classes:
         sharded.check(config)
+    elif data_parallel != 1:
+        raise ConfigError("`data_parallel` needs split classes (--shard-classes). Use `devices` to split rows alone.")
     run, parts = sharded.run_folder(out) if shard_classes else RunFolder(out), prepare(parts, config)
     resolved = Resolved.of(config, parts["train"])
     if "valid" not in parts and resolved.monitor:
@@ -221,7 +226,10 @@ def train(
     features = FeatureMap.fit(parts["train"], config)
     steps = len(EpochBatches(len(parts["train"]), config.batch_size, seed=0, world=config.devices)) * config.epochs
     n_labels = parts["train"].n_labels
-    module = build(config, resolved, features, n_labels, steps, sharded.split(n_labels) if shard_classes else None)
+    group, others = sharded.groups(data_parallel) if shard_classes else (None, None)
+    shard = sharded.split(n_labels, group) if shard_classes else None
+    module = build(config, resolved, features, n_labels, steps, shard)
+    module.data = others
     files, options = sharded.setup(module) if shard_classes else (checkpoint.SafeCheckpointIO(), {})
     module.start_at_frequencies(parts["train"])
     run.write_json("features.json", features.state)
@@ -236,6 +244,7 @@ def train(
     data = LabelSetData(
         inputs["train"], parts["train"], inputs.get("valid"), parts.get("valid"),
         batch_size=config.batch_size, seed=config.seed,
+        share=(0, 1) if others is None else (others.rank, others.ranks),
     )  # fmt: skip
     history = History(run)
     with quiet():

@@ -102,8 +102,11 @@ def rows_to_input(x: Any, rows: np.ndarray) -> Input:
 class EpochBatches(Sampler[list[int]]):
     """Lists of row numbers; their order depends on the seed and the epoch alone, so that a resumed run repeats it."""
 
-    def __init__(self, n: int, size: int, *, seed: int | None, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, n: int, size: int, *, seed: int | None, rank: int = 0, world: int = 1, share: tuple[int, int] = (0, 1)
+    ) -> None:
         self.n, self.size, self.seed, self.rank, self.world, self.epoch = n, size, seed, rank, world, 0
+        self.share = share
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning calls this at the start of each epoch."""
@@ -120,7 +123,9 @@ class EpochBatches(Sampler[list[int]]):
         for at in range(0, self.n, step):
             part = order[at : at + step]
             mine = part[self.rank :: self.world]
-            yield (mine if len(mine) else part[:1]).tolist()  # each rank takes part in each step
+            mine = mine if len(mine) else part[:1]  # each rank takes part in each step
+            first, of = self.share
+            yield mine[first::of].tolist()
 
 
 def _whole(batch: Any) -> Any:
@@ -138,6 +143,7 @@ class LabelSetData(pl.LightningDataModule):
         valid_labels: The validation label lists, or None.
         batch_size: Rows a step on each device.
         seed: Of the order of rows.
+        share: Which part of each batch is taken, and of how many.
     """
 
     def __init__(
@@ -149,8 +155,10 @@ class LabelSetData(pl.LightningDataModule):
         *,
         batch_size: int = 128,
         seed: int = 0,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__()
+        self.share = share
         self.train_rows = Rows(x, labels)
         self.valid_rows = None if valid_labels is None else Rows(valid_x, valid_labels)
         self.batch_size, self.seed = batch_size, seed
@@ -158,7 +166,8 @@ class LabelSetData(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Return batches in an order that depends on seed and epoch."""
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        batches = EpochBatches(len(self.train_rows), self.batch_size, seed=self.seed, rank=rank, world=world)
+        options = {"seed": self.seed, "rank": rank, "world": world, "share": self.share}
+        batches = EpochBatches(len(self.train_rows), self.batch_size, **options)  # type: ignore[arg-type]
         return DataLoader(self.train_rows, sampler=batches, batch_size=None, collate_fn=_whole)
 
     def val_dataloader(self) -> Any:
@@ -191,6 +200,7 @@ class LabelSetModule(pl.LightningModule):
             self.options["observed"] = resolved.observed
         self.shard = network.shard
         self.in_blocks = False  # the loss without the logits of all labels
+        self.data: ClassShard | None = None  # the processes that hold the same labels, each with a share of the rows
         if self.shard is not None:
             self.options["shard"] = self.shard
         self.k: Any = resolved.k
@@ -238,7 +248,8 @@ class LabelSetModule(pl.LightningModule):
         assert isinstance(output, ShardedLinear)
         if target.shape == (len(target), len(output.weight)):
             target = nn.functional.pad(target, (0, 1), value=-1)
-        return output.loss(self.network.before_output(rows), target, self.k).float()
+        options = {name: value for name, value in self.options.items() if name in ("observed", "temperature")}
+        return output.loss(self.network.before_output(rows), target, self.k, **options).float()
 
     def probabilities(self, rows: Input) -> tuple[Tensor, Tensor]:
         """Return probabilities and the expected number of labels a row."""
@@ -258,7 +269,8 @@ class LabelSetModule(pl.LightningModule):
 
     def seed_step(self, step: int) -> None:
         """Seed dropout, on this device alone: `torch.manual_seed` notes a stack for each kind it does not find."""
-        seed = (self.config.seed * 1_000_003 + step * 1009 + self.global_rank) % 2**63
+        place = self.global_rank if self.data is None else self.data.rank
+        seed = (self.config.seed * 1_000_003 + step * 1009 + place) % 2**63
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             getattr(torch, self.device.type).manual_seed(seed)
@@ -266,14 +278,54 @@ class LabelSetModule(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch; dropout is seeded by the step, so that a resumed run repeats it."""
         self.seed_step(self.global_step)
+        share = None if self.data is None else self.share_of_rows(batch["target"])
         if self.in_blocks:
             value = self.loss_in_blocks(batch["input"], batch["target"])
+        elif share is not None and self.resolved.loss == "two_way":
+            return self._noted(self._two_way(batch["input"], batch["target"], share))
         else:
             value, _ = self.loss(batch["input"], batch["target"])
+        return self._noted(value if share is None else value * share)
+
+    def _noted(self, value: Tensor) -> Tensor:
+        """Add to the mean of the epoch."""
         kept = value.detach()
+        if self.data is not None:
+            kept = total(kept, self.data) / self.data.ranks
         self._train_sum = kept if self._train_sum is None else self._train_sum + kept
         self._train_steps += 1
         return value
+
+    def share_of_rows(self, target: Tensor) -> Tensor:
+        """By how much the mean over this process's rows counts, so that the mean over processes is that of all rows."""
+        every = self.resolved.loss in ("binary", "asymmetric") or bool(self.options.get("observed"))
+        counts = target.new_tensor(len(target)) if every else (target >= 0).any(-1).sum()
+        here = counts.double().view(1, 1)
+        assert self.data is not None
+        return (here * self.data.ranks / reduce(here, "sum", self.data).clamp(min=1)).view(()).float()
+
+    def _two_way(self, rows: Input, target: Tensor, share: Tensor) -> Tensor:
+        """The sample term of this process's rows, and the class term of all of them."""
+        assert self.data is not None
+        logits = self.network(rows)[0].float()
+        target = nn.functional.pad(target, (0, 1), value=-1) if target.shape == logits.shape else target
+        options = {"per": "both", **self.options}
+        per = options.pop("per")
+        value = logits.sum() * 0
+        if per != "class":
+            value = value + share * self.function(logits, target, **options, per="sample")
+        if per != "sample":
+            value = value + self.function(logits, target, **options, per="class", data_group=self.data.group)
+        return value
+
+    def on_after_backward(self) -> None:
+        """Average the gradients over the processes that hold the same labels."""
+        if self.data is None:
+            return
+        for parameter in self.network.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = total(parameter.grad, self.data) / self.data.ranks
 
     def train_loss(self) -> float:
         """The mean loss of this epoch so far."""

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 -m lastlayer train rows.jsonl --out run --hidden 256 --shard-classes
 
 Each process is a Lightning Trainer of one device, with the output layer of its own labels and the same rows and hidden
-layers as the others. They meet in the losses, decoders and metrics (``shard=``), never in Lightning. The first process
+layers as the others. With --data-parallel D the processes are D groups that split the labels, each with a share of the
+rows of a batch. They meet in the losses, decoders and metrics (``shard=``), never in Lightning. The first process
 writes the run folder, which is an ordinary one. Without torchrun it is a world of one process.
 """
 
@@ -80,14 +81,22 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def split(n_labels: int) -> ClassShard | None:
+def groups(data_parallel: int) -> tuple[Any, ClassShard | None]:
+    """The group over which labels are split, and the processes with the same labels and other rows, if any."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if data_parallel < 1 or world % data_parallel:
+        raise ConfigError(f"`data_parallel` must divide the number of processes, {world}, got {data_parallel}.")
+    return (None, None) if data_parallel == 1 else sharding.mesh(world // data_parallel)
+
+
+def split(n_labels: int, group: Any = None) -> ClassShard | None:
     """This process's labels; None where it is the only one."""
     if not dist.is_initialized():
         return None
-    ranks = dist.get_world_size()
+    ranks = dist.get_world_size(group)
     if -(-n_labels // ranks) * (ranks - 1) >= n_labels:
         raise ConfigError(f"{n_labels} labels leave none for the last of {ranks} processes. Start fewer processes.")
-    return ClassShard.split(n_labels)
+    return ClassShard.split(n_labels, group)
 
 
 def once(function: Callable[[], T], wanted: bool = True) -> T:
@@ -142,7 +151,7 @@ def check(config: Config) -> None:
 def setup(module: LabelSetModule) -> tuple[checkpoint.SafeCheckpointIO, dict[str, Any]]:
     """Choose the way of the loss; return the checkpoints and the options of the Trainer, which knows of one device."""
     config, output = module.config, module.network.output_bias()
-    lml = module.resolved.loss == "lml" and not module.resolved.observed and not config.loss_options
+    lml = module.resolved.loss == "lml" and set(config.loss_options) <= {"temperature"}
     module.in_blocks = lml and bool(config.hidden) and len(output) >= IN_BLOCKS
     files = ShardedCheckpointIO(module)
     options: dict[str, Any] = {"plugins": [files, LightningEnvironment()], "callbacks": [Agreement()]}
@@ -157,10 +166,13 @@ class Agreement(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Send them."""
         assert isinstance(pl_module, LabelSetModule)
-        own = pl_module.network.class_dims()
+        own, data = pl_module.network.class_dims(), pl_module.data
         for name, parameter in pl_module.network.named_parameters():
             if pl_module.shard is not None and name not in own:
-                sharding._answered(dist.broadcast, parameter.data, 0, group=pl_module.shard.group)
+                sharding._answered(dist.broadcast, parameter.data, 0, group=None)
+            elif data is not None:
+                first = dist.get_global_rank(data.group, 0)
+                sharding._answered(dist.broadcast, parameter.data, first, group=data.group)
 
 
 def whole_weights(network: LabelSetNetwork) -> dict[str, Tensor]:
@@ -170,11 +182,13 @@ def whole_weights(network: LabelSetNetwork) -> dict[str, Tensor]:
     if shard is None:
         return state
     size = -(-network.n_labels // shard.ranks)
+    group: Any = shard.group or dist.group.WORLD
+    first = dist.get_global_rank(group, 0)
     for name, dim in network.class_dims().items():
         value = state[name].movedim(dim, -1)
         value = F.pad(value, (0, size - value.shape[-1])).contiguous()
-        parts = [torch.empty_like(value) for _ in range(shard.ranks)] if is_first() else None
-        sharding._answered(dist.gather, value, parts, 0, group=shard.group)
+        parts = [torch.empty_like(value) for _ in range(shard.ranks)] if dist.get_rank() == first else None
+        sharding._answered(dist.gather, value, parts, first, group=group)
         if parts is not None:
             state[name] = torch.cat(parts, -1)[..., : network.n_labels].movedim(-1, dim)
     return state if is_first() else {}

@@ -277,6 +277,24 @@ def compare_linear(
         close(actual / scale, mine / scale, f"number {i}, k={k}, n={len(weight)}, {list(options)}")
 
 
+def check_linear_with_nan_on_one_shard() -> None:
+    """A class that is nan makes every row nan, on every rank; a row that is nan makes itself nan alone."""
+    torch.manual_seed(12)
+    features, weight, index = torch.randn(3, 5), torch.randn(N, 5), torch.tensor([0, 5, 16])
+    features[1, 0] = torch.nan
+    for split in splits():
+        part = slice(split.shard.start, split.shard.stop)
+        whole = ll.linear_lml_loss(features, weight, index, 3, reduction="none")
+        close(ll.linear_lml_loss(features, weight[part], index, 3, shard=split.shard, reduction="none"), whole)
+        assert whole.isnan().tolist() == [False, True, False]
+        bias = torch.where(torch.arange(N) == N - 1, torch.nan, 0.0)
+        for options in ({}, {"negatives": N}):
+            loss = ll.linear_lml_loss(
+                features, weight[part], index, 3, bias=bias[part], shard=split.shard, reduction="none", **options
+            )
+            assert loss.isnan().all()
+
+
 def check_decode_and_metrics() -> None:
     x = rows()[[0, 1, 2, 3, 8, 10]]
     for split in splits():
@@ -430,6 +448,28 @@ def check_dtensor() -> None:
     )
     loss = ll.linear_lml_loss(features, head.weight, index, 3, bias=head.bias)
     close(loss.detach(), expected_loss.detach(), "linear")
+    for function, options in (
+        (ll.binary_loss, {}),
+        (ll.asymmetric_loss, {}),
+        (ll.multihot_softmax_loss, {}),
+        (ll.two_way_loss, {}),
+        (ll.truncated_entropy_loss, {"k": 3}),
+    ):
+        for target in (index, distribute_tensor(dense, flat, [Shard(1)])):
+            plain = torch.nn.Linear(6, N).double()
+            plain.load_state_dict({k: v.full_tensor() for k, v in head.state_dict().items()})
+            given = dense if target is not index else index
+            expected_loss = function(plain(features), given, **options)
+            gradient = torch.autograd.grad(expected_loss, plain.weight)[0]
+            loss = function(head(features), target, **options)
+            found = torch.autograd.grad(loss, head.weight)[0]
+            close(loss.detach(), expected_loss.detach(), function.__name__)
+            close(found.full_tensor(), gradient, f"gradient of {function.__name__}")
+    logits, whole_logits = head(features).detach(), head(features).full_tensor().detach()
+    assert torch.equal(ll.decode_top_k(logits, 3).index, ll.decode_top_k(whole_logits, 3).index)
+    assert torch.equal(ll.decode_threshold(logits, 0.1).index, ll.decode_threshold(whole_logits, 0.1).index)
+    close(ll.precision_at_k(logits, index, 3), ll.precision_at_k(whole_logits, index, 3))
+    close(ll.capped_softmax(logits, 3).full_tensor(), ll.capped_softmax(whole_logits, 3))
     partial = [Shard(0), Shard(1)]
     for bad, shard, text in (
         (distribute_tensor(x, mesh, [Shard(1), Shard(1)]), None, "over one mesh dimension"),

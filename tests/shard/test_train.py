@@ -35,7 +35,8 @@ def folder(tmp_path_factory):
     lines = [{"text": rows.texts[i], "labels": rows.names(i)} for i in range(len(rows))]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     data, split = str(folder / "rows.jsonl"), "--shard-classes"
-    jobs = [{"command": ["train", data, f"--out={folder / name}", split, *flags]} for name, flags in RUNS.items()]
+    pairs = {name: flags for name, flags in RUNS.items() if name not in MESH}
+    jobs = [{"command": ["train", data, f"--out={folder / name}", split, *flags]} for name, flags in pairs.items()]
     jobs[0]["kill"] = [1, 6]  # rank 1, in the second epoch of four steps
     jobs[-1].update(interrupt=9, status=130)
     jobs.append({"command": ["evaluate", str(folder / "deep"), data, f"--json={folder / 'two.json'}", split]})
@@ -56,6 +57,49 @@ def folder(tmp_path_factory):
     assert done.returncode == 0, done.stderr[-6000:]
     (folder / "stderr.txt").write_text(done.stderr)
     return folder
+
+
+MESH = {  # two groups of two processes; 33 rows a batch, so that the groups' shares differ
+    "mesh": [*COMMON, "--hidden=8", "--dropout=0", "--lr=0.02", "--batch-size=33", "--clip-norm=0.5"],
+    "mesh_two_way": [*COMMON, "--hidden=8", "--dropout=0", "--lr=0.02", "--batch-size=33", "--loss=two_way"],
+    "mesh_binary": [*COMMON, "--loss=binary", "--batch-size=50"],  # of 101 rows: one group has none in the last step
+}
+RUNS.update(MESH)
+
+
+@pytest.fixture(scope="module")
+def mesh_folder(folder):
+    """The runs of four processes, rows split over two pairs."""
+    data = str(folder / "rows.jsonl")
+    flags = ["--shard-classes", "--data-parallel=2"]
+    jobs = [{"command": ["train", data, f"--out={folder / name}", *flags, *RUNS[name]]} for name in MESH]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(Path(__file__).with_name("train_worker.py")), json.dumps(jobs)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", MESH)
+def test_data_by_class_trains_as_one(mesh_folder, name):
+    assert_same(RunFolder(mesh_folder / name), one_process(mesh_folder, name))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel": 2}, "`data_parallel` needs split classes"),
+        ({"data_parallel": 2, "shard_classes": True}, "must divide the number of processes, 1, got 2"),
+    ],
+)
+def test_rows_are_split_over_equal_groups(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        train({"all": make_rows(20)}, Config(epochs=1), tmp_path / "run", **options)
 
 
 def one_process(folder, name):
@@ -126,8 +170,9 @@ def test_evaluate_and_predict_on_shards(folder, tmp_path):
     assert [float(line[4]) for line in two[1:]] == pytest.approx([float(line[4]) for line in one[1:]], abs=1e-5)
 
 
-def test_loss_in_blocks_is_the_loss(tmp_path, monkeypatch):
-    rows, config = make_rows(60, labels=7), Config(hidden=(5,), epochs=2, batch_size=16, bootstrap=0)
+@pytest.mark.parametrize("labels", ["complete", "incomplete"])
+def test_loss_in_blocks_is_the_loss(tmp_path, monkeypatch, labels):
+    rows, config = make_rows(60, labels=7), Config(hidden=(5,), epochs=2, batch_size=16, bootstrap=0, labels=labels)
     plain = train({"all": rows}, config, tmp_path / "plain")
     monkeypatch.setattr(sharded, "IN_BLOCKS", 7)
     monkeypatch.setattr(linear, "_TILE", {"cpu": 3})
