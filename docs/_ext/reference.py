@@ -91,9 +91,11 @@ def device_time(results: list[dict[str, Any]]) -> str:
     total: dict[str, float] = {}
     for found in results:
         for device, seconds in found.get("seconds", {}).items():
-            total[device] = total.get(device, 0.0) + seconds
+            name = device if "NVIDIA" in device else "CPU"
+            total[name] = total.get(name, 0.0) + seconds
     spent = [f"{seconds / 60:.1f} minutes of {device}" for device, seconds in sorted(total.items())]
-    return f"The results below took {', '.join(spent)}.\n\n" if spent else ""
+    counted = "as the runs counted it; runs side by side count each"
+    return f"The results below took {', '.join(spent)} ({counted}).\n\n" if spent else ""
 
 
 def experiments() -> str:
