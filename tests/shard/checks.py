@@ -498,21 +498,23 @@ def check_two_way_over_data_and_classes() -> None:
     """The class term is over the rows of all data ranks, the sample term over the classes of all class ranks."""
     x = rows()[[0, 1, 2, 3]]
     index = torch.tensor([[0, 9, 16], [3, -1, -1], [14, 15, 16], [9, 0, 6]])
+    with pytest.raises(ValueError, match="4 processes cannot be split into groups of 3"):
+        sharding.mesh(3)
+    by_class, data = sharding.mesh(2)
     rank = dist.get_rank()
-    by_class = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    by_data = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    split = Split(ClassShard(*((0, 10) if rank % 2 == 0 else (10, N)), by_class[rank // 2]))
+    assert (data.rank, data.ranks, dist.get_rank(by_class)) == (rank // 2, 2, rank % 2)
+    split = Split(ClassShard(*((0, 10) if rank % 2 == 0 else (10, N)), by_class))
     mine = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
     for per in ("sample", "class", "both"):
         leaf = split.cut(x[mine]).clone().requires_grad_()
-        options = {"shard": split.shard, "data_group": by_data[rank % 2]}
+        options = {"shard": split.shard, "data_group": data.group}
         loss = ll.two_way_loss(leaf, index[mine], per=per, **options)
         loss.backward()
         whole = x.clone().requires_grad_()
         expected = ll.two_way_loss(whole, index, per=per)
         expected.backward()
         mean = loss.detach().clone()
-        dist.all_reduce(mean, group=by_data[rank % 2])
+        dist.all_reduce(mean, group=data.group)
         close(mean / 2, expected.detach(), per)
         close(leaf.grad / 2, split.cut(whole.grad[mine]), f"{per}: what DDP makes of the gradients")
 
