@@ -200,6 +200,15 @@ def test_errors_are_one_line_and_exit_2(trained, capsys, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")
+@pytest.mark.parametrize("name", ["gpu", "mps"])
+def test_a_device_that_is_not_there_leaves_no_folder(trained, capsys, tmp_path, monkeypatch, name):
+    for where in ("torch.cuda.is_available", "torch.backends.mps.is_available"):
+        monkeypatch.setattr(where, lambda: False)
+    argv = ["train", trained[1], "--out", str(tmp_path / "out"), "--accelerator", name]
+    assert "where there is no GPU" in error_of(capsys, argv)
+    assert not (tmp_path / "out").exists()
+
+
 def test_two_processes_train_one_run(trained, tmp_path):
     argv = [sys.executable, "-m", "lastlayer", "train", trained[1], "--out", str(tmp_path / "run"), *FAST]
     done = subprocess.run(

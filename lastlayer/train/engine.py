@@ -273,8 +273,11 @@ def train(
 
 
 def _check_devices(config: Config) -> None:
-    """Refuse more processes than cores before anything is written."""
-    on_cpu = config.accelerator == "cpu" or not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    """Refuse a device that is not there, and more processes than cores, before anything is written."""
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    if config.accelerator in ("gpu", "mps") and not has_gpu:
+        raise ConfigError(f"`accelerator` must be auto or cpu where there is no GPU, got {config.accelerator!r}.")
+    on_cpu = config.accelerator == "cpu" or not has_gpu
     if on_cpu and config.devices > max(os.cpu_count() or 1, 2):
         raise ConfigError(f"`devices` must be at most the number of cores, {os.cpu_count()}, got {config.devices}.")
 
