@@ -63,6 +63,7 @@ MESH = {  # two groups of two processes; 33 rows a batch, so that the groups' sh
     "mesh": [*COMMON, "--hidden=8", "--dropout=0", "--lr=0.02", "--batch-size=33", "--clip-norm=0.5"],
     "mesh_two_way": [*COMMON, "--hidden=8", "--dropout=0", "--lr=0.02", "--batch-size=33", "--loss=two_way"],
     "mesh_binary": [*COMMON, "--loss=binary", "--batch-size=50"],  # of 101 rows: one group has none in the last step
+    "mesh_interrupted": [*COMMON, "--hidden=6", "--dropout=0", "--lr=0.02"],
 }
 RUNS.update(MESH)
 
@@ -73,6 +74,7 @@ def mesh_folder(folder):
     data = str(folder / "rows.jsonl")
     flags = ["--shard-classes", "--data-parallel=2"]
     jobs = [{"command": ["train", data, f"--out={folder / name}", *flags, *RUNS[name]]} for name in MESH]
+    jobs[-1].update(interrupt=9, status=130)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     done = subprocess.run(
         [sys.executable, *launcher, str(Path(__file__).with_name("train_worker.py")), json.dumps(jobs)],
@@ -85,9 +87,16 @@ def mesh_folder(folder):
     return folder
 
 
-@pytest.mark.parametrize("name", MESH)
+@pytest.mark.parametrize("name", ["mesh", "mesh_two_way", "mesh_binary"])
 def test_data_by_class_trains_as_one(mesh_folder, name):
     assert_same(RunFolder(mesh_folder / name), one_process(mesh_folder, name))
+
+
+def test_one_process_resumes_what_a_mesh_began(mesh_folder):
+    out, rows = mesh_folder / "mesh_interrupted", str(mesh_folder / "rows.jsonl")
+    assert not RunFolder(out).is_done()
+    assert main(["train", rows, f"--out={out}", "--shard-classes", *RUNS["mesh_interrupted"]]) == 0
+    assert_same(RunFolder(out), one_process(mesh_folder, "mesh_interrupted"))
 
 
 @pytest.mark.parametrize(
