@@ -26,7 +26,7 @@ setup(
         Extension(
             "lastlayer._native._lml",
             sources=[f"{FOLDER}/lml.c"],
-            depends=[f"{FOLDER}/{name}.h" for name in ("lml_rows", "lml_types", "pool")],
+            depends=[f"{FOLDER}/{name}.h" for name in ("lml_rows", "lml_tile", "lml_types", "pool")],
             # No option that lets the compiler forget nan, inf or the order of operations. Threaded jumps split the
             # branchless loops up again.
             extra_compile_args=[

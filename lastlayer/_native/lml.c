@@ -15,8 +15,8 @@ enum { KIND_Y, KIND_LOG, KIND_NU };
 enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, solved, solved in logarithms */
 
 #define PART 16384       /* scores a thread takes at a time from a long row */
-#define COPY_BELOW 2048  /* rows up to here are copied and padded */
-#define GROUP 4 /* rows that are solved in step with each other, at most */
+#define TILE_BELOW 1024  /* rows up to here are solved several at once, in lml_tile.h */
+#define FAR 4.0          /* a nu that far from where the exponentials were taken needs new ones */
 #define SERIAL_BELOW 32768 /* scores; less is not worth a second thread */
 
 /* What the passes over a row sum; each pass says what the fields mean there. */
@@ -36,7 +36,7 @@ static void add_sums(struct sums *total, const struct sums *part) {
 
 /* The parts of a start that depend on k and n alone. */
 struct start {
-    double k, n, logit, small_logit, log_p, quantile;
+    double k, n, logit, log_p, quantile;
 };
 
 /* A call: what ctypes hands over. */
@@ -58,10 +58,9 @@ struct call {
     void *log_mass, *pull;
 };
 
-/* The memory of one thread: `copy` and `e` hold `width` numbers for each row of a group. */
+/* The memory of one thread: `copy` and `e` have room for all rows that are solved at once, in whole vectors. */
 struct space {
     void *copy, *e;
-    int64_t width;
     double *workspace;
     int8_t *sign;
     struct sums *parts;
@@ -85,36 +84,41 @@ static void start_prepare(struct start *start, double k, double n) {
     start->k = k;
     start->n = n;
     start->logit = log(k / (n - k));
-    start->small_logit = -fabs(start->logit);
     start->log_p = log(less / n);
     start->quantile = normal_quantile(start->log_p);
 }
 
 /* A guess of nu as if the scores were normal. In the tail sigmoid(z) is exp(z), with the mean exp(mean + variance / 2);
    where the variance is large it is a step, smoothed as a normal distribution function of variance 8 / pi would be. */
-static double start_guess(const struct start *start, double mean, double variance, double lo, double hi) {
-    double guess = (lo + hi) / 2;
-    if (variance < 0) variance = 0;
-    if (variance < 1e30) {
-        double root = sqrt(variance);
-        double tail = start->small_logit - variance / 2, soft = sqrt(1 + 0.3926990817 * variance) * start->small_logit;
-        double step = sqrt(variance + 2.5464790895) * start->quantile;
-        double weight = 0.5 + 0.35 * ((start->log_p + variance / 2) / (root + 1e-30) + 1.2);
-        weight = weight < 0 ? 0 : weight > 1 ? 1 : weight;
-        guess = (1 - weight) * (tail > soft ? tail : soft) + weight * step;
-        guess = (start->logit < 0 ? guess : -guess) - mean;
-    }
+__attribute__((always_inline)) static inline double start_guess(double logit, double log_p, double quantile, double mean,
+                                                                double variance, double lo, double hi) {
+    double small = -fabs(logit), spread = variance > 0 ? variance : 0, root = sqrt(spread);
+    double tail = small - spread / 2, soft = sqrt(1 + 0.3926990817 * spread) * small;
+    double step = sqrt(spread + 2.5464790895) * quantile;
+    double weight = 0.5 + 0.35 * ((log_p + spread / 2) / (root + 1e-30) + 1.2);
+    weight = weight < 0 ? 0 : weight > 1 ? 1 : weight;
+    double guess = (1 - weight) * (tail > soft ? tail : soft) + weight * step;
+    guess = (logit < 0 ? guess : -guess) - mean;
+    guess = spread < 1e30 ? guess : (lo + hi) / 2;
     return guess < lo ? lo : guess > hi ? hi : guess;
 }
 
-/* A step of nu from the sums at `at` (see SUM_POINT), of fourth order. CLOSE if it ends the search, HARD if the sums
+/* The step of nu of fourth order (Householder's) from the sums of SUM_POINT and f = sum y - k; r is Newton's. */
+__attribute__((always_inline)) static inline double fourth_order(double a, double b, double f, double square, double *r) {
+    double over = 1 / (a + b), rho = (b - a) * over, tau = 1 - 6 * square * over;
+    *r = f * over;
+    return -*r * (1 - *r * rho / 2) / (1 - *r * rho + *r * *r * tau / 6);
+}
+
+/* A step of nu from the sums at `at`. CLOSE if it ends the search, HARD if the sums
    have underflowed. Far from the solution the step is kept within exact bounds, known to `slack`. */
 static int take_step(const struct sums *m, double k, double at, double *lo, double *hi, double eps, double slack,
                      double least, double *step) {
     double a = m->a, b = m->b, sum_h = a + b, f = m->f + (m->above - k);
     if (!(sum_h > least)) return HARD;
-    double over = 1 / sum_h, r = f * over, rho = (b - a) * over, tau = 1 - 6 * m->square * over, size = fabs(r);
-    *step = -r * (1 - r * rho / 2) / (1 - r * rho + r * r * tau / 6);
+    double r;
+    *step = fourth_order(a, b, f, m->square, &r);
+    double size = fabs(r);
     if (size < 0.5 && r * r * r * r / 3 <= eps / 2) return CLOSE;
     if (size < 0.3) return OPEN;
     /* The root of b q^2 + c q - a in q = exp(step) never passes the solution. */
@@ -189,6 +193,13 @@ static void signs_of_row(const struct call *call, int64_t index, int8_t *restric
 #define JOINED(x, type, isa) JOIN(x, type, isa)
 #define NAME(x) JOINED(x, TYPE, ISA)
 #define SOLVE_HARD JOINED(solve_hard, f64, ISA)
+#define EXP_DOUBLE JOINED(exp, f64, ISA)
+
+#ifdef __clang__
+#define SHUFFLE(a, b, type, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, type, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
+#endif
 
 #define ISA baseline
 #define TARGET
@@ -227,13 +238,13 @@ static void signs_of_row(const struct call *call, int64_t index, int8_t *restric
 /* ---- The calls. ---- */
 
 typedef void (*row_work)(const struct call *, int64_t, int, struct space *);
-enum { FORWARD, BACKWARD, LOSS_FORWARD, LOSS_BACKWARD };
+enum { FORWARD, BACKWARD, LOSS_FORWARD, LOSS_BACKWARD, FORWARD_TILE, LOSS_FORWARD_TILE };
 
 #define ROWS(type, isa)                                                                                     \
     { forward_rows_##type##_##isa, backward_rows_##type##_##isa, loss_forward_rows_##type##_##isa,             \
-      loss_backward_rows_##type##_##isa }
+      loss_backward_rows_##type##_##isa, forward_tile_##type##_##isa, loss_forward_tile_##type##_##isa }
 
-static const row_work works[3][2][4] = {
+static const row_work works[3][2][6] = {
     {ROWS(f32, baseline), ROWS(f64, baseline)},
 #if DISPATCH
     {ROWS(f32, avx2), ROWS(f64, avx2)},
@@ -265,19 +276,15 @@ struct job {
     const struct call *call;
     row_work work;
     struct space *spaces;
-    int64_t rows_a_part;
+    int64_t rows_a_part, group; /* group: rows worked on at once */
 };
-
-/* Rows to solve in step: short ones leave the processor waiting, long ones would leave the first cache. */
-static int64_t group_of(int64_t n) { return n <= 128 ? GROUP : n <= 384 ? GROUP / 2 : 1; }
 
 static void job_part(void *job, int64_t part, int slot) {
     const struct job *j = job;
     int64_t first = part * j->rows_a_part, last = first + j->rows_a_part;
     if (last > j->call->rows) last = j->call->rows;
-    int64_t group = group_of(j->call->n);
-    for (int64_t i = first; i < last; i += group)
-        j->work(j->call, i, (int)(last - i < group ? last - i : group), j->spaces + slot);
+    for (int64_t i = first; i < last; i += j->group)
+        j->work(j->call, i, (int)(last - i < j->group ? last - i : j->group), j->spaces + slot);
 }
 
 static size_t round_up(size_t bytes) { return (bytes + 127) / 64 * 64; }
@@ -290,9 +297,12 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
     int split = threads > 1 && n >= 4 * PART && call->rows < 4 * threads; /* rows one by one, each over all threads */
     int64_t spaces = split || threads > call->rows ? (split ? 1 : call->rows) : threads;
 
-    size_t real = type ? 8 : 4, width = ((size_t)n + 127) / 64 * 64, group = (size_t)group_of(n);
+    size_t real = type ? 8 : 4, width = ((size_t)n + 127) / 64 * 64;
     int forward = operation == FORWARD || operation == LOSS_FORWARD, loss = operation >= LOSS_FORWARD;
-    size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up(group * width * real);
+    int isa = lastlayer_isa(), tile = forward && n > 0 && n <= TILE_BELOW && !call->mask;
+    int64_t group = tile ? (16 << isa) / (int64_t)real : 1;
+    row_work work = works[isa][type][!tile ? operation : loss ? LOSS_FORWARD_TILE : FORWARD_TILE];
+    size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up((size_t)group * width * real);
     size_t e = forward ? copy : 0, workspace = forward ? round_up(width * 8) : 0, sign = loss ? round_up(width) : 0;
     size_t one = parts + copy + e + workspace + sign;
     char *memory = malloc(one * (size_t)spaces + 64);
@@ -305,7 +315,6 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
     for (int64_t i = 0; i < spaces; i++) {
         char *at = (char *)(((uintptr_t)memory + 63) / 64 * 64) + one * (size_t)i;
         space[i].parts = (struct sums *)at;
-        space[i].width = (int64_t)width;
         space[i].copy = at += parts;
         space[i].e = at += copy;
         space[i].workspace = (double *)(at += e);
@@ -314,11 +323,9 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
         if (loss) memset(space[i].sign, 0, width);
     }
 
-    struct job job = {call, works[lastlayer_isa()][type][operation], space, 1};
-    int64_t grain = SERIAL_BELOW / 2 / (n + 1) + 1;
-    job.rows_a_part = grain;
-    int64_t count = (call->rows + grain - 1) / grain;
-    pool_run(job_part, &job, count, split ? 1 : (int)spaces);
+    int64_t grain = (SERIAL_BELOW / 2 / (n + 1) / group + 1) * group;
+    struct job job = {call, work, space, grain, group};
+    pool_run(job_part, &job, (call->rows + grain - 1) / grain, split ? 1 : (int)spaces);
     free(memory);
     free(space);
     return 0;

@@ -1,30 +1,36 @@
 /* The arithmetic of one row, for one type and one instruction set; lml.c includes this file once for each.
 
    Takes: REAL and its constants (see lml.c), LANES (numbers in a vector), TARGET (the instruction set), NAME(x).
-   Loops are plain scalar code for the compiler to vectorise: no branches, no calls, reductions marked as such. Sums of
-   the search run over BLOCKs in REAL, so that no lane adds up more than 32 numbers (8 where lanes are few), and from
-   there on in double. */
+   Most loops are plain scalar code for the compiler to vectorise: no branches, no calls, reductions marked as such. The
+   passes of the search, which take most of the time, are written in vectors. Sums run over BLOCKs in REAL, so that no
+   lane adds up more than STEPS numbers, and from there on in double. */
 
-#define BLOCK ((VECTOR < 32 ? 8 : 32) * LANES)
+#define STEPS (VECTOR < 32 ? 8 : 32)
+#define BLOCK (STEPS * LANES)
+#define VEC NAME(vector)
 #define FN TARGET static
 #define INLINE __attribute__((always_inline)) TARGET static inline
 #define PRAGMA(text) _Pragma(#text)
 
+typedef REAL NAME(vector) __attribute__((vector_size(VECTOR)));
+typedef SIGNED NAME(lanes) __attribute__((vector_size(VECTOR)));
+typedef BITS NAME(bits) __attribute__((vector_size(VECTOR)));
+
 /* A row: its scores (logits over the temperature, -inf where masked), the points of the search, and what the passes
    over its parts need and find. */
 typedef struct {
-    int64_t n, width; /* width: n, rounded up to whole vectors where the scores are a copy */
+    int64_t n;
     const REAL *logits, *x, *u;
     const uint8_t *mask;
     const int8_t *sign;
     REAL *copy, *e, *out;
     REAL temperature, pivot;
     REAL c, s, t, scale, shift, rho, rest, weight; /* rest = 1 - rho */
-    int kind, threads;
+    int kind, threads, narrow; /* narrow: exp(c - x) is in range for all scores */
     struct sums *parts;
     /* The search. nu is kept as a distance `at` from -c, and its bounds with it: far from 0 a sum would lose digits. */
     int state, passes;
-    double k, top, at, lo, hi, step, sum_h;
+    double k, top, at, lo, hi, low, high, step, sum_h;
     struct sums m;
 } NAME(row);
 
@@ -52,8 +58,30 @@ INLINE REAL NAME(exp)(REAL x, REAL low, REAL high) {
     REAL shifted = x * R(1.44269504088896340736) + ROUNDER;
     REAL m = shifted - ROUNDER;
     REAL r = (x - m * LN2_HIGH) - m * LN2_LOW;
-    REAL power = NAME(from_bits)((NAME(to_bits)(shifted) << MANTISSA) + NAME(to_bits)(R(1.0)));
-    return EXP_POLYNOMIAL(r) * power;
+    return NAME(from_bits)(NAME(to_bits)(EXP_POLYNOMIAL(r)) + (NAME(to_bits)(shifted) << MANTISSA));
+}
+
+/* The same for a vector, without limits. */
+INLINE VEC NAME(vector_exp)(VEC x) {
+    VEC shifted = x * R(1.44269504088896340736) + ROUNDER;
+    VEC m = shifted - ROUNDER;
+    VEC r = (x - m * LN2_HIGH) - m * LN2_LOW;
+    VEC p = EXP_POLYNOMIAL(r);
+    return (VEC)((NAME(bits))p + ((NAME(bits))shifted << MANTISSA));
+}
+
+INLINE VEC NAME(select)(NAME(lanes) test, VEC yes, VEC no) {
+    return (VEC)((test & (NAME(lanes))yes) | (~test & (NAME(lanes))no));
+}
+
+/* The sum of the lanes. */
+INLINE double NAME(total)(VEC x) {
+    REAL parts[LANES];
+    double sum = 0;
+    memcpy(parts, &x, sizeof parts);
+    PRAGMA(omp simd reduction(+ : sum))
+    for (int i = 0; i < LANES; i++) sum += parts[i];
+    return sum;
 }
 
 /* log(u + low), for 0 < u <= 2 and |low| at most half an ulp of u. What low adds is low / u, of which the first terms
@@ -89,17 +117,13 @@ FN void NAME(prepare_part)(NAME(row) * row, int64_t first, int64_t last, struct 
     REAL *restrict copy = row->copy;
     REAL temperature = row->temperature;
     (void)sums;
-    int64_t end = last < row->n ? last : row->n;
     if (mask)
-        for (int64_t i = first; i < end; i++) {
+        for (int64_t i = first; i < last; i++) {
             REAL x = logits[i] / temperature;
             copy[i] = mask[i] ? x : -INFINITE;
         }
-    else if (temperature != R(1.0))
-        for (int64_t i = first; i < end; i++) copy[i] = logits[i] / temperature;
     else
-        memcpy(copy + first, logits + first, (size_t)(end - first) * sizeof(REAL));
-    for (int64_t i = end; i < last; i++) copy[i] = copy[0]; /* adds nothing to the moments */
+        for (int64_t i = first; i < last; i++) copy[i] = logits[i] / temperature;
 }
 
 /* Moments about the first score; nan or inf in a row shows in them. */
@@ -129,7 +153,6 @@ FN void NAME(census_part)(NAME(row) * row, int64_t first, int64_t last, struct s
     const REAL *restrict x = row->x;
     double sum = 0, square = 0, count = 0, top = 0, nan = 0;
     REAL low = INFINITE, high = -INFINITE;
-    if (last > row->n) last = row->n;
     PRAGMA(omp simd reduction(+ : sum, square, count, top, nan) reduction(min : low) reduction(max : high))
     for (int64_t i = first; i < last; i++) {
         REAL v = x[i];
@@ -147,52 +170,91 @@ FN void NAME(census_part)(NAME(row) * row, int64_t first, int64_t last, struct s
     *sums = (struct sums){.a = sum, .b = square, .f = count, .square = top, .above = nan, .low = low, .high = high};
 }
 
-/* What a pass of the search sums, with q = (1 - y) / y: a = sum y h, b = sum (1 - y) h, h = y (1 - y); f = sum y -
-   #{y > 1/2}, from the lesser of y and 1 - y; square = sum h^2; above = #{y > 1/2}. */
-#define SUM_POINT(q)                           \
-    REAL y = R(1.0) / (R(1.0) + q), v = q * y; \
-    REAL h = y * v;                            \
-    a += h * y;                                \
-    b += h * v;                                \
-    square += h * h;                           \
-    f += y > v ? -v : y;                       \
-    above += y > v ? R(1.0) : R(0.0);
+/* What a pass of the search sums, with q = (1 - y) / y: a = sum y h, b = sum (1 - y) h, h = y (1 - y); square = sum
+   h^2; f = sum y - above. All from w, the lesser of y and 1 - y, with above = #{y > 1/2}; or plainly, with above = 0,
+   where it need not be exact. */
+#define SUM_PLAIN(q)                                        \
+    VEC y = R(1.0) / (R(1.0) + q), v = q * y, h = y * v;    \
+    a += h * y;                                             \
+    b += h * v;                                             \
+    square += h * h;                                        \
+    f += y;
 
-/* E = exp(c - x), kept for the passes to come, and the sums at nu = -c. */
+#define SUM_EXACT(q)                                        \
+    VEC y = R(1.0) / (R(1.0) + q), v = q * y;               \
+    NAME(lanes) up = y > v;                                 \
+    VEC w = NAME(select)(up, v, y), h = w - w * w;          \
+    a += h * y;                                             \
+    b += h * v;                                             \
+    square += h * h;                                        \
+    f += NAME(select)(up, -w, w);                           \
+    above += NAME(select)(up, one, zero);
+
+/* The sums over a part of a row, with the vector q at i. */
+#define SUM_PART(q, SUM)                                                                                           \
+    {                                                                                                              \
+    VEC zero = {0}, one = zero + R(1.0);                                                                           \
+    *sums = (struct sums){0};                                                                                      \
+    (void)one;                                                                                                     \
+    for (int64_t i = first; i < last;) {                                                                           \
+        int64_t end = i + BLOCK < last ? i + BLOCK : last;                                                         \
+        VEC a = zero, b = zero, f = zero, square = zero, above = zero;                                             \
+        for (; i < end; i += LANES) {                                                                              \
+            VEC p = q;                                                                                             \
+            SUM(p)                                                                                                 \
+        }                                                                                                          \
+        sums->a += NAME(total)(a), sums->b += NAME(total)(b), sums->f += NAME(total)(f);                           \
+        sums->square += NAME(total)(square), sums->above += NAME(total)(above);                                    \
+    }                                                                                                              \
+    }
+
+/* The scores from i on; beyond the row `pad`. */
+INLINE VEC NAME(scores)(const REAL *x, int64_t i, int64_t n, REAL pad) {
+    VEC found;
+    REAL padded[LANES];
+    if (i + LANES > n) {
+        for (int j = 0; j < LANES; j++) padded[j] = i + j < n ? x[i + j] : pad;
+        x = padded, i = 0;
+    }
+    memcpy(&found, x + i, sizeof found);
+    return found;
+}
+
+INLINE VEC NAME(limited)(VEC x) {
+    VEC low = {0}, high = {0};
+    low += EXP_LOW, high += EXP_HIGH;
+    x = NAME(select)(x < high, x, high);
+    return NAME(select)(x > low, x, low);
+}
+
+INLINE VEC NAME(keep)(VEC q, REAL *e) {
+    memcpy(e, &q, sizeof q);
+    return q;
+}
+
+INLINE VEC NAME(kept)(const REAL *e) {
+    VEC q;
+    memcpy(&q, e, sizeof q);
+    return q;
+}
+
+/* E = exp(c - x), kept for the passes to come in `e`, which has room for whole vectors, and the sums at nu = -c. */
 FN void NAME(start_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
-    LIMITS
     const REAL *restrict x = row->x;
     REAL *restrict e = row->e;
-    REAL c = row->c;
-    *sums = (struct sums){0};
-    for (int64_t begin = first; begin < last; begin += BLOCK) {
-        int64_t end = begin + BLOCK < last ? begin + BLOCK : last;
-        REAL a = 0, b = 0, f = 0, square = 0, above = 0;
-        PRAGMA(omp simd reduction(+ : a, b, f, square, above))
-        for (int64_t i = begin; i < end; i++) {
-            REAL q = NAME(exp)(c - x[i], low, high);
-            e[i] = q;
-            SUM_POINT(q)
-        }
-        sums->a += a, sums->b += b, sums->f += f, sums->square += square, sums->above += above;
-    }
+    REAL c = row->c, none = c - EXP_HIGH; /* weighs nothing */
+    int64_t n = row->n;
+    if (row->narrow)
+        SUM_PART(NAME(keep)(NAME(vector_exp)(c - NAME(scores)(x, i, n, none)), e + i), SUM_PLAIN)
+    else
+        SUM_PART(NAME(keep)(NAME(vector_exp)(NAME(limited)(c - NAME(scores)(x, i, n, none))), e + i), SUM_EXACT)
 }
 
 /* The sums at exp(-nu) = s exp(c). */
 FN void NAME(search_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict e = row->e;
     REAL s = row->s;
-    *sums = (struct sums){0};
-    for (int64_t begin = first; begin < last; begin += BLOCK) {
-        int64_t end = begin + BLOCK < last ? begin + BLOCK : last;
-        REAL a = 0, b = 0, f = 0, square = 0, above = 0;
-        PRAGMA(omp simd reduction(+ : a, b, f, square, above))
-        for (int64_t i = begin; i < end; i++) {
-            REAL q = e[i] * s;
-            SUM_POINT(q)
-        }
-        sums->a += a, sums->b += b, sums->f += f, sums->square += square, sums->above += above;
-    }
+    SUM_PART(NAME(kept)(e + i) * s, SUM_EXACT)
 }
 
 FN void NAME(write_y_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
@@ -200,7 +262,6 @@ FN void NAME(write_y_part)(NAME(row) * row, int64_t first, int64_t last, struct 
     REAL *restrict out = row->out;
     REAL s = row->s;
     (void)sums;
-    if (last > row->n) last = row->n;
     PRAGMA(omp simd)
     for (int64_t i = first; i < last; i++) out[i] = e[i] < EXP_CEILING ? R(1.0) / (R(1.0) + e[i] * s) : R(0.0);
 }
@@ -210,7 +271,6 @@ FN void NAME(write_log_part)(NAME(row) * row, int64_t first, int64_t last, struc
     REAL *restrict out = row->out;
     REAL c = row->c, t = row->t;
     (void)sums;
-    if (last > row->n) last = row->n;
     PRAGMA(omp simd)
     for (int64_t i = first; i < last; i++) {
         REAL z = NAME(point)(x[i], c, t);
@@ -233,7 +293,6 @@ FN void NAME(weigh_part)(NAME(row) * row, int64_t first, int64_t last, struct su
     REAL *restrict out = row->out;
     REAL c = row->c, t = row->t;
     double a = 0, b = 0;
-    if (last > row->n) last = row->n;
     if (row->kind == KIND_Y)
         PRAGMA(omp simd reduction(+ : a, b))
         for (int64_t i = first; i < last; i++) {
@@ -266,7 +325,6 @@ FN void NAME(spread_part)(NAME(row) * row, int64_t first, int64_t last, struct s
     REAL c = row->c, t = row->t, shift = row->shift, scale = row->scale;
     int kind = row->kind;
     (void)sums;
-    if (last > row->n) last = row->n;
     if (kind == KIND_Y)
         PRAGMA(omp simd)
         for (int64_t i = first; i < last; i++) {
@@ -301,7 +359,6 @@ FN void NAME(loss_part)(NAME(row) * row, int64_t first, int64_t last, struct sum
     const int8_t *restrict sign = row->sign;
     REAL c = row->c, t = row->t, rho = row->rho, rest = row->rest;
     double b = 0, f = 0;
-    if (last > row->n) last = row->n;
     PRAGMA(omp simd reduction(+ : b, f))
     for (int64_t i = first; i < last; i++) {
         POINT_LOSS
@@ -323,7 +380,6 @@ FN void NAME(loss_spread_part)(NAME(row) * row, int64_t first, int64_t last, str
     REAL *restrict out = row->out;
     REAL c = row->c, t = row->t, rho = row->rho, rest = row->rest, weight = row->weight, scale = row->scale;
     (void)sums;
-    if (last > row->n) last = row->n;
     if (!sign)
         PRAGMA(omp simd)
         for (int64_t i = first; i < last; i++) {
@@ -351,14 +407,14 @@ typedef struct {
 FN void NAME(pass_work)(void *job, int64_t part, int slot) {
     NAME(pass_job) *pass = job;
     NAME(row) *row = pass->row;
-    int64_t first = part * PART, last = first + PART < row->width ? first + PART : row->width;
+    int64_t first = part * PART, last = first + PART < row->n ? first + PART : row->n;
     (void)slot;
     pass->part(row, first, last, row->parts + part);
 }
 
 __attribute__((noinline)) FN struct sums NAME(long_pass)(NAME(row) * row, NAME(part) part) {
     NAME(pass_job) job = {row, part};
-    int64_t parts = (row->width + PART - 1) / PART;
+    int64_t parts = (row->n + PART - 1) / PART;
     memset(row->parts, 0, (size_t)parts * sizeof *row->parts);
     pool_run(NAME(pass_work), &job, parts, row->threads);
     struct sums total = row->parts[0];
@@ -368,8 +424,8 @@ __attribute__((noinline)) FN struct sums NAME(long_pass)(NAME(row) * row, NAME(p
 
 INLINE struct sums NAME(pass)(NAME(row) * row, NAME(part) part) {
     struct sums sums = {0};
-    if (row->width > PART) return NAME(long_pass)(row, part);
-    part(row, 0, row->width, &sums);
+    if (row->n > PART) return NAME(long_pass)(row, part);
+    part(row, 0, row->n, &sums);
     return sums;
 }
 
@@ -439,14 +495,10 @@ FN void NAME(solve_hard)(double *x, int64_t n, double k, double *center, double 
 
 /* ---- A row. ---- */
 
-/* Point the row at its scores, which are the logits themselves where nothing is masked or divided. Short rows are
-   copied all the same: padded to whole vectors they are faster. */
-FN void NAME(prepare)(NAME(row) * row, int pad) {
-    int direct = !row->mask && row->temperature == R(1.0) && (!pad || row->n > COPY_BELOW);
-    row->width = row->n;
+/* Point the row at its scores, which are the logits themselves where nothing is masked or divided. */
+FN void NAME(prepare)(NAME(row) * row) {
     row->x = row->logits;
-    if (direct) return;
-    row->width = (row->n + LANES - 1) / LANES * LANES;
+    if (!row->mask && row->temperature == R(1.0)) return;
     NAME(pass)(row, NAME(prepare_part));
     row->x = row->copy;
 }
@@ -462,7 +514,6 @@ FN void NAME(begin)(NAME(row) * row, double k, struct start *start) {
         m = NAME(pass)(row, NAME(moments_part));
         pivot = row->pivot;
     }
-    for (int64_t i = row->n; i < row->width; i++) row->copy[i] = -INFINITE; /* weighs nothing in the search */
     if (!(fabs(m.a) <= DBL_MAX) || !(m.b <= DBL_MAX)) {
         m = (struct sums){.low = INFINITY, .high = -INFINITY};
         if (row->n > 0) m = NAME(pass)(row, NAME(census_part));
@@ -479,23 +530,26 @@ FN void NAME(begin)(NAME(row) * row, double k, struct start *start) {
     double mean = m.a / n, variance = m.b / n - mean * mean;
     start_prepare(start, k, n);
     row->state = OPEN;
-    row->lo = start->logit - (m.high + pivot);
+    row->low = n == (double)row->n ? m.low + pivot : -INFINITY;
+    row->high = m.high + pivot;
+    row->lo = start->logit - row->high;
     row->hi = start->logit - (m.low + pivot);
-    row->at = start_guess(start, mean + pivot, variance, row->lo, row->hi);
+    row->at = start_guess(start->logit, start->log_p, start->quantile, mean + pivot, variance, row->lo, row->hi);
 }
 
 /* The sums at `at`: from the scores where that is far from the centre, else from `e`. */
 FN void NAME(look)(NAME(row) * row) {
-    if (row->passes++ == 0 || fabs(row->at) > 4) {
+    if (row->passes++ == 0 || fabs(row->at) > FAR) {
         double c = row->c;
         row->c = (REAL)(c - row->at);
         double moved = (double)row->c - c;
         row->lo += moved, row->hi += moved, row->at = 0;
+        row->narrow = row->c - row->low < EXP_HIGH && row->c - row->high > EXP_LOW;
         row->m = NAME(pass)(row, NAME(start_part));
-    } else {
-        row->s = (REAL)exp(-row->at);
-        row->m = NAME(pass)(row, NAME(search_part));
+        if (!row->narrow || row->m.a + row->m.b > row->m.f / 4) return; /* else plain sums will not do */
     }
+    row->s = (REAL)exp(-row->at);
+    row->m = NAME(pass)(row, NAME(search_part));
 }
 
 FN void NAME(move)(NAME(row) * row) {
@@ -532,42 +586,41 @@ FN void NAME(finish)(NAME(row) * row, double *workspace) {
     }
 }
 
-/* Solve rows for nu, in step with each other: while one waits for its sums, the processor works on the next. */
-FN void NAME(solve)(NAME(row) * rows, int count, const REAL *k, struct space *space) {
-    int open = 0;
-    for (int i = 0; i < count; i++) NAME(begin)(rows + i, (double)k[i], &space->start);
-    do {
-        for (int i = 0; i < count; i++)
-            if (rows[i].state == OPEN) NAME(look)(rows + i);
-        open = 0;
-        for (int i = 0; i < count; i++)
-            if (rows[i].state == OPEN) NAME(move)(rows + i), open |= rows[i].state == OPEN;
-    } while (open);
-    for (int i = 0; i < count; i++) NAME(finish)(rows + i, space->workspace);
+FN void NAME(solve)(NAME(row) * row, double k, struct space *space) {
+    NAME(begin)(row, k, &space->start);
+    while (row->state == OPEN) {
+        NAME(look)(row);
+        NAME(move)(row);
+    }
+    NAME(finish)(row, space->workspace);
 }
 
-/* ---- Calls: each works on `count` rows from `index` on, no more than GROUP. ---- */
+/* ---- Calls: each works on `count` rows from `index` on. ---- */
 
-FN void NAME(load)(NAME(row) * row, const struct call *call, int64_t index, struct space *space, int place, int pad) {
+FN void NAME(load)(NAME(row) * row, const struct call *call, int64_t index, struct space *space) {
     int64_t n = call->n;
     memset(row, 0, sizeof *row);
     row->n = n;
     row->logits = (const REAL *)call->logits + index * n;
     row->mask = call->mask ? call->mask + index * call->mask_stride : 0;
     row->temperature = (REAL)call->temperature;
-    row->copy = (REAL *)space->copy + place * space->width;
-    row->e = (REAL *)space->e + place * space->width;
+    row->copy = (REAL *)space->copy;
+    row->e = (REAL *)space->e;
     row->parts = space->parts;
     row->threads = space->threads;
     row->rho = (REAL)call->observed;
     row->rest = (REAL)(1 - call->observed);
     row->kind = call->kind;
-    NAME(prepare)(row, pad);
+    NAME(prepare)(row);
+}
+
+FN void NAME(write_point)(const struct call *call, const NAME(row) * row, int64_t index) {
+    ((REAL *)call->center)[index] = row->c;
+    ((REAL *)call->delta)[index] = row->t;
 }
 
 FN void NAME(write)(const struct call *call, NAME(row) * row, int64_t index) {
-    ((REAL *)call->center)[index] = row->c;
-    ((REAL *)call->delta)[index] = row->t;
+    NAME(write_point)(call, row, index);
     if (call->kind == KIND_NU) return;
     row->out = (REAL *)call->out + index * row->n;
     if (row->state == DEGENERATE) {
@@ -590,10 +643,12 @@ FN void NAME(write)(const struct call *call, NAME(row) * row, int64_t index) {
 }
 
 FN void NAME(forward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
-    NAME(row) rows[GROUP];
-    for (int i = 0; i < count; i++) NAME(load)(rows + i, call, index + i, space, i, 1);
-    NAME(solve)(rows, count, (const REAL *)call->k + index, space);
-    for (int i = 0; i < count; i++) NAME(write)(call, rows + i, index + i);
+    for (int i = 0; i < count; i++) {
+        NAME(row) row;
+        NAME(load)(&row, call, index + i, space);
+        NAME(solve)(&row, (double)((const REAL *)call->k)[index + i], space);
+        NAME(write)(call, &row, index + i);
+    }
 }
 
 /* log sum h, where the sum itself may underflow. */
@@ -632,7 +687,7 @@ FN void NAME(backward_row)(const struct call *call, int64_t index, struct space 
     NAME(row) row;
     REAL *grad_k = (REAL *)call->grad_k + index;
     double given = call->grad_delta ? ((const REAL *)call->grad_delta)[index] : 0;
-    NAME(load)(&row, call, index, space, 0, 0);
+    NAME(load)(&row, call, index, space);
     row.c = ((const REAL *)call->center)[index];
     row.t = ((const REAL *)call->delta)[index];
     row.u = call->grad ? (const REAL *)call->grad + index * row.n : 0;
@@ -673,11 +728,12 @@ FN void NAME(mark)(const struct call *call, int64_t index, int8_t *sign, int8_t 
 FN double NAME(loss_term)(const NAME(row) * row, int64_t i, int sign, double *d) {
     double x = row->x[i], rho = row->rho, rest = row->rest, t = row->t;
     double z = isinf(x) && isinf(t) ? x : (x - (double)row->c) + t;
-    double y = exp(log_sigmoid(z)), out = exp(log_sigmoid(-z));
+    double tail = exp(-fabs(z)), large = 1 / (1 + tail), small = tail * large; /* y and 1 - y, or the reverse */
+    double y = z < 0 ? small : large, out = z < 0 ? large : small;
     int live = isfinite(x) && isfinite(t);
     *d = !live || sign < 0 ? 0 : sign > 0 ? -out : rest == 0 ? y : rho * y * out / (rest + rho * out);
     if (sign < 0) return 0;
-    if (sign > 0 || rest == 0) return -log_sigmoid(sign > 0 ? z : -z);
+    if (sign > 0 || rest == 0) return log1p(tail) - fmin(sign > 0 ? z : -z, 0);
     return y < 0.5 ? -log1p(-rho * y) : -log(rest + rho * out);
 }
 
@@ -712,19 +768,21 @@ FN void NAME(write_loss)(const struct call *call, NAME(row) * row, int64_t index
             row->sum_h = m.a + m.b;
         }
         log_mass = log(row->sum_h);
+        pull *= 1 + ((double)(REAL)log_mass - log_mass); /* what rounding takes from pull / sum h */
     }
+    NAME(write_point)(call, row, index);
     ((REAL *)call->out)[index] = (REAL)loss;
-    ((REAL *)call->center)[index] = row->c;
-    ((REAL *)call->delta)[index] = row->t;
     ((REAL *)call->log_mass)[index] = (REAL)log_mass;
     ((REAL *)call->pull)[index] = (REAL)pull;
 }
 
 FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
-    NAME(row) rows[GROUP];
-    for (int i = 0; i < count; i++) NAME(load)(rows + i, call, index + i, space, i, 1);
-    NAME(solve)(rows, count, (const REAL *)call->k + index, space);
-    for (int i = 0; i < count; i++) NAME(write_loss)(call, rows + i, index + i, space);
+    for (int i = 0; i < count; i++) {
+        NAME(row) row;
+        NAME(load)(&row, call, index + i, space);
+        NAME(solve)(&row, (double)((const REAL *)call->k)[index + i], space);
+        NAME(write_loss)(call, &row, index + i, space);
+    }
 }
 
 /* (dz - pull h / sum h) / temperature for one class, in double. */
@@ -740,7 +798,7 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
     double log_mass = ((const REAL *)call->log_mass)[index], pull = ((const REAL *)call->pull)[index];
     double grad = ((const REAL *)call->grad)[index];
     REAL *grad_k = (REAL *)call->grad_k + index;
-    NAME(load)(&row, call, index, space, 0, 0);
+    NAME(load)(&row, call, index, space);
     row.c = ((const REAL *)call->center)[index];
     row.t = ((const REAL *)call->delta)[index];
     row.out = (REAL *)call->out + index * row.n;
@@ -776,11 +834,10 @@ FN void NAME(loss_backward_rows)(const struct call *call, int64_t index, int cou
     for (int i = 0; i < count; i++) NAME(loss_backward_row)(call, index + i, space);
 }
 
-#undef BLOCK
 #undef FN
 #undef INLINE
 #undef PRAGMA
-#undef SUM_POINT
+#undef SUM_PART
 #undef LIMITS
 #undef POINT_H
 #undef POINT_LOSS

@@ -4,8 +4,10 @@
 #define TYPE f64
 #define REAL double
 #define BITS uint64_t
+#define SIGNED int64_t
+#define REAL_BYTES 8
 #define R(x) x
-#define LANES (VECTOR / 8)
+#define LANES (VECTOR / REAL_BYTES)
 #define EPS DBL_EPSILON
 #define LARGEST DBL_MAX
 #define INFINITE ((double)INFINITY)
@@ -19,26 +21,14 @@
 #define MANTISSA_MASK 0xfffffffffffffLL
 #define LN2_HIGH 6.93145751953125e-1
 #define LN2_LOW 1.42860682030941723212e-6
-#define EXP_POLYNOMIAL(r) NAME(exp_polynomial)(r)
 #define LOG_RATIO(x) NAME(log_ratio)(x)
 #define WITH_HARD
 
 /* Taylor's, on |r| <= log(2) / 2. */
-__attribute__((always_inline)) TARGET static inline double NAME(exp_polynomial)(double r) {
-    double p = 1.0 / 6227020800;
-    p = p * r + 1.0 / 479001600;
-    p = p * r + 1.0 / 39916800;
-    p = p * r + 1.0 / 3628800;
-    p = p * r + 1.0 / 362880;
-    p = p * r + 1.0 / 40320;
-    p = p * r + 1.0 / 5040;
-    p = p * r + 1.0 / 720;
-    p = p * r + 1.0 / 120;
-    p = p * r + 1.0 / 24;
-    p = p * r + 1.0 / 6;
-    p = p * r + 0.5;
-    return (p * r) * r + r + 1.0;
-}
+#define EXP_POLYNOMIAL(r)                                                                                    \
+    (((((((((((((1.0 / 6227020800 * r + 1.0 / 479001600) * r + 1.0 / 39916800) * r + 1.0 / 3628800)          \
+      * r + 1.0 / 362880) * r + 1.0 / 40320) * r + 1.0 / 5040) * r + 1.0 / 720) * r + 1.0 / 120)             \
+      * r + 1.0 / 24) * r + 1.0 / 6) * r + 0.5) * r + 1.0) * r + 1.0)
 
 /* (log(1 + x) - x + x^2 / 2) / x^3, on sqrt(1/2) - 1 <= x <= sqrt(2) - 1 (Cephes, S. Moshier). */
 __attribute__((always_inline)) TARGET static inline double NAME(log_ratio)(double x) {
@@ -64,10 +54,13 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 }
 
 #include "lml_rows.h"
+#include "lml_tile.h"
 
 #undef TYPE
 #undef REAL
 #undef BITS
+#undef SIGNED
+#undef REAL_BYTES
 #undef R
 #undef LANES
 #undef EPS
@@ -84,12 +77,15 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #undef LN2_HIGH
 #undef LN2_LOW
 #undef WITH_HARD
+#undef EXP_POLYNOMIAL
 
 #define TYPE f32
 #define REAL float
 #define BITS uint32_t
+#define SIGNED int32_t
+#define REAL_BYTES 4
 #define R(x) x##f
-#define LANES (VECTOR / 4)
+#define LANES (VECTOR / REAL_BYTES)
 #define EPS FLT_EPSILON
 #define LARGEST FLT_MAX
 #define INFINITE INFINITY
@@ -104,17 +100,12 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #define LN2_HIGH 0.693359375f
 #define LN2_LOW -2.12194440e-4f
 
-/* Both from Cephes (S. Moshier). */
-__attribute__((always_inline)) TARGET static inline float NAME(exp_polynomial)(float r) {
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    return (p * r) * r + r + 1.0f;
-}
+/* Minimax on |r| <= log(2) / 2, to 3e-9. */
+#define EXP_POLYNOMIAL(r)                                                                                    \
+    ((((((1.381454e-3f * r + 8.36874545e-3f) * r + 4.1668389e-2f) * r + 1.66665211e-1f) * r + 4.9999994e-1f) \
+      * r + 1.0f) * r + 1.0f)
 
+/* From Cephes (S. Moshier). */
 __attribute__((always_inline)) TARGET static inline float NAME(log_ratio)(float x) {
     float p = 7.0376836292e-2f;
     p = p * x - 1.1514610310e-1f;
@@ -132,10 +123,13 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
 }
 
 #include "lml_rows.h"
+#include "lml_tile.h"
 
 #undef TYPE
 #undef REAL
 #undef BITS
+#undef SIGNED
+#undef REAL_BYTES
 #undef R
 #undef LANES
 #undef EPS

@@ -1,0 +1,301 @@
+/* Short rows: as many as a vector has lanes are solved at once, each in a lane of its own, so that no sum runs across a
+   vector. For one type and one instruction set, as lml_rows.h, which comes first.
+
+   A row leaves the tile, and is solved by lml_rows.h alone, if there is anything special about it: a score that is
+   masked, infinite or nan, k at either end, scores too far apart for an exponential, a first guess far off. What a
+   row's neighbours are never matters to it. */
+
+#define FN TARGET static
+#define INLINE __attribute__((always_inline)) TARGET static inline
+#define PRAGMA(text) _Pragma(#text)
+#define EACH_LANE PRAGMA(omp simd) for (int i = 0; i < LANES; i++)
+
+/* What a row of the tile is about, an array for each number. */
+typedef struct {
+    int64_t n;
+    VEC *x, *e;           /* class by class */
+    VEC pivot, c, s;      /* y = 1 / (1 + e s), e = exp(c - x) */
+    int state[LANES];     /* CLOSE if it was solved here */
+    double a[LANES], b[LANES], f[LANES], square[LANES], above[LANES]; /* as in struct sums */
+    double k[LANES], logit[LANES], log_p[LANES], quantile[LANES]; /* as in struct start */
+    double at[LANES], lo[LANES], hi[LANES], r[LANES], step[LANES];
+} NAME(tile);
+
+#if VECTOR / REAL_BYTES == 16
+#define LOW_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif VECTOR / REAL_BYTES == 8
+#define LOW_HALVES 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH_HALVES 4, 12, 5, 13, 6, 14, 7, 15
+#elif VECTOR / REAL_BYTES == 4
+#define LOW_HALVES 0, 4, 1, 5
+#define HIGH_HALVES 2, 6, 3, 7
+#else
+#define LOW_HALVES 0, 2
+#define HIGH_HALVES 1, 3
+#endif
+
+/* Rows to columns, of LANES by LANES numbers: half of the rows is shuffled into the other until each has met all. */
+INLINE void NAME(transpose)(VEC *rows) {
+    VEC mixed[LANES];
+    PRAGMA(GCC unroll 4)
+    for (int met = 1; met < LANES; met *= 2) {
+        PRAGMA(GCC unroll 8)
+        for (int i = 0; i < LANES / 2; i++) {
+            mixed[2 * i] = SHUFFLE(rows[i], rows[i + LANES / 2], NAME(lanes), LOW_HALVES);
+            mixed[2 * i + 1] = SHUFFLE(rows[i], rows[i + LANES / 2], NAME(lanes), HIGH_HALVES);
+        }
+        PRAGMA(GCC unroll 16)
+        for (int i = 0; i < LANES; i++) rows[i] = mixed[i];
+    }
+}
+
+INLINE void NAME(add_lanes)(double *restrict total, VEC part) {
+    REAL parts[LANES];
+    memcpy(parts, &part, sizeof parts);
+    EACH_LANE total[i] += parts[i];
+}
+
+/* ---- Passes over the scores of a tile, class by class. ---- */
+
+/* The scores, and their moments about the first of the row: a is their sum, b that of their squares. */
+FN void NAME(tile_load)(NAME(tile) * tile, const REAL *const *rows, REAL temperature) {
+    int64_t n = tile->n, whole = n / LANES * LANES;
+    VEC *restrict x = tile->x;
+    for (int i = 0; i < LANES; i++) ((REAL *)&tile->pivot)[i] = rows[i][0] / temperature;
+    for (int64_t j = 0; j < whole; j += LANES) {
+        VEC part[LANES];
+        for (int i = 0; i < LANES; i++) memcpy(part + i, rows[i] + j, sizeof *part);
+        NAME(transpose)(part);
+        for (int i = 0; i < LANES; i++) x[j + i] = part[i];
+    }
+    for (int64_t j = whole; j < n; j++)
+        for (int i = 0; i < LANES; i++) ((REAL *)(x + j))[i] = rows[i][j];
+    for (int64_t j = 0; j < n && temperature != R(1.0); j++) x[j] /= temperature;
+
+    VEC pivot = tile->pivot;
+    EACH_LANE tile->a[i] = tile->b[i] = 0;
+    for (int64_t j = 0; j < n;) {
+        int64_t end = j + STEPS < n ? j + STEPS : n;
+        VEC sum = {0}, square = {0};
+        for (; j < end; j++) {
+            VEC d = x[j] - pivot;
+            sum += d;
+            square += d * d;
+        }
+        NAME(add_lanes)(tile->a, sum);
+        NAME(add_lanes)(tile->b, square);
+    }
+}
+
+/* The largest |c - x|. */
+FN VEC NAME(tile_farthest)(const NAME(tile) * tile) {
+    VEC found = {0};
+    for (int64_t j = 0; j < tile->n; j++) {
+        VEC d = tile->c - tile->x[j];
+        d = NAME(select)(d < 0, -d, d);
+        found = NAME(select)(d > found, d, found);
+    }
+    return found;
+}
+
+/* The sums of SUM over all classes, lane by lane, with the vector q at j. */
+#define SUM_TILE(q, SUM)                                                                                     \
+    VEC zero = {0}, one = zero + R(1.0);                                                                     \
+    (void)one;                                                                                               \
+    EACH_LANE tile->a[i] = tile->b[i] = tile->f[i] = tile->square[i] = tile->above[i] = 0;                   \
+    for (int64_t j = 0; j < tile->n;) {                                                                      \
+        int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;                                             \
+        VEC a = zero, b = zero, f = zero, square = zero, above = zero;                                       \
+        for (; j < end; j++) {                                                                               \
+            VEC p = q;                                                                                       \
+            SUM(p)                                                                                           \
+        }                                                                                                    \
+        NAME(add_lanes)(tile->a, a);                                                                         \
+        NAME(add_lanes)(tile->b, b);                                                                         \
+        NAME(add_lanes)(tile->f, f);                                                                         \
+        NAME(add_lanes)(tile->square, square);                                                               \
+        NAME(add_lanes)(tile->above, above);                                                                 \
+    }
+
+FN void NAME(tile_start)(NAME(tile) * tile) {
+    const VEC *restrict x = tile->x;
+    VEC *restrict e = tile->e;
+    VEC c = tile->c;
+    SUM_TILE((e[j] = NAME(vector_exp)(c - x[j])), SUM_PLAIN)
+}
+
+FN void NAME(tile_search)(NAME(tile) * tile) {
+    const VEC *restrict e = tile->e;
+    VEC s = tile->s;
+    SUM_TILE(e[j] * s, SUM_EXACT)
+}
+
+/* y, row by row, for the rows of the tile that have a place. */
+FN void NAME(tile_write)(NAME(tile) * tile, REAL *const *rows) {
+    int64_t n = tile->n, whole = n / LANES * LANES;
+    const VEC *restrict e = tile->e;
+    VEC s = tile->s;
+    for (int64_t j = 0; j < whole; j += LANES) {
+        VEC part[LANES];
+        for (int i = 0; i < LANES; i++) part[i] = R(1.0) / (R(1.0) + e[j + i] * s);
+        NAME(transpose)(part);
+        for (int i = 0; i < LANES; i++)
+            if (rows[i]) memcpy(rows[i] + j, part + i, sizeof *part);
+    }
+    for (int64_t j = whole; j < n; j++) {
+        VEC y = R(1.0) / (R(1.0) + e[j] * s);
+        for (int i = 0; i < LANES; i++)
+            if (rows[i]) rows[i][j] = y[i];
+    }
+}
+
+/* ---- The search, all rows in step. ---- */
+
+/* A guess of nu for each row; HARD where the tile is not for it. No score is further from the mean than the root of
+   n - 1 standard deviations (Samuelson's inequality). */
+FN void NAME(tile_begin)(NAME(tile) * tile, struct start *start) {
+    double n = (double)tile->n, farthest[LANES];
+    REAL pivot[LANES], center[LANES];
+    memcpy(pivot, &tile->pivot, sizeof pivot);
+    for (int i = 0; i < LANES; i++) {
+        int fits = tile->k[i] > 0 && tile->k[i] < n;
+        tile->state[i] = fits ? OPEN : HARD;
+        if (fits) start_prepare(start, tile->k[i], n);
+        tile->logit[i] = start->logit, tile->log_p[i] = start->log_p, tile->quantile[i] = start->quantile;
+    }
+    EACH_LANE {
+        double shift = tile->a[i] / n, variance = tile->b[i] / n - shift * shift, mean = shift + (double)pivot[i];
+        double reach = 1.001 * sqrt(n * (variance > 0 ? variance : 0)) + 1e-3 * fabs(shift);
+        tile->lo[i] = tile->logit[i] - mean - reach;
+        tile->hi[i] = tile->logit[i] - mean + reach;
+        double guess = start_guess(tile->logit[i], tile->log_p[i], tile->quantile[i], mean, variance, tile->lo[i],
+                                   tile->hi[i]);
+        center[i] = (REAL)-guess;
+        farthest[i] = fabs((double)center[i] - mean) + reach;
+        tile->at[i] = 0;
+        tile->lo[i] += (double)center[i], tile->hi[i] += (double)center[i];
+    }
+    memcpy(&tile->c, center, sizeof center);
+    int wide = 0;
+    for (int i = 0; i < LANES; i++) {
+        if (!(farthest[i] < 1e30)) tile->state[i] = HARD;
+        wide |= tile->state[i] == OPEN && farthest[i] >= EXP_HIGH;
+    }
+    if (!wide) return;
+    REAL found[LANES];
+    VEC far = NAME(tile_farthest)(tile);
+    memcpy(found, &far, sizeof found);
+    for (int i = 0; i < LANES; i++)
+        if (found[i] >= EXP_HIGH) tile->state[i] = HARD;
+}
+
+/* Move the rows that are open; whether there still are any. Rows for which the plain sums of the start will not do wait
+   for those of the next pass. With `mass`, a row is not closed before the sums of its last pass give sum h at the
+   solution. */
+FN int NAME(tile_move)(NAME(tile) * tile, int plain, int mass) {
+    int open = 0;
+    EACH_LANE {
+        double f = tile->f[i] + (tile->above[i] - tile->k[i]);
+        tile->step[i] = fourth_order(tile->a[i], tile->b[i], f, tile->square[i], tile->r + i);
+    }
+    for (int i = 0; i < LANES; i++) {
+        if (tile->state[i] != OPEN) continue;
+        double r = fabs(tile->r[i]), t = fabs(tile->step[i]), sum_h = tile->a[i] + tile->b[i];
+        if (plain && !(sum_h > tile->f[i] / 4)) {
+            tile->step[i] = 0;
+        } else if (r < 0.3 && sum_h > SMALLEST_SUM) {
+            if (!plain && r * r * r * r / 3 <= EPS / 2 && (!mass || t * t * t < EPS)) tile->state[i] = CLOSE;
+        } else {
+            struct sums m = {tile->a[i], tile->b[i], tile->f[i], tile->square[i], tile->above[i], 0, 0};
+            double slack = 16 * EPS * (1 + fabs((double)tile->c[i]));
+            tile->state[i] = take_step(&m, tile->k[i], tile->at[i], tile->lo + i, tile->hi + i, EPS, slack,
+                                       SMALLEST_SUM, tile->step + i);
+        }
+        if (!(fabs(tile->at[i] + tile->step[i]) < FAR)) tile->state[i] = HARD;
+        if (tile->state[i] != HARD) tile->at[i] += tile->step[i];
+        open |= tile->state[i] == OPEN;
+    }
+    REAL s[LANES];
+    EACH_LANE s[i] = (REAL)EXP_DOUBLE(-tile->at[i], -FAR, FAR);
+    memcpy(&tile->s, s, sizeof s);
+    return open;
+}
+
+/* Solve `count` rows from `index` on. */
+FN void NAME(tile_solve)(NAME(tile) * tile, const struct call *call, int64_t index, int count, struct space *space,
+                         int mass) {
+    const REAL *rows[LANES];
+    tile->n = call->n;
+    tile->x = (VEC *)space->copy;
+    tile->e = (VEC *)space->e;
+    for (int i = 0; i < LANES; i++) {
+        int64_t row = index + (i < count ? i : 0);
+        rows[i] = (const REAL *)call->logits + row * call->n;
+        tile->k[i] = (double)((const REAL *)call->k)[row];
+    }
+    NAME(tile_load)(tile, rows, (REAL)call->temperature);
+    NAME(tile_begin)(tile, &space->start);
+    NAME(tile_start)(tile);
+    for (int passes = 1; NAME(tile_move)(tile, passes == 1, mass) && passes < 8; passes++) NAME(tile_search)(tile);
+}
+
+/* ---- Calls: as those of lml_rows.h, for no more than LANES rows. ---- */
+
+/* The row of a lane, as the search of lml_rows.h would leave it but for `e`. */
+FN void NAME(row_of_lane)(NAME(row) * row, const NAME(tile) * tile, int i, const struct call *call, int64_t index,
+                          struct space *space) {
+    double a = tile->a[i], b = tile->b[i], t = tile->step[i];
+    NAME(load)(row, call, index, space);
+    row->sum_h = (a + b) + t * ((b - a) + t / 2 * (a + b - 6 * tile->square[i]));
+    row->state = CLOSE;
+    NAME(split)(row, (double)tile->c[i], tile->at[i]);
+}
+
+FN void NAME(forward_tile)(const struct call *call, int64_t index, int count, struct space *space) {
+    NAME(tile) tile;
+    REAL *out[LANES] = {0};
+    NAME(tile_solve)(&tile, call, index, count, space, 0);
+    for (int i = 0; i < count; i++)
+        if (tile.state[i] == CLOSE) out[i] = (REAL *)call->out + (index + i) * call->n;
+    if (call->kind == KIND_Y) NAME(tile_write)(&tile, out);
+    for (int i = 0; i < count; i++) {
+        if (tile.state[i] != CLOSE) {
+            NAME(forward_rows)(call, index + i, 1, space);
+            continue;
+        }
+        NAME(row) row;
+        NAME(row_of_lane)(&row, &tile, i, call, index + i, space);
+        if (call->kind == KIND_LOG)
+            NAME(write)(call, &row, index + i);
+        else
+            NAME(write_point)(call, &row, index + i);
+    }
+}
+
+FN void NAME(loss_forward_tile)(const struct call *call, int64_t index, int count, struct space *space) {
+    NAME(tile) tile;
+    NAME(tile_solve)(&tile, call, index, count, space, 1);
+    for (int i = 0; i < count; i++) {
+        if (tile.state[i] != CLOSE) {
+            NAME(loss_forward_rows)(call, index + i, 1, space);
+            continue;
+        }
+        NAME(row) row;
+        NAME(row_of_lane)(&row, &tile, i, call, index + i, space);
+        NAME(write_loss)(call, &row, index + i, space);
+    }
+}
+
+#undef FN
+#undef INLINE
+#undef PRAGMA
+#undef EACH_LANE
+#undef STEPS
+#undef BLOCK
+#undef SUM_PLAIN
+#undef SUM_EXACT
+#undef VEC
+#undef LOW_HALVES
+#undef HIGH_HALVES
+#undef SUM_TILE
