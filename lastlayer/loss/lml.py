@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -251,6 +252,10 @@ class _LMLLoss(torch.autograd.Function):
             else:
                 grad_logits, grad_k = projection.kernels(ctx.impl).loss_backward(*arguments)
         return grad_logits, grad_k, None, None, None, None, None, None
+
+
+# Autograd asks for the signature in every call; working it out takes longer than a small projection.
+_LMLLoss.forward.__signature__ = inspect.signature(_LMLLoss.forward)  # type: ignore[attr-defined]
 
 
 class _LMLLossAndGradient(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -522,6 +523,10 @@ class _LML(torch.autograd.Function):
         tensors = [t if t is None else t.expand(*batch, t.shape[-1]) for t in tensors]
         x, k, mask = tensors
         return apply(x, k, mask, *inputs[3:]), (0 if inputs[4] != "nu" else None, 0, 0)
+
+
+# Autograd asks for the signature in every call; working it out takes longer than a small projection.
+_LML.forward.__signature__ = inspect.signature(_LML.forward)  # type: ignore[attr-defined]
 
 
 class _LMLForwardMode(_LML):
