@@ -129,21 +129,35 @@ def cases(device: torch.device) -> dict[str, Case]:
 
 def peers(device: torch.device) -> Iterator[tuple[str, Case]]:
     """Other packages' functions, where they are installed."""
-    wanted = [
-        ("entmax", "sparsemax", lambda f: lambda x, k: f(x, dim=-1)),
-        ("entmax", "entmax15", lambda f: lambda x, k: f(x, dim=-1)),
-        ("entmax", "budget_bisect", lambda f: lambda x, k: f(x, budget=k, dim=-1)),
-        ("torchsort", "soft_rank", lambda f: lambda x, k: f(x)),
+    wanted: list[tuple[str, str, Callable[[Any], Callable[[Data], Thunk]]]] = [
+        ("entmax", "sparsemax", lambda f: forward(lambda x, k: f(x, dim=-1))),
+        ("entmax", "entmax15", lambda f: forward(lambda x, k: f(x, dim=-1))),
+        ("entmax", "budget_bisect", lambda f: forward(lambda x, k: f(x, budget=k, dim=-1))),
+        ("torchsort", "soft_rank", lambda f: forward(lambda x, k: f(x))),
     ]
+    if device.type == "cpu":
+        wanted.append(("jaxopt.projection", "projection_box_section", box_section))
     for package, name, adapt in wanted:
         try:
             function = getattr(importlib.import_module(package), name, None)
         except ImportError:
             continue
         if function is not None:
-            op = Op(forward(adapt(function)), forward(softmax), 2, "softmax")
+            op = Op(adapt(function), forward(softmax), 2, "softmax")
             for n in (100, 1000, 10000):
                 yield f"peer/{package}.{name}/{n}", Case(op, 256, n, torch.float32, 5)
+
+
+def box_section(project: Callable[..., Any]) -> Callable[[Data], Thunk]:
+    """Euclidean projection onto the polytope of `lml`, by jaxopt: compiled, all rows at once."""
+
+    def prepare(data: Data) -> Thunk:
+        jax = importlib.import_module("jax")
+        ones, rows = jax.numpy.ones(data.x.shape[-1]), jax.numpy.asarray(data.x.numpy())
+        run = jax.jit(jax.vmap(lambda row: project(row, (0 * ones, ones, ones, data.k))))
+        return lambda: run(rows).block_until_ready()
+
+    return prepare
 
 
 def original(path: str, device: torch.device) -> Iterator[tuple[str, Case]]:

@@ -5,6 +5,9 @@ import json
 import sys
 
 import pytest
+import torch
+
+import lastlayer as ll
 
 run = pytest.importorskip("benchmarks.run", reason="not a checkout")
 
@@ -58,3 +61,10 @@ def test_the_original_stands_beside_ours(tmp_path, monkeypatch, capsys):
         assert row["times_faster"] == pytest.approx(row["against_ms"] / row["ms"], rel=1e-3)
         assert row["error"] < 1e-6
     assert "times faster" in capsys.readouterr().out
+
+
+def test_the_peer_of_jaxopt_is_on_the_same_polytope():
+    jaxopt = pytest.importorskip("jaxopt.projection")
+    data = run.make(run.Case(run.LML, 3, 20, torch.float32, 5), torch.device("cpu"))
+    found = torch.tensor(run.box_section(jaxopt.projection_box_section)(data)().tolist())
+    assert (found - ll.capped_sparsemax(data.x, 5)).abs().max() < 1e-4
