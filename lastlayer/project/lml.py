@@ -268,8 +268,12 @@ def apply(
     impl: Impl,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
+    compiling = torch.compiler.is_compiling()
+    recorded = torch.is_grad_enabled() and (x.requires_grad or k.requires_grad)
+    if not (compiling or recorded or transformed()):  # nothing for autograd, whose door costs more than a small batch
+        return _forward(x, k, mask, temperature, kind, shard, impl)
     # The compiler takes no Function that defines forward mode.
-    function = _LML if torch.compiler.is_compiling() else _LMLForwardMode
+    function = _LML if compiling else _LMLForwardMode
     return function.apply(x, k, mask, temperature, kind, shard, impl)
 
 
