@@ -23,7 +23,6 @@ EPS = tl.constexpr(1.1920928955078125e-07)
 PASSES = tl.constexpr(12)  # of the fast search, before `settle` takes over
 SPREAD = tl.constexpr(16.0)  # how far the fast search may move from its start: E loses digits beyond
 SPLIT_RATIO = tl.constexpr(4.0)  # where k / sum h is larger, sum y - k has lost digits
-EVICT = tl.constexpr("")  # of a row that is held in registers: the cache need not keep it
 RUN = tl.constexpr(128)  # neighbours read together where a row is sampled
 LEAST_MASS = tl.constexpr(1e-5)  # where sum h / k is smaller, the fast sums say nothing
 
@@ -209,10 +208,10 @@ def load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL: tl.constexp
     """The logits of a tile in float32; -inf where there is no class."""
     cols = columns(first, W, C)
     here = x_ptr + (by_row(row) * n + cols)
-    if FULL:
-        x = tl.load(here, eviction_policy=EVICT).to(tl.float32)
+    if FULL:  # noqa: SIM108
+        x = tl.load(here).to(tl.float32)
     else:
-        x = tl.load(here, mask=cols < n, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
+        x = tl.load(here, mask=cols < n, other=float("-inf")).to(tl.float32)
     if MASKED:
         keep = tl.load(m_ptr + (by_row(row) * m_row + cols * m_col), mask=cols < n, other=0)
         x = tl.where(keep != 0, x, float("-inf"))

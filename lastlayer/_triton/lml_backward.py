@@ -34,19 +34,33 @@ LONGEST = 16384  # classes of a row whose logits and upstream gradient are held 
 
 @triton.jit
 def _weight(x, u, center, delta, KIND: tl.constexpr):
-    """H and the upstream gradient times the slope of the output: of y it is h u, of log y it is (1 - y) u."""
+    """H, and what it is combined with: for y the upstream gradient, for log y that gradient times 1 - y."""
     z = (x - center) + delta
     live = is_finite(x)
     q = exp(-tl.abs(z))
     y = rcp(1 + q)
+    y = y * (2 - (1 + q) * y)  # to rounding: all errors of a row may have one sign
     h = tl.where(live, q * y * y, 0.0)
     if KIND == "y":
-        v = h * tl.where(live, u, 0.0)
+        v = tl.where(live, u, 0.0)
     elif KIND == "log":
         v = tl.where(live, u * (tl.where(z > 0, q, 1.0) * y), 0.0)
     else:
         v = tl.zeros_like(h)
     return h, v
+
+
+@triton.jit
+def _upstream(h, v, KIND: tl.constexpr):
+    """The upstream gradient times the slope of the output."""
+    return h * v if KIND == "y" else v
+
+
+@triton.jit
+def _combined(h, v, dk, n, inv_t, KIND: tl.constexpr):
+    """The gradient of the logits; one class alone cannot move."""
+    d = h * (v - dk) if KIND == "y" else v - h * dk
+    return scaled(tl.where(n > 1, d, 0.0), inv_t)
 
 
 @triton.jit
@@ -83,31 +97,31 @@ def _resident(
         x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, center, delta, inv_t, 0, WA, C, KIND, FULL or WB > 0, MASKED
     )
     mass = sum_w(ha)
-    dot = sum_w(va)
+    dot = sum_w(_upstream(ha, va, KIND))
     if WB > 0:
         hb, vb = _tile(
             x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, center, delta, inv_t, WA * C, WB, C, KIND, FULL or WC > 0,
             MASKED,
         )  # fmt: skip
         mass += sum_w(hb)
-        dot += sum_w(vb)
+        dot += sum_w(_upstream(hb, vb, KIND))
     if WC > 0:
         hc, vc = _tile(
             x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, center, delta, inv_t, (WA + WB) * C, WC, C, KIND, FULL, MASKED
         )
         mass += sum_w(hc)
-        dot += sum_w(vc)
+        dot += sum_w(_upstream(hc, vc, KIND))
     mass, dot = sum2(mass, dot, 1)
     if GIVEN:
         dot += tl.load(gd_ptr + row)
     dk = tl.div_rn(dot, mass)
     tl.store(dk_ptr + row, dk)
     both = by_row(dk)
-    store_tile(dx_ptr, row, n, scaled(va - ha * both, inv_t), 0, WA, C, FULL or WB > 0)
+    store_tile(dx_ptr, row, n, _combined(ha, va, both, n, inv_t, KIND), 0, WA, C, FULL or WB > 0)
     if WB > 0:
-        store_tile(dx_ptr, row, n, scaled(vb - hb * both, inv_t), WA * C, WB, C, FULL or WC > 0)
+        store_tile(dx_ptr, row, n, _combined(hb, vb, both, n, inv_t, KIND), WA * C, WB, C, FULL or WC > 0)
     if WC > 0:
-        store_tile(dx_ptr, row, n, scaled(vc - hc * both, inv_t), (WA + WB) * C, WC, C, FULL)
+        store_tile(dx_ptr, row, n, _combined(hc, vc, both, n, inv_t, KIND), (WA + WB) * C, WC, C, FULL)
     odd = ~(mass > TINY) | ~is_finite(delta)
     if tl.max(odd.to(tl.int32), 0) > 0:
         tl.debug_barrier()  # what was written for these rows is written again
@@ -215,12 +229,12 @@ def _row_sums(
         i = j + tile
         h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, first, i, center, delta, inv_t, KIND, MASKED)
         mass += tl.sum(h, 0)
-        dot += tl.sum(v, 0)
+        dot += tl.sum(_upstream(h, v, KIND), 0)
     mass, dot = sum2(mass, dot, 0)
     for j in range(0, hi - lo - whole, C):
         cols = end_columns(j + tl.arange(0, C), n, lo, hi, skip, whole)
         h, v = _ends(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, cols, center, delta, inv_t, KIND, MASKED)
-        h, v = sum2(h, v, 0)
+        h, v = sum2(h, _upstream(h, v, KIND), 0)
         mass += h
         dot += v
     return mass, dot
@@ -237,11 +251,11 @@ def _row_write(
     for j in range(0, whole, W * C):
         i = j + tile
         h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, first, i, center, delta, inv_t, KIND, MASKED)
-        tl.store(dx_ptr + first + i, scaled(v - h * dk, inv_t).to(dx_ptr.dtype.element_ty))
+        tl.store(dx_ptr + first + i, _combined(h, v, dk, n, inv_t, KIND).to(dx_ptr.dtype.element_ty))
     for j in range(0, hi - lo - whole, C):
         cols = end_columns(j + tl.arange(0, C), n, lo, hi, skip, whole)
         h, v = _ends(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, cols, center, delta, inv_t, KIND, MASKED)
-        d = scaled(v - h * dk, inv_t)
+        d = _combined(h, v, dk, n, inv_t, KIND)
         tl.store(dx_ptr + (row * n + cols), d.to(dx_ptr.dtype.element_ty), mask=cols < n)
 
 

@@ -61,16 +61,16 @@ def tiles(n: int, c: int) -> tuple[int, int, int]:
 # Up to how many classes a row, and how many of them a thread holds; by search on an H200.
 Table = list[tuple[int, int]]
 FORWARD: dict[int, Table] = {
-    4: [(256, 32), (768, 16), (8192, 32), (LONGEST, 128)],
-    2: [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 128)],
+    4: [(256, 32), (768, 16), (2048, 32), (8192, 64), (20480, 128), (LONGEST, 64)],
+    2: [(256, 32), (768, 16), (2048, 64), (8192, 32), (12288, 40), (20480, 128), (LONGEST, 64)],
 }
 LOSS: dict[int, Table] = {
-    4: [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 64)],
-    2: [(256, 32), (768, 16), (8192, 32), (12288, 40), (LONGEST, 64)],
+    4: [(256, 32), (768, 16), (8192, 64), (20480, 128), (LONGEST, 64)],
+    2: [(256, 32), (768, 16), (8192, 32), (12288, 40), (20480, 128), (LONGEST, 64)],
 }
 BACKWARD: dict[int, Table] = {
-    4: [(8192, 16), (12288, 20), (LONGEST, 16)],
-    2: [(8192, 16), (12288, 20), (LONGEST, 16)],
+    4: [(8192, 16), (12288, 64), (LONGEST, 20)],
+    2: [(8192, 16), (12288, 40), (LONGEST, 20)],
 }
 
 
@@ -94,7 +94,7 @@ def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:
 
 def stream(itemsize: int, split: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Tiles of ``W * C`` classes in which a long row is streamed, or a chunk of one; and how they are launched."""
-    warps = 8 if split else 16
+    warps = 16 if itemsize == 4 and not split else 8
     c = 32 * warps * (16 // itemsize)
     return {"W": max(1, 512 * warps // c), "C": c}, {"num_warps": warps}
 

@@ -85,6 +85,8 @@ def lml_loss(
 
 def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassShard | None) -> Tensor:
     """Which rows the mean is over: those with a label, and with `observed` those with a known class."""
+    if labels.index is not None and shard is None and rho == 0:
+        return (labels.index >= 0).any(-1)
     found = reduce(labels.count().unsqueeze(-1).to(dtype), "sum", shard).squeeze(-1) > 0
     if rho == 0:
         return found

@@ -196,7 +196,7 @@ def _project(
     logits, shard, wrap = unwrap(op, logits, shard, dim, k)
     x, k, mask, divisor, last, impl = enter(op, logits, k, dim, temperature, mask, shard, impl)
     out, _, _ = apply(x, k, mask, divisor, kind, shard, impl)
-    return wrap(out.movedim(-1, last))
+    return wrap(out if last == out.ndim - 1 else out.movedim(-1, last))
 
 
 def enter(
@@ -215,7 +215,7 @@ def enter(
     dim = _check.dim(op, dim, logits.ndim)
     mask = _check.mask(op, local_part(mask), logits)
     divisor = _check.temperature(op, temperature)
-    x = logits.movedim(dim, -1)
+    x = logits if dim == logits.ndim - 1 else logits.movedim(dim, -1)
     mask = None if mask is None else mask.movedim(dim, -1)
     if isinstance(divisor, Tensor):  # one a row; autograd sees the division
         x, divisor = x / spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype), 1.0
@@ -228,13 +228,14 @@ def choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None) -> Impl:
     _check.choice(op, "impl", impl, ("auto", "torch", "native", "triton"))
     if impl == "torch":
         return impl
-    found: dict[Impl, str] = {name: _unfit(name, x, shard) for name in ("triton", "native")}
     if impl == "auto":
         if _exporting():  # a graph for other runtimes holds plain operators
             return "torch"
-        return next((name for name, reason in found.items() if not reason), "torch")
-    if found[impl]:
-        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: {found[impl]}. Use `impl="auto"`.')
+        fastest: tuple[Impl, ...] = ("triton", "native")
+        return next((name for name in fastest if not _unfit(name, x, shard)), "torch")
+    reason = _unfit(impl, x, shard)
+    if reason:
+        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: {reason}. Use `impl="auto"`.')
     return impl
 
 
@@ -268,6 +269,7 @@ def apply(
     impl: Impl,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
+<<<<<<< Updated upstream
     compiling = torch.compiler.is_compiling()
     recorded = torch.is_grad_enabled() and (x.requires_grad or k.requires_grad)
     if not (compiling or recorded or transformed()):  # nothing for autograd, whose door costs more than a small batch
@@ -275,6 +277,14 @@ def apply(
     # The compiler takes no Function that defines forward mode.
     function = _LML if compiling else _LMLForwardMode
     return function.apply(x, k, mask, temperature, kind, shard, impl)
+=======
+    arguments = (x, k, mask, temperature, kind, shard, impl)
+    if torch.compiler.is_compiling():  # the compiler takes no Function that defines forward mode
+        return _LML.apply(*arguments)
+    if transformed() or (torch.is_grad_enabled() and (x.requires_grad or k.requires_grad)):
+        return _LMLForwardMode.apply(*arguments)
+    return _forward(*arguments)
+>>>>>>> Stashed changes
 
 
 def _forward(
