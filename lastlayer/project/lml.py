@@ -269,7 +269,6 @@ def apply(
     impl: Impl,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
-<<<<<<< Updated upstream
     compiling = torch.compiler.is_compiling()
     recorded = torch.is_grad_enabled() and (x.requires_grad or k.requires_grad)
     if not (compiling or recorded or transformed()):  # nothing for autograd, whose door costs more than a small batch
@@ -277,14 +276,6 @@ def apply(
     # The compiler takes no Function that defines forward mode.
     function = _LML if compiling else _LMLForwardMode
     return function.apply(x, k, mask, temperature, kind, shard, impl)
-=======
-    arguments = (x, k, mask, temperature, kind, shard, impl)
-    if torch.compiler.is_compiling():  # the compiler takes no Function that defines forward mode
-        return _LML.apply(*arguments)
-    if transformed() or (torch.is_grad_enabled() and (x.requires_grad or k.requires_grad)):
-        return _LMLForwardMode.apply(*arguments)
-    return _forward(*arguments)
->>>>>>> Stashed changes
 
 
 def _forward(
