@@ -63,11 +63,11 @@ class Results:
         self._write()
 
     def merge(self, other: Results) -> None:
-        """Append the rows of another run, count its seconds, and write the file as from its machine."""
+        """Append the rows of another run, and count its seconds."""
         self.rows += [row for row in other.rows if row not in self.rows]
         for device, seconds in other.seconds.items():
             self.seconds[device] = round(self.seconds.get(device, 0.0) + seconds, 1)
-        self.machine = other.machine
+        self.machine = self.machine or other.machine
         self._write()
 
     def _write(self) -> None:
