@@ -70,7 +70,7 @@ def cardinality(op: str, k: Any, scores: Tensor, shard: ClassShard | None = None
             f"{op}: `k` must be between 0 and n_classes={n}, got {k}. Choose a `k` in that range, or pass a tensor of "
             "one `k` a row, where a row that cannot be met becomes nan."
         )
-    return torch.full((*batch, 1), float(k), dtype=dtype, device=scores.device)
+    return torch.full((), float(k), dtype=dtype, device=scores.device).expand(*batch, 1)
 
 
 def _broadcasts(shape: torch.Size, batch: torch.Size) -> bool:

@@ -22,6 +22,7 @@ class Call(ctypes.Structure):
         ("n", ctypes.c_int64),
         ("logits", ctypes.c_void_p),
         ("k", ctypes.c_void_p),
+        ("k_stride", ctypes.c_int64),
         ("mask", ctypes.c_void_p),
         ("mask_stride", ctypes.c_int64),
         ("temperature", ctypes.c_double),

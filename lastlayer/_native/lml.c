@@ -43,6 +43,7 @@ struct start {
 struct call {
     int64_t rows, n;
     const void *logits, *k;
+    int64_t k_stride; /* 0 where all rows have the same k */
     const uint8_t *mask;
     int64_t mask_stride;
     double temperature;

@@ -163,7 +163,10 @@ def _run(operation: int, logits: Tensor, mask: Tensor | None, temperature: float
                 call.m = value.shape[-1]
             elif value.dtype != logits.dtype:
                 value = value.to(logits.dtype)
-            value = value.contiguous()
+            if name == "k":
+                call.k_stride = any(step for step, size in zip(value.stride(), value.shape, strict=True) if size > 1)
+            if name != "k" or call.k_stride:  # else one number serves all rows
+                value = value.contiguous()
             kept.append(value)
             value = value.data_ptr()
         if value is not None:

@@ -646,7 +646,7 @@ FN void NAME(forward_rows)(const struct call *call, int64_t index, int count, st
     for (int i = 0; i < count; i++) {
         NAME(row) row;
         NAME(load)(&row, call, index + i, space);
-        NAME(solve)(&row, (double)((const REAL *)call->k)[index + i], space);
+        NAME(solve)(&row, (double)((const REAL *)call->k)[(index + i) * call->k_stride], space);
         NAME(write)(call, &row, index + i);
     }
 }
@@ -780,7 +780,7 @@ FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int coun
     for (int i = 0; i < count; i++) {
         NAME(row) row;
         NAME(load)(&row, call, index + i, space);
-        NAME(solve)(&row, (double)((const REAL *)call->k)[index + i], space);
+        NAME(solve)(&row, (double)((const REAL *)call->k)[(index + i) * call->k_stride], space);
         NAME(write_loss)(call, &row, index + i, space);
     }
 }

@@ -232,7 +232,7 @@ FN void NAME(tile_solve)(NAME(tile) * tile, const struct call *call, int64_t ind
     for (int i = 0; i < LANES; i++) {
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
-        tile->k[i] = (double)((const REAL *)call->k)[row];
+        tile->k[i] = (double)((const REAL *)call->k)[row * call->k_stride];
     }
     NAME(tile_load)(tile, rows, (REAL)call->temperature);
     NAME(tile_begin)(tile, &space->start);

@@ -55,7 +55,7 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
     for (size_t i = 0; i < size; i++) mask[i] = uniform() < 0.8, dense[i] = (int8_t)(uniform() * 3 - 1);
 
     struct call call = {.rows = rows, .n = n, .logits = logits, .k = k, .mask = with_mask ? mask : 0};
-    call.mask_stride = n, call.temperature = temperature, call.threads = threads;
+    call.k_stride = 1, call.mask_stride = n, call.temperature = temperature, call.threads = threads;
     call.center = row[0], call.delta = row[1], call.grad_k = row[2], call.log_mass = row[3], call.pull = row[4];
     int bad = 0;
     for (call.kind = 0; call.kind < 3; call.kind++) {
