@@ -195,6 +195,15 @@ def _in_child(queue, x):
 
 
 @built
+@pytest.mark.parametrize("shape", [(40, 37), (2, 3, 2000), (37,)])
+def test_one_k_for_all_rows(shape):
+    logits, each = torch.randn(shape), torch.full(shape[:-1], 3.0)
+    target = torch.randint(37, shape[:-1])
+    assert torch.equal(plain.lml(logits, 3, impl="native"), plain.lml(logits, each, impl="native"))
+    assert torch.equal(lml_loss(logits, target, 3, impl="native"), lml_loss(logits, target, each, impl="native"))
+
+
+@built
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_works_after_a_fork():
     torch.set_num_threads(2)

@@ -171,6 +171,15 @@ def test_mask():
         assert (lml(logits, 2, mask=mask, impl="triton")[~mask.expand(4, 70)] == 0).all()
 
 
+@pytest.mark.parametrize("shape", [(5, 37), (2, 3, 37), (37,)])
+def test_one_k_for_all_rows(shape):
+    logits = torch.randn(shape, device=DEVICE)
+    target = torch.randint(37, shape[:-1], device=DEVICE)
+    each = torch.full(shape[:-1], 3.0, device=DEVICE)
+    assert torch.equal(lml(logits, 3, impl="triton"), lml(logits, each, impl="triton"))
+    assert torch.equal(lml_loss(logits, target, 3, impl="triton"), lml_loss(logits, target, each, impl="triton"))
+
+
 def test_shapes():
     x = torch.randn(2, 3, 11, device=DEVICE)
     expected = lml(x, 2, impl="torch")
