@@ -9,6 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,3 +143,26 @@ def save(figure: Figure, path: Path) -> None:
     with plt.rc_context({"svg.hashsalt": "lastlayer", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def run_all(
+    train: Callable[..., Row], jobs: list[Any], results: Results, pool: ProcessPoolExecutor | None, end: float
+) -> None:
+    """Train, several networks at a time if there is a pool, and write down each; start none after `end`."""
+
+    def done(row: Row) -> None:
+        results.add(**row)
+        print(f"{len(results.rows)} rows, {len(jobs)} in this stage: {row}", flush=True)
+
+    if pool is None:
+        for job in jobs:
+            if time.monotonic() < end:
+                done(train(*job))
+        return
+    waiting = [pool.submit(train, *job) for job in jobs]
+    for running in as_completed(waiting):
+        if not running.cancelled():
+            done(running.result())
+        if time.monotonic() > end:
+            for other in waiting:
+                other.cancel()

@@ -6,6 +6,7 @@ that is hidden; they take each step together. On a GPU the step is recorded once
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import math
@@ -31,6 +32,18 @@ DECAYS = {"linear": (1e-5, 2e-4), "mlp": (0.03, 1.0)}
 FACTOR = 4.0  # between neighbouring rates
 DROPOUT, MOMENTUM = 0.5, 0.9
 MOST_FLOATS = 150_000_000  # parameters of one stack
+
+
+def parser(description: str | None, out: Path, sets: Sequence[str]) -> argparse.ArgumentParser:
+    """The arguments that the experiments on label sets take."""
+    made = common.parser(description, out)
+    made.add_argument("--sets", nargs="+", default=list(sets))
+    made.add_argument("--heads", nargs="+", default=list(HEADS), choices=HEADS)
+    made.add_argument("--workers", type=int, default=1, help="processes that share the device")
+    made.add_argument("--minutes", type=float, default=1e9, help="start nothing after this time")
+    made.add_argument("--figure", type=Path, help="only draw the figure from the results, to this file")
+    made.set_defaults(seeds=5)
+    return made
 
 
 class Data(NamedTuple):

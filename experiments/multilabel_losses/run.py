@@ -200,14 +200,8 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = common.parser(__doc__, HERE / "results" / "results.json")
-    parser.add_argument("--sets", nargs="+", default=list(SETS))
-    parser.add_argument("--heads", nargs="+", default=list(tabular.HEADS), choices=tabular.HEADS)
+    parser = tabular.parser(__doc__, HERE / "results" / "results.json", SETS)
     parser.add_argument("--losses", nargs="+", default=list(NAMES), choices=list(NAMES))
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start nothing after this time")
-    parser.add_argument("--figure", type=Path, help="only draw the figure from the results, to this file")
-    parser.set_defaults(seeds=5)
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
         return

@@ -15,7 +15,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,27 +270,6 @@ def chosen(rows: Sequence[common.Row], cell: common.Row) -> float:
     return best[len(best) // 2] * math.sqrt(cell["batch"] / BATCH)
 
 
-def run_all(jobs: list[Job], results: common.Results, pool: ProcessPoolExecutor | None, end: float) -> None:
-    """Train, several networks at a time if there is a pool, and write down each."""
-
-    def done(row: common.Row) -> None:
-        results.add(**row)
-        print(f"{len(results.rows)} rows, {len(jobs)} in this stage: {row}", flush=True)
-
-    if pool is None:
-        for job in jobs:
-            if time.monotonic() < end:
-                done(train(*job))
-        return
-    waiting = [pool.submit(train, *job) for job in jobs]
-    for running in as_completed(waiting):
-        if not running.cancelled():
-            done(running.result())
-        if time.monotonic() > end:
-            for other in waiting:
-                other.cancel()
-
-
 def choices(results: common.Results, arguments: Any) -> Iterator[Job]:
     """The runs, still missing, that choose the learning rate of each task and loss."""
     for cell in cells(arguments.tasks, (), ()):
@@ -417,7 +396,7 @@ def main(argv: list[str] | None = None) -> None:
     with pool if arguments.workers > 1 else contextlib.nullcontext() as several:
         for stage in (choices, finals):
             if time.monotonic() < end:
-                run_all(list(stage(results, arguments)), results, several, end)
+                common.run_all(train, list(stage(results, arguments)), results, several, end)
 
 
 if __name__ == "__main__":
