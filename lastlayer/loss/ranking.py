@@ -116,7 +116,7 @@ def _enter(op: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _above(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
     """Count the negatives above ``x_p - margin``."""
-    return torch.searchsorted(-negatives.detach(), (margin - picked.detach()).contiguous())
+    return torch.searchsorted((-negatives.detach()).contiguous(), (margin - picked.detach()).contiguous())
 
 
 def _hinges(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
