@@ -2,9 +2,9 @@
 
     python -m benchmarks.linear [--rows 1024] [--features 512] [--dtype float32] [--classes 10000 100000 1000000]
 
-Every case runs in a process of its own. Memory is what a step needs at its peak beyond features, weight and, in
-backward, their gradients: on a GPU by the allocator, on a CPU by the resident set (some 20 MB of it is the first call
-of a library). Time is that of the clock on a GPU, and that of the processor on a CPU (of all threads together: set
+Memory is what a step needs at its peak beyond features, weight and, in backward, their gradients: on a GPU by the
+allocator, on a CPU by the resident set of a process that runs nothing else (some 20 MB of it is the first call of a
+library). Time is that of the clock on a GPU, and that of the processor on a CPU (of all threads together: set
 OMP_NUM_THREADS=1). A way that does not fit is reported as such.
 """
 
@@ -129,15 +129,14 @@ def main() -> None:
         print(table(json.loads(options.table.read_text())["cases"]))
         return
     if options.case:
-        arguments = (options.rows, options.features, options.dtype, options.k, options.repeats)
-        print(json.dumps(measure(options.case, options.classes[0], *arguments)))
+        print(json.dumps(_measured(options.case, options.classes[0], options)))
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}, {options.rows} rows x {options.features} features, {options.dtype}, k = {options.k:g}")
     found = []
     for n in options.classes:
         for way in options.ways:
-            row = _in_a_process(way, n, options)
+            row = _on_the_gpu(way, n, options) if torch.cuda.is_available() else _in_a_process(way, n, options)
             found.append({"way": way, "classes": n, **row})
             words = row.get("error") or (
                 f"{row['ms']:10.1f} ms  {row['peak_bytes'] / 1e6:10.1f} MB  {row['of_materialised']:6.3f} of logits + "
@@ -151,6 +150,19 @@ def main() -> None:
         options.json.write_text(
             json.dumps({"device": device, "torch": torch.__version__, **shape, "cases": found}, indent=1)
         )
+
+
+def _measured(way: str, n: int, options: argparse.Namespace) -> dict[str, float]:
+    return measure(way, n, options.rows, options.features, options.dtype, options.k, options.repeats)
+
+
+def _on_the_gpu(way: str, n: int, options: argparse.Namespace) -> dict[str, float]:
+    try:
+        return _measured(way, n, options)
+    except torch.cuda.OutOfMemoryError as error:
+        return {"error": f"failed: {error}"[:100]}  # type: ignore[dict-item]
+    finally:
+        torch.cuda.empty_cache()
 
 
 def _in_a_process(way: str, n: int, options: argparse.Namespace) -> dict[str, float]:
