@@ -5,7 +5,9 @@ import os
 
 import torch
 
-_FOUND = importlib.util.find_spec("triton") is not None  # looked up once: the compiler cannot trace it
+# Looked up once: the compiler cannot trace it, and Triton decides when kernels are defined.
+_FOUND = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def unavailable(device: torch.device) -> str:
@@ -19,4 +21,4 @@ def unavailable(device: torch.device) -> str:
 
 def interpreted() -> bool:
     """Whether Triton runs kernels in Python, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return _INTERPRETED

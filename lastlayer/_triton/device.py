@@ -18,6 +18,8 @@ ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split("
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 drops of it
 LN2 = tl.constexpr(0.6931471805599453)
+LN2_HIGH = tl.constexpr(0.693145751953125)  # few bits: its product with a small whole number is exact
+LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
 EPS = tl.constexpr(1.1920928955078125e-07)
 
 PASSES = tl.constexpr(12)  # of the fast search, before `settle` takes over
@@ -75,6 +77,20 @@ def exp(t):
     low = tl.where(tl.abs(high) < 1e30, tl.fma(t, LOG2E, -high) + t * LOG2E_LOW, 0.0)
     whole = exp2(high)
     return tl.where(whole < float("inf"), whole + whole * (low * LN2), whole)
+
+
+@triton.jit
+def exact_exp(t):
+    """e^t for t <= 0 to one unit in the last place, at any t; `exp2` alone is off by two."""
+    t = tl.maximum(t, -120.0)
+    whole = tl.floor(t * LOG2E + 0.5)
+    r = tl.fma(whole, -LN2_LOW, tl.fma(whole, -LN2_HIGH, t))
+    p = 1 / 5040 * r + 1 / 720
+    p = p * r + 1 / 120
+    p = p * r + 1 / 24
+    p = p * r + 1 / 6
+    p = p * r + 0.5
+    return tl.fma(p * r, r, r + 1.0) * exp2(whole)  # a power of two is exact
 
 
 @triton.jit

@@ -39,6 +39,7 @@ from lastlayer._triton.device import (
     sweep,
     whole_tiles,
 )
+from lastlayer._triton.launch import launch
 from lastlayer._triton.lml_backward import backward as backward
 from lastlayer._triton.lml_loss import loss_backward as loss_backward
 from lastlayer._triton.lml_loss import loss_forward as loss_forward
@@ -282,13 +283,11 @@ def forward(
     if n > shapes.LONGEST:
         solve_long(given, out, center, delta, None, kind)
     else:
-        p = shapes.plan(n, x.element_size(), shapes.FORWARD)
-        with torch.cuda.device_of(x):
-            _resident[(triton.cdiv(rows, p.rows),)](
-                *given.head, out, center, delta, rows, *given.tail,
-                R=p.rows, C=p.c, WA=p.wa, WB=p.wb, WC=p.wc, KIND=kind, MASKED=given.masked,
-                FULL=p.width == n, TOL=given.tolerance, BLOCK=p.block, ALIGN=given.align, num_warps=p.warps,
-            )  # fmt: skip
+        p = shapes.plan(n, shapes.FORWARD[x.element_size()], x.element_size())
+        launch(
+            _resident, (shapes.cdiv(rows, p.rows),), *given.head, out, center, delta, rows, *given.tail,
+            **p.tiles, KIND=kind, MASKED=given.masked, TOL=given.tolerance, ALIGN=given.align, num_warps=p.warps,
+        )  # fmt: skip
     return out, center, delta
 
 
@@ -302,34 +301,33 @@ def _no_classes(out: Tensor, center: Tensor, delta: Tensor, k: Tensor) -> tuple[
 def solve_long(given: Rows, out: Tensor, center: Tensor, delta: Tensor, mass: Tensor | None, kind: str) -> None:
     """Search rows too long for registers; write `out`, `center`, `delta` and, where given, log sum h."""
     x, rows, n = given.x, given.count, given.n
-    tile, launch = shapes.stream(x.element_size(), shapes.is_split(rows, n))
+    tile, options = shapes.stream(x.element_size(), shapes.is_split(rows, n))
     common: dict[str, Any] = {
         "ALIGN": given.align,
         "MASKED": given.masked,
         **tile,
-        **launch,
+        **options,
         "TOL": given.tolerance if mass is None else given.tolerance_of_mass,
     }
     has_mass = mass is not None
     mass = center if mass is None else mass
-    with torch.cuda.device_of(x):
-        if not shapes.is_split(rows, n):
-            _streamed[(rows,)](
-                *given.head, out, center, delta, mass, *given.tail,
-                KIND=kind, MASS=has_mass, SAMPLE=shapes.SAMPLE, BLOCK=shapes.BLOCK, **common,
-            )  # fmt: skip
-            return
-        splits = triton.cdiv(n, shapes.CHUNK)
-        common |= {"SPLITS": splits, "G": triton.next_power_of_2(splits)}
-        parts = center.new_empty((SPLIT_PASSES, rows, splits, 5))
-        state = center.new_empty((SPLIT_PASSES, 3, rows))
-        for i in range(SPLIT_PASSES):
-            before = max(i - 1, 0)
-            _split_pass[(splits, rows)](
-                *given.head, parts[before], parts[i], state[before], state[i], rows, *given.tail, shapes.CHUNK,
-                FIRST=i == 0, SAMPLE=shapes.SAMPLE, **common,
-            )  # fmt: skip
-        _split_finish[(splits, rows)](
-            *given.head, parts[-1], state[-1], out, center, delta, mass, rows, *given.tail, shapes.CHUNK,
-            KIND=kind, MASS=has_mass, BLOCK=shapes.BLOCK, **common,
+    if not shapes.is_split(rows, n):
+        launch(
+            _streamed, (rows,), *given.head, out, center, delta, mass, *given.tail,
+            KIND=kind, MASS=has_mass, SAMPLE=shapes.SAMPLE, BLOCK=shapes.BLOCK, **common,
         )  # fmt: skip
+        return
+    splits = shapes.cdiv(n, shapes.CHUNK)
+    common |= {"SPLITS": splits, "G": shapes.power_of_2(splits)}
+    parts = center.new_empty((SPLIT_PASSES, rows, splits, 5))
+    state = center.new_empty((SPLIT_PASSES, 3, rows))
+    for i in range(SPLIT_PASSES):
+        before = max(i - 1, 0)
+        launch(
+            _split_pass, (splits, rows), *given.head, parts[before], parts[i], state[before], state[i], rows,
+            *given.tail, shapes.CHUNK, FIRST=i == 0, SAMPLE=shapes.SAMPLE, **common,
+        )  # fmt: skip
+    launch(
+        _split_finish, (splits, rows), *given.head, parts[-1], state[-1], out, center, delta, mass, rows, *given.tail,
+        shapes.CHUNK, KIND=kind, MASS=has_mass, BLOCK=shapes.BLOCK, **common,
+    )  # fmt: skip

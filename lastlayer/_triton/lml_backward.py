@@ -13,6 +13,7 @@ from lastlayer._triton.device import (
     by_row,
     columns,
     end_columns,
+    exact_exp,
     exp,
     is_finite,
     load_flat,
@@ -26,6 +27,7 @@ from lastlayer._triton.device import (
     sum_w,
     whole_tiles,
 )
+from lastlayer._triton.launch import launch
 from lastlayer._triton.rows import Rows
 
 TINY = tl.constexpr(1e-20)  # a sum of h below which its parts may have underflowed
@@ -37,9 +39,10 @@ def _weight(x, u, center, delta, KIND: tl.constexpr):
     """H, and what it is combined with: for y the upstream gradient, for log y that gradient times 1 - y."""
     z = (x - center) + delta
     live = is_finite(x)
-    q = exp(-tl.abs(z))
+    # To rounding, since all errors of a row may have one sign; in the mean under h that of q cancels.
+    q = exp(-tl.abs(z)) if KIND == "y" else exact_exp(-tl.abs(z))
     y = rcp(1 + q)
-    y = y * (2 - (1 + q) * y)  # to rounding: all errors of a row may have one sign
+    y = y * (2 - (1 + q) * y)
     h = tl.where(live, q * y * y, 0.0)
     if KIND == "y":
         v = tl.where(live, u, 0.0)
@@ -362,27 +365,25 @@ def backward(
     pointers = (*given.head, g, gd, center.contiguous(), delta.contiguous(), dx, dk)
     common: dict[str, Any] = {"KIND": kind, "GIVEN": grad_delta is not None, "MASKED": given.masked}
     common["ALIGN"] = given.align
-    with torch.cuda.device_of(x):
-        if n <= LONGEST:
-            p = shapes.plan(n, x.element_size(), shapes.BACKWARD)
-            _resident[(triton.cdiv(rows, p.rows),)](
-                *pointers, rows, *given.tail, R=p.rows, C=p.c, WA=p.wa, WB=p.wb, WC=p.wc, FULL=p.width == n,
-                BLOCK=p.block, num_warps=p.warps, **common,
-            )  # fmt: skip
-            return dx, dk
-        tile, launch = shapes.stream(x.element_size(), shapes.is_split(rows, n))
-        common |= {"BLOCK": shapes.BLOCK, **tile, **launch}
-        if not shapes.is_split(rows, n):
-            _streamed[(rows,)](*pointers, *given.tail, **common)
-            return dx, dk
-        chunk = shapes.CHUNK
-        splits = triton.cdiv(n, chunk)
-        parts = delta.new_empty((rows, splits, 2))
-        _split_sums[(rows, splits)](
-            *given.head, g, *pointers[-4:-2], parts, *given.tail, chunk,
-            ALIGN=given.align, SPLITS=splits, KIND=kind, MASKED=given.masked, **tile, **launch,
-        )  # fmt: skip
-        _split_write[(rows, splits)](
-            *pointers, parts, *given.tail, chunk, SPLITS=splits, G=triton.next_power_of_2(splits), **common
-        )
+    if n <= LONGEST:
+        p = shapes.plan(n, shapes.BACKWARD[x.element_size()], x.element_size())
+        grid = (shapes.cdiv(rows, p.rows),)
+        launch(_resident, grid, *pointers, rows, *given.tail, **p.tiles, num_warps=p.warps, **common)
+        return dx, dk
+    tile, options = shapes.stream(x.element_size(), shapes.is_split(rows, n))
+    common |= {"BLOCK": shapes.BLOCK, **tile, **options}
+    if not shapes.is_split(rows, n):
+        launch(_streamed, (rows,), *pointers, *given.tail, **common)
+        return dx, dk
+    chunk = shapes.CHUNK
+    splits = shapes.cdiv(n, chunk)
+    parts = delta.new_empty((rows, splits, 2))
+    launch(
+        _split_sums, (rows, splits), *given.head, g, *pointers[-4:-2], parts, *given.tail, chunk,
+        ALIGN=given.align, SPLITS=splits, KIND=kind, MASKED=given.masked, **tile, **options,
+    )  # fmt: skip
+    launch(
+        _split_write, (rows, splits), *pointers, parts, *given.tail, chunk,
+        SPLITS=splits, G=shapes.power_of_2(splits), **common,
+    )  # fmt: skip
     return dx, dk

@@ -37,6 +37,7 @@ from lastlayer._triton.device import (
     sum_w,
     whole_tiles,
 )
+from lastlayer._triton.launch import launch
 from lastlayer._triton.rows import Rows
 
 
@@ -401,7 +402,7 @@ class _Target:
         self.n_labels = 0 if index is None else index.shape[-1]
         self.options: dict[str, Any] = {
             "DENSE": dense is not None,
-            "M": min(triton.next_power_of_2(max(self.n_labels, 1)), 32),
+            "M": min(shapes.power_of_2(max(self.n_labels, 1)), 32),
         }
 
 
@@ -462,17 +463,25 @@ def _forward(
         _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *rows_of)
         return loss, center, delta, mass, pull, grad
     target = _Target(x, index, dense)
-    factor = center if weight is None else weight.float().expand(loss.shape).reshape(rows)
-    p = shapes.plan(n, x.element_size(), shapes.LOSS)
-    with torch.cuda.device_of(x):
-        _resident[(triton.cdiv(rows, p.rows),)](
-            *given.head, target.index, target.dense, factor, grad, loss, center, delta, mass, pull, rows, *given.tail,
-            0 if weight is None else factor.stride(0), target.n_labels, observed,
-            ALIGN=given.align, R=p.rows, C=p.c, WA=p.wa, WB=p.wb, WC=p.wc, RHO=observed > 0,
-            GRAD=weight is not None, MASKED=given.masked, FULL=p.width == n, TOL=given.tolerance_of_mass, BLOCK=p.block,
-            num_warps=p.warps, **target.options,
-        )  # fmt: skip
+    factor, step = (center, 0) if weight is None else _a_row(weight, loss.shape)
+    p = shapes.plan(n, shapes.LOSS[x.element_size()], x.element_size())
+    launch(
+        _resident, (shapes.cdiv(rows, p.rows),),
+        *given.head, target.index, target.dense, factor, grad, loss, center, delta, mass, pull, rows, *given.tail,
+        step, target.n_labels, observed,
+        **p.tiles, ALIGN=given.align, RHO=observed > 0, GRAD=weight is not None, MASKED=given.masked,
+        TOL=given.tolerance_of_mass, num_warps=p.warps, **target.options,
+    )  # fmt: skip
     return loss, center, delta, mass, pull, grad
+
+
+def _a_row(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
+    """A number a row, or one for all rows, in float32, and the step from row to row."""
+    value = value if value.dtype == torch.float32 else value.float()
+    if value.ndim == 0:
+        return value, 0
+    flat = value.expand(batch).reshape(batch.numel())
+    return flat, flat.stride(0)
 
 
 def _launch_known(
@@ -496,18 +505,18 @@ def _launch_known(
     rows = center.numel()
     given = Rows(x.view(rows, n), None, mask, temperature)
     target = _Target(x, index, dense)
-    factor = center if weight is None else weight.float().expand(center.shape[:-1]).reshape(rows)
+    factor, step = (center, 0) if weight is None else _a_row(weight, center.shape[:-1])
     # The sums over all classes are one program's; the labels' sums are few enough for every chunk to repeat.
     whole = dense is not None or observed > 0 or weight is None
     chunk = n if whole else min(shapes.CHUNK, n)
-    block = min(4096, triton.next_power_of_2(n))
-    with torch.cuda.device_of(x):
-        _known[(rows, triton.cdiv(n, chunk))](
-            *given.head, target.index, target.dense, factor, grad, grad_k, pull if loss is None else loss, center,
-            delta, mass, pull, *given.tail, 0 if weight is None else factor.stride(0), target.n_labels, observed, chunk,
-            ALIGN=given.align, RHO=observed > 0, GRAD=weight is not None, LOSS=loss is not None,
-            MASKED=given.masked, BLOCK=block, num_warps=max(1, min(8, block // 256)), **target.options,
-        )  # fmt: skip
+    block = min(4096, shapes.power_of_2(n))
+    launch(
+        _known, (rows, shapes.cdiv(n, chunk)),
+        *given.head, target.index, target.dense, factor, grad, grad_k, pull if loss is None else loss, center,
+        delta, mass, pull, *given.tail, step, target.n_labels, observed, chunk,
+        ALIGN=given.align, RHO=observed > 0, GRAD=weight is not None, LOSS=loss is not None,
+        MASKED=given.masked, BLOCK=block, num_warps=max(1, min(8, block // 256)), **target.options,
+    )  # fmt: skip
 
 
 def loss_backward(
@@ -540,8 +549,7 @@ def weight_of_mean(index: Tensor) -> Tensor:
     if not 0 < index.numel() <= 1 << 14:
         return (index >= 0).any(-1).sum().clamp(min=1).float().reciprocal()
     weight = index.new_empty((), dtype=torch.float32)
-    with torch.cuda.device_of(index):
-        _one_over_rows[(1,)](index.contiguous(), weight, rows, index.shape[-1], BLOCK=1024, num_warps=8)
+    launch(_one_over_rows, (1,), index.contiguous(), weight, rows, index.shape[-1], BLOCK=1024, num_warps=8)
     return weight
 
 
@@ -550,13 +558,11 @@ def scale_rows_(grad: Tensor, factor: Tensor) -> Tensor:
     n = grad.shape[-1]
     if grad.numel() == 0:
         return grad
-    rows = grad.numel() // n
-    flat = factor.float().expand(grad.shape[:-1]).reshape(rows)
+    flat, step = _a_row(factor, grad.shape[:-1])
     block, steps = 1024, 32
     stretch = block * steps
-    with torch.cuda.device_of(grad):
-        _scale[(triton.cdiv(grad.numel(), stretch),)](
-            grad, flat, grad.numel(), n, flat.stride(0),
-            STEPS=steps, BLOCK=block, SPAN=triton.next_power_of_2(stretch // n + 2), num_warps=4,
-        )  # fmt: skip
+    launch(
+        _scale, (shapes.cdiv(grad.numel(), stretch),), grad, flat, grad.numel(), n, step,
+        STEPS=steps, BLOCK=block, SPAN=shapes.power_of_2(stretch // n + 2), num_warps=4,
+    )  # fmt: skip
     return grad

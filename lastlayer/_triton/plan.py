@@ -1,5 +1,6 @@
 """How rows are laid over programs: the one place that knows sizes."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,23 +14,25 @@ BLOCK = 1024  # classes at a time where a long row is settled
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows a program, tiles of ``w * c`` classes a row (``w`` the sum of three powers of two), and warps."""
+    """Rows a program, its warps, and the constants of a kernel that holds rows in registers.
+
+    Tiles of ``w * c`` classes cover a row, ``w`` the sum of the three powers of two WA, WB and WC; BLOCK classes at a
+    time settle one: few a thread, since registers are for the search.
+    """
 
     rows: int
-    c: int
-    wa: int
-    wb: int
-    wc: int
     warps: int
+    tiles: dict[str, int]
 
-    @property
-    def width(self) -> int:
-        return self.c * (self.wa + self.wb + self.wc)
 
-    @property
-    def block(self) -> int:
-        """Classes at a time where a row is settled: few a thread, since registers are for the search."""
-        return min(128 * self.warps, BLOCK)
+def cdiv(a: int, b: int) -> int:
+    """A over b, rounded up; as `power_of_2` without the detour that Triton's own takes."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
 
 
 def alignment(n: int) -> int:
@@ -44,7 +47,7 @@ def vector(n: int, itemsize: int) -> int:
 
 def tiles(n: int, c: int) -> tuple[int, int, int]:
     """Cover n classes with at most three tiles of c * 2^i, wasting little."""
-    need = -(-n // c)
+    need = cdiv(n, c)
     parts: list[int] = []
     while need > 0 and len(parts) < 2:
         part = 1 << (need.bit_length() - 1)
@@ -59,29 +62,32 @@ def tiles(n: int, c: int) -> tuple[int, int, int]:
 
 
 # Up to how many classes a row, and how many of them a thread holds; by search on an H200.
-Table = list[tuple[int, int]]
+Table = tuple[tuple[int, int], ...]
 FORWARD: dict[int, Table] = {
-    4: [(256, 32), (768, 16), (2048, 32), (8192, 64), (20480, 128), (LONGEST, 64)],
-    2: [(256, 32), (768, 16), (2048, 64), (8192, 32), (12288, 40), (20480, 128), (LONGEST, 64)],
+    4: ((256, 32), (768, 16), (2048, 32), (8192, 64), (20480, 128), (LONGEST, 64)),
+    2: ((256, 32), (768, 16), (2048, 64), (8192, 32), (12288, 40), (20480, 128), (LONGEST, 64)),
 }
 LOSS: dict[int, Table] = {
-    4: [(256, 32), (768, 16), (8192, 64), (20480, 128), (LONGEST, 64)],
-    2: [(256, 32), (768, 16), (8192, 32), (12288, 40), (20480, 128), (LONGEST, 64)],
+    4: ((256, 32), (768, 16), (8192, 64), (20480, 128), (LONGEST, 64)),
+    2: ((256, 32), (768, 16), (8192, 32), (12288, 40), (20480, 128), (LONGEST, 64)),
 }
 BACKWARD: dict[int, Table] = {
-    4: [(8192, 16), (12288, 64), (LONGEST, 20)],
-    2: [(8192, 16), (12288, 40), (LONGEST, 20)],
+    4: ((8192, 16), (12288, 64), (LONGEST, 20)),
+    2: ((8192, 16), (12288, 40), (LONGEST, 20)),
 }
 
 
-def plan(n: int, itemsize: int, tables: dict[int, Table]) -> Plan:
-    """Lay rows of n classes over threads by a table for each size of an element; short rows share a warp."""
-    per_thread = next(per_thread for limit, per_thread in tables[itemsize] if n <= limit)
+@functools.lru_cache(maxsize=1024)
+def plan(n: int, table: Table, itemsize: int) -> Plan:
+    """Lay rows of n classes over threads; short rows share a warp."""
+    per_thread = next(per_thread for limit, per_thread in table if n <= limit)
     threads = 1
     while threads < 1024 and threads * per_thread < n:
         threads *= 2
-    c = threads * vector(n, itemsize)
-    return Plan(max(1, 32 // threads), c, *tiles(n, c), max(1, threads // 32))
+    c, rows, warps = threads * vector(n, itemsize), max(1, 32 // threads), max(1, threads // 32)
+    wa, wb, wc = tiles(n, c)
+    constants = {"R": rows, "C": c, "WA": wa, "WB": wb, "WC": wc}
+    return Plan(rows, warps, {**constants, "FULL": c * (wa + wb + wc) == n, "BLOCK": min(128 * warps, BLOCK)})
 
 
 def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -73,11 +72,13 @@ def lml_loss(
         # The kernel writes the gradient with the loss, in one pass over the logits: it must know what becomes of it.
         weight = _weight(labels, rho, reduction, x)
         loss = _LMLLossAndGradient.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight)
-        return _rows.leave(op, loss, "sum", None, logits.dtype)
+        return _rows.leave(op, loss, "none", None, logits.dtype)
     if chosen == "torch":
         loss = _plain(x, k, mask, divisor, rho, labels, shard)
     else:
-        loss = _LMLLoss.apply(x, k, mask, divisor, rho, labels.index, labels.dense, chosen)[0]
+        ordinary = not (torch.compiler.is_compiling() or projection.transformed())
+        function = _LMLLossBackward if ordinary else _LMLLoss
+        loss = function.apply(x, k, mask, divisor, rho, labels.index, labels.dense, chosen)[0]
     contributes = _contributes(labels, rho, _check.work_dtype(x), shard)
     loss = torch.where(contributes, loss, 0)  # a row that says nothing is silent, whatever its logits
     return _rows.leave(op, loss, reduction, contributes, logits.dtype)
@@ -256,8 +257,7 @@ class _LMLLoss(torch.autograd.Function):
         return grad_logits, grad_k, None, None, None, None, None, None
 
 
-# Autograd asks for the signature in every call; working it out takes longer than a small projection.
-_LMLLoss.forward.__signature__ = inspect.signature(_LMLLoss.forward)  # type: ignore[attr-defined]
+_LMLLossBackward = projection.without_transforms(_LMLLoss)
 
 
 class _LMLLossAndGradient(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import inspect
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lastlayer import _check
+from lastlayer import _check, _native, _triton
 from lastlayer._module import FunctionModule
 from lastlayer.shard import ClassShard, kth_largest, local_part, reduce, replicate, spread, unwrap
 
@@ -246,17 +246,17 @@ def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
     if impl == "triton":
         if x.dtype == torch.float64:
             return "the kernels are for float32, bfloat16 and float16"
-        from lastlayer._triton import unavailable
-    else:
-        if x.dtype not in (torch.float32, torch.float64):
-            return "the compiled kernel is for float32 and float64"
-        from lastlayer._native import unavailable
-    return unavailable(x.device)
+        return _triton.unavailable(x.device)
+    if x.dtype not in (torch.float32, torch.float64):
+        return "the compiled kernel is for float32 and float64"
+    return _native.unavailable(x.device)
 
 
 def _exporting() -> bool:
+    if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+        return True
     is_exporting = getattr(torch.compiler, "is_exporting", None)
-    return torch.onnx.is_in_onnx_export() or bool(is_exporting and is_exporting())
+    return bool(is_exporting and is_exporting())
 
 
 def apply(
@@ -269,13 +269,13 @@ def apply(
     impl: Impl,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
-    compiling = torch.compiler.is_compiling()
-    recorded = torch.is_grad_enabled() and (x.requires_grad or k.requires_grad)
-    if not (compiling or recorded or transformed()):  # nothing for autograd, whose door costs more than a small batch
-        return _forward(x, k, mask, temperature, kind, shard, impl)
-    # The compiler takes no Function that defines forward mode.
-    function = _LML if compiling else _LMLForwardMode
-    return function.apply(x, k, mask, temperature, kind, shard, impl)
+    if torch.compiler.is_compiling():  # which takes no Function that defines forward mode
+        return _LML.apply(x, k, mask, temperature, kind, shard, impl)
+    if transformed():
+        return _LMLForwardMode.apply(x, k, mask, temperature, kind, shard, impl)
+    if torch.is_grad_enabled() and (x.requires_grad or k.requires_grad):
+        return _LMLBackward.apply(x, k, mask, temperature, kind, shard, impl)
+    return _forward(x, k, mask, temperature, kind, shard, impl)  # autograd's door costs more than a small batch
 
 
 def _forward(
@@ -294,6 +294,7 @@ def _forward(
     return kernels(impl).forward(logits, k, mask, temperature, kind)
 
 
+@functools.cache
 def kernels(impl: str) -> ModuleType:
     """Import the kernels of an implementation."""
     if impl == "triton":
@@ -530,8 +531,19 @@ class _LML(torch.autograd.Function):
         return apply(x, k, mask, *inputs[3:]), (0 if inputs[4] != "nu" else None, 0, 0)
 
 
-# Autograd asks for the signature in every call; working it out takes longer than a small projection.
-_LML.forward.__signature__ = inspect.signature(_LML.forward)  # type: ignore[attr-defined]
+def without_transforms(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The same with `setup_context` in `forward`: autograd then binds no signature, which takes long."""
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = function.forward(*inputs)
+        function.setup_context(ctx, inputs, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    return type(f"{function.__name__}Backward", (torch.autograd.Function,), members)
+
+
+_LMLBackward = without_transforms(_LML)
 
 
 class _LMLForwardMode(_LML):

@@ -1,0 +1,48 @@
+"""Launching kernels: Triton binds arguments by name each time, which takes longer than a small batch."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lastlayer._triton import interpreted
+
+# Since then a compiled kernel takes all arguments, constants too, in the order of its signature.
+_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4) and not interpreted()
+_compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
+    """Launch ``kernel[grid](*args, **constants)`` on the device of the first argument.
+
+    Triton compiles a kernel for its constants, the types of the arguments, the alignment of pointers, and numbers that
+    are 1 or multiples of 16. It is asked once for each such case; after that the compiled kernel is called.
+    """
+    if not _DIRECT:
+        with torch.cuda.device_of(args[0]):
+            kernel[grid](*args, num_warps=num_warps, **constants)
+        return
+    device = args[0].get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *args, num_warps=num_warps, **constants)
+    case = (id(kernel), device, num_warps, *constants.items(), *map(_case, args))
+    found = _compiled.get(case)
+    if found is None:
+        compiled = kernel[grid](*args, num_warps=num_warps, **constants)
+        last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        _compiled[case] = compiled, last, kernel  # which stays alive: its id is in the key
+    else:
+        found[0][(*grid, 1, 1)[:3]](*args, *found[1])
+
+
+def _case(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, value.bit_length() > 31
+    return type(value)
