@@ -60,17 +60,22 @@ def cardinality(op: str, k: Any, scores: Tensor, shard: ClassShard | None = None
                 "Give one number, or one a row."
             )
         return k.to(device=scores.device, dtype=dtype).expand(batch).unsqueeze(-1)
+    one = cardinality_of_all(op, k, n, n if at_most_n and shard is None else math.inf)
+    return torch.full((), one, dtype=dtype, device=scores.device).expand(*batch, 1)
+
+
+def cardinality_of_all(op: str, k: Any, n: int, limit: float) -> float:
+    """Check a `k` that is one number for all rows."""
     if isinstance(k, bool) or not isinstance(k, numbers.Real):
         raise TypeError(
             f"{op}: `k` must be a number or a tensor, got {type(k).__name__}. Pass the size of the label set."
         )
-    limit = n if at_most_n and shard is None else math.inf
     if not 0 <= float(k) <= limit:  # also catches nan
         raise ValueError(
             f"{op}: `k` must be between 0 and n_classes={n}, got {k}. Choose a `k` in that range, or pass a tensor of "
             "one `k` a row, where a row that cannot be met becomes nan."
         )
-    return torch.full((), float(k), dtype=dtype, device=scores.device).expand(*batch, 1)
+    return float(k)
 
 
 def _broadcasts(shape: torch.Size, batch: torch.Size) -> bool:

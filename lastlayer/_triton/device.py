@@ -124,6 +124,15 @@ def is_finite(x):
 
 
 @triton.jit
+def cardinality(k_ptr, row, k_row):
+    """The k of each row; without a step from row to row, the one number of all."""
+    if k_row is None:
+        return (row * 0).to(tl.float32) + k_ptr
+    else:
+        return tl.load(k_ptr + row * k_row)
+
+
+@triton.jit
 def points(x, center, delta):
     """X + nu; an infinite score keeps its sign against an infinite nu."""
     z = (x - center) + delta

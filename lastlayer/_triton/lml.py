@@ -19,6 +19,7 @@ from lastlayer._triton.device import (
     PASSES,
     advance,
     by_row,
+    cardinality,
     end_columns,
     exp,
     exp2,
@@ -46,7 +47,7 @@ from lastlayer._triton.lml_loss import loss_forward as loss_forward
 from lastlayer._triton.lml_loss import loss_forward_with_grad as loss_forward_with_grad
 from lastlayer._triton.lml_loss import scale_rows_ as scale_rows_
 from lastlayer._triton.lml_loss import weight_of_mean as weight_of_mean
-from lastlayer._triton.rows import Rows
+from lastlayer._triton.rows import Rows, end_of_no_classes_
 
 SPLIT_PASSES = 5  # launches of a split search; a row that needs more is settled by one program
 
@@ -100,7 +101,7 @@ def _resident(
     n = units * ALIGN
     first = tl.program_id(0).to(tl.int64) * R
     row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may stand several times
-    k = tl.load(k_ptr + row * k_row)
+    k = cardinality(k_ptr, row, k_row)
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
     ea, eb, ec, center, delta, _, lost = search(xa, xb, xc, shift, k, n, inv_t, WB, WC, not FULL, MASKED, TOL)
@@ -128,7 +129,7 @@ def _resident(
                 one = tl.minimum(first + i, rows - 1)
                 _settle_and_emit(
                     x_ptr, m_ptr, out_ptr, center_ptr, delta_ptr, one, m_row, m_col, n,
-                    tl.load(k_ptr + one * k_row), inv_t, KIND, BLOCK, MASKED,
+                    cardinality(k_ptr, one, k_row), inv_t, KIND, BLOCK, MASKED,
                 )  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def _streamed(
     """A row a program, read once from memory and again from the cache."""
     n = units * ALIGN
     row = tl.program_id(0).to(tl.int64)
-    k = tl.load(k_ptr + row * k_row)
+    k = cardinality(k_ptr, row, k_row)
     center = sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, SAMPLE, MASKED)
     delta = tl.full((), 0.0, tl.float32)
     mass = delta
@@ -210,7 +211,7 @@ def _split_pass(
     n = units * ALIGN
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    k = tl.load(k_ptr + row * k_row)
+    k = cardinality(k_ptr, row, k_row)
     if FIRST:
         center = sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, SAMPLE, MASKED)
         delta = tl.full((), float("nan"), tl.float32)
@@ -244,7 +245,7 @@ def _split_finish(
     n = units * ALIGN
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    k = tl.load(k_ptr + row * k_row)
+    k = cardinality(k_ptr, row, k_row)
     center, delta, mass = _split_state(parts_ptr, state_ptr, row, rows, k, SPLITS, G, TOL)
     if is_finite(delta):
         if part == 0:
@@ -268,9 +269,9 @@ def _split_finish(
 
 
 def forward(
-    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str
+    logits: Tensor, k: Tensor | float, mask: Tensor | None, temperature: float, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `lastlayer.project.lml._plain`."""
+    """As `lastlayer.project.lml._plain`; `k` may be one number."""
     n = logits.shape[-1]
     x = logits.contiguous()
     out = x.new_empty(0) if kind == "nu" else torch.empty_like(x)
@@ -278,7 +279,7 @@ def forward(
     delta = torch.empty_like(center)
     rows = center.numel()
     if rows == 0 or n == 0:
-        return _no_classes(out, center, delta, k)
+        return out, center.zero_(), end_of_no_classes_(delta, k)
     given = Rows(x.view(rows, n), k, mask, temperature)
     if n > shapes.LONGEST:
         solve_long(given, out, center, delta, None, kind)
@@ -288,13 +289,6 @@ def forward(
             _resident, (shapes.cdiv(rows, p.rows),), *given.head, out, center, delta, rows, *given.tail,
             **p.tiles, KIND=kind, MASKED=given.masked, TOL=given.tolerance, ALIGN=given.align, num_warps=p.warps,
         )  # fmt: skip
-    return out, center, delta
-
-
-def _no_classes(out: Tensor, center: Tensor, delta: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The result where there is nothing to launch: no rows, or rows without classes, which only `k` = 0 meets."""
-    center.zero_()
-    delta.copy_(torch.where(k == 0, -torch.inf, torch.nan).expand_as(delta))
     return out, center, delta
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from lastlayer._triton import plan as shapes
 from lastlayer._triton.device import (
     by_row,
+    cardinality,
     columns,
     end_columns,
     exp,
@@ -38,7 +39,7 @@ from lastlayer._triton.device import (
     whole_tiles,
 )
 from lastlayer._triton.launch import launch
-from lastlayer._triton.rows import Rows
+from lastlayer._triton.rows import Rows, end_of_no_classes_
 
 
 @triton.jit
@@ -254,7 +255,7 @@ def _resident(
     """Search, loss and gradient of R rows a program, held in registers."""
     n = units * ALIGN
     row = tl.minimum(tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), rows - 1)  # the last one may stand twice
-    k = tl.load(k_ptr + row * k_row)
+    k = cardinality(k_ptr, row, k_row)
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
     ea, eb, ec, center, delta, mass, lost = search(xa, xb, xc, shift, k, n, inv_t, WB, WC, not FULL, MASKED, TOL)
@@ -319,7 +320,7 @@ def _resident(
         for i in range(R):
             if tl.max((lost & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
                 one = tl.minimum(tl.program_id(0).to(tl.int64) * R + i, rows - 1)
-                c, d = settle(x_ptr, m_ptr, one, m_row, m_col, n, tl.load(k_ptr + one * k_row), inv_t, BLOCK, MASKED)
+                c, d = settle(x_ptr, m_ptr, one, m_row, m_col, n, cardinality(k_ptr, one, k_row), inv_t, BLOCK, MASKED)
                 peak, total = peak_and_mass(x_ptr, m_ptr, one, m_row, m_col, n, c, d, inv_t, BLOCK, MASKED)
                 one_loss, one_pull = _row(
                     x_ptr, m_ptr, i_ptr, t_ptr, d_ptr, one, m_row, m_col, n, 0, n, n_labels, c, d, peak, total,
@@ -421,7 +422,7 @@ def loss_forward(
 
 def loss_forward_with_grad(
     logits: Tensor,
-    k: Tensor,
+    k: Tensor | float,
     mask: Tensor | None,
     temperature: float,
     observed: float,
@@ -435,7 +436,7 @@ def loss_forward_with_grad(
 
 def _forward(
     logits: Tensor,
-    k: Tensor,
+    k: Tensor | float,
     mask: Tensor | None,
     temperature: float,
     observed: float,
@@ -452,7 +453,7 @@ def _forward(
     rows = loss.numel()
     if rows == 0 or n == 0:
         center.zero_(), loss.zero_(), pull.zero_()
-        delta.copy_(torch.where(k == 0, -torch.inf, torch.nan).expand_as(delta))
+        end_of_no_classes_(delta, k)
         return loss, center, delta, mass.fill_(torch.inf), pull, grad
     given = Rows(x.view(rows, n), k, mask, temperature)
     if n > shapes.LONGEST:

@@ -1,5 +1,7 @@
 """The arguments that every kernel takes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,18 +11,21 @@ from lastlayer._triton import plan as shapes
 class Rows:
     """Logits as rows of classes, with `k`, the mask and the temperature: pointers first, then sizes and strides."""
 
-    def __init__(self, x: Tensor, k: Tensor | None, mask: Tensor | None, temperature: float) -> None:
+    def __init__(self, x: Tensor, k: Tensor | float | None, mask: Tensor | None, temperature: float) -> None:
         self.x = x
         self.count, self.n = x.shape
         flat, m_row, m_col = shapes.flat_mask(mask, x)
         self.masked = mask is not None
         self.align = shapes.alignment(self.n)
-        self.head: tuple[Tensor, ...] = (x, flat)
-        strides: tuple[int, ...] = (m_row, m_col)
-        if k is not None:
+        self.head: tuple[Any, ...] = (x, flat)
+        strides: tuple[int | None, ...] = (m_row, m_col)
+        if isinstance(k, Tensor):
             one_a_row = k.reshape(self.count)
             self.head += (one_a_row,)
             strides += (one_a_row.stride(0),)
+        elif k is not None:
+            self.head += (k,)
+            strides += (None,)
         inverse = None if temperature == 1 else 1.0 / temperature  # None is known when a kernel is compiled
         self.tail = (self.n // self.align, *strides, inverse)
         # |r| at which Householder's step ends the search. The error is at most r^4 / 3 in nu (measured: r^4 / 29),
@@ -28,3 +33,9 @@ class Rows:
         half = x.dtype != torch.float32
         self.tolerance = 0.2 if half else 0.05
         self.tolerance_of_mass = 0.1 if half else 0.008
+
+
+def end_of_no_classes_(delta: Tensor, k: Tensor | float) -> Tensor:
+    """Fill in the result where there is nothing to launch: no rows, or rows without classes, which only k = 0 meets."""
+    met = k == 0 if isinstance(k, Tensor) else torch.full((), k == 0, device=delta.device)
+    return delta.copy_(torch.where(met, -torch.inf, torch.nan).expand_as(delta))

@@ -64,11 +64,12 @@ def lml_loss(
     op = "lml_loss"
     rho = _check.number(op, "observed", observed, 0, 1)
     logits, shard, _ = unwrap(op, logits, shard, -1, k)
-    x, k, mask, divisor, _, chosen = projection.enter(op, logits, k, -1, temperature, mask, shard, impl)
+    at_once = reduction in ("mean", "sum") and _wants_gradient(logits)
+    x, k, mask, divisor, _, chosen = projection.enter(op, logits, k, -1, temperature, mask, shard, impl, number=at_once)
     labels = _check.target(op, local_part(target), x, shard)
     if impl == "auto" and projection.transformed():
         chosen = "torch"
-    if chosen == "triton" and reduction in ("mean", "sum") and _wants_gradient(x):
+    if chosen == "triton" and at_once:
         # The kernel writes the gradient with the loss, in one pass over the logits: it must know what becomes of it.
         weight = _weight(labels, rho, reduction, x)
         loss = _LMLLossAndGradient.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight)
@@ -108,10 +109,12 @@ def _weight(labels: Labels, rho: float, reduction: Reduction, x: Tensor) -> Tens
     return weight / weight.sum().clamp(min=1) if reduction == "mean" else weight
 
 
-def _wants_gradient(x: Tensor) -> bool:
+def _wants_gradient(logits: Any) -> bool:
     """Whether an ordinary backward pass may follow: no trace, no transform."""
     return (
-        torch.is_grad_enabled() and x.requires_grad and not (torch.compiler.is_compiling() or projection.transformed())
+        torch.is_grad_enabled()
+        and getattr(logits, "requires_grad", False)
+        and not (torch.compiler.is_compiling() or projection.transformed())
     )
 
 
@@ -175,7 +178,7 @@ def lml_fenchel_young_loss(
 
 def _plain(
     logits: Tensor,
-    k: Tensor,
+    k: Tensor | float,
     mask: Tensor | None,
     temperature: float,
     rho: float,
@@ -267,7 +270,7 @@ class _LMLLossAndGradient(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        k: Tensor,
+        k: Tensor | float,
         mask: Tensor | None,
         temperature: float,
         rho: float,
@@ -277,13 +280,15 @@ class _LMLLossAndGradient(torch.autograd.Function):
     ) -> Tensor:
         arguments = (logits, k, mask, temperature, rho, index, dense)
         loss, *rows, ctx.grad = projection.kernels("triton").loss_forward_with_grad(*arguments, weight)
-        ctx.save_for_backward(logits, k, mask, index, dense, weight, *rows)
-        ctx.temperature, ctx.rho = temperature, rho
+        one_for_all = not isinstance(k, Tensor)
+        ctx.save_for_backward(logits, None if one_for_all else k, mask, index, dense, weight, *rows)
+        ctx.temperature, ctx.rho, ctx.k = temperature, rho, k if one_for_all else None
         return loss.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, k, mask, index, dense, weight, center, delta, log_mass, pull = ctx.saved_tensors
+        k = ctx.k if k is None else k
         if torch.is_grad_enabled() or projection.transformed(*grads):  # for second derivatives, through plain torch
             labels = Labels(index, dense, logits.shape[-1])
             loss = _plain(logits, k, mask, ctx.temperature, ctx.rho, labels, None)
@@ -299,6 +304,7 @@ class _LMLLossAndGradient(torch.autograd.Function):
         else:
             rows = (center, delta, log_mass, pull, grads[0] * weight)
             grad_logits, grad_k = kernels.loss_backward(logits, mask, ctx.temperature, ctx.rho, index, dense, *rows)
+            grad_k = grad_k if ctx.needs_input_grad[1] else None
         return grad_logits, grad_k, None, None, None, None, None, None
 
 

@@ -104,8 +104,8 @@ def _project(
 ) -> Tensor:
     _check.choice(op, "impl", impl, ("auto", "torch"))
     logits, shard, wrap = unwrap(op, logits, shard, dim, k)
-    x, k, mask, divisor, last, _ = enter(op, logits, k, dim, temperature, mask, shard, "torch")
-    return wrap(_apply(x, k, mask, divisor, kind, shard)[0].movedim(-1, last))
+    x, size, mask, divisor, last, _ = enter(op, logits, k, dim, temperature, mask, shard, "torch")
+    return wrap(_apply(x, size, mask, divisor, kind, shard)[0].movedim(-1, last))
 
 
 def _apply(

@@ -171,12 +171,12 @@ def lml_at_most(
                 [0.5000, 0.5000]])
     """
     logits, shard, wrap = unwrap("lml_at_most", logits, shard, dim, k)
-    x, k, mask, divisor, last, impl = enter(
+    x, size, mask, divisor, last, impl = enter(
         "lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False
     )
     score = scores(x, mask, divisor)
     free = reduce((score > -torch.inf).to(score.dtype), "sum", shard)
-    tight, center, delta = apply(x, torch.minimum(k, free), mask, divisor, "y", shard, impl)
+    tight, center, delta = apply(x, torch.minimum(size, free), mask, divisor, "y", shard, impl)
     fits = delta - center >= 0
     y = torch.where(fits, score.sigmoid().to(tight.dtype), tight)
     return wrap(y.movedim(-1, last))
@@ -194,7 +194,7 @@ def _project(
     impl: Impl,
 ) -> Tensor:
     logits, shard, wrap = unwrap(op, logits, shard, dim, k)
-    x, k, mask, divisor, last, impl = enter(op, logits, k, dim, temperature, mask, shard, impl)
+    x, k, mask, divisor, last, impl = enter(op, logits, k, dim, temperature, mask, shard, impl, number=True)
     out, _, _ = apply(x, k, mask, divisor, kind, shard, impl)
     return wrap(out if last == out.ndim - 1 else out.movedim(-1, last))
 
@@ -209,8 +209,12 @@ def enter(
     shard: ClassShard | None,
     impl: Impl,
     at_most_n: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None, float, int, Impl]:
-    """Check the arguments and bring the classes to the last dimension."""
+    number: bool = False,
+) -> tuple[Tensor, Any, Tensor | None, float, int, Impl]:
+    """Check the arguments and bring the classes to the last dimension.
+
+    `k` becomes a tensor ``(*batch, 1)``; with `number`, one number stays one where a kernel takes that.
+    """
     logits = _check.logits(op, logits)
     dim = _check.dim(op, dim, logits.ndim)
     mask = _check.mask(op, local_part(mask), logits)
@@ -219,8 +223,12 @@ def enter(
     mask = None if mask is None else mask.movedim(dim, -1)
     if isinstance(divisor, Tensor):  # one a row; autograd sees the division
         x, divisor = x / spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype), 1.0
-    k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
-    return x, k, mask, divisor, dim, choose(op, impl, x, shard)
+    impl = choose(op, impl, x, shard)
+    if number and impl == "triton" and not (isinstance(k, Tensor) or torch.compiler.is_compiling() or transformed()):
+        k = _check.cardinality_of_all(op, k, x.shape[-1], x.shape[-1])
+    else:
+        k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
+    return x, k, mask, divisor, dim, impl
 
 
 def choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None) -> Impl:
@@ -261,7 +269,7 @@ def _exporting() -> bool:
 
 def apply(
     x: Tensor,
-    k: Tensor,
+    k: Tensor | float,
     mask: Tensor | None,
     temperature: float,
     kind: Kind,
@@ -273,14 +281,14 @@ def apply(
         return _LML.apply(x, k, mask, temperature, kind, shard, impl)
     if transformed():
         return _LMLForwardMode.apply(x, k, mask, temperature, kind, shard, impl)
-    if torch.is_grad_enabled() and (x.requires_grad or k.requires_grad):
+    if torch.is_grad_enabled() and (x.requires_grad or (isinstance(k, Tensor) and k.requires_grad)):
         return _LMLBackward.apply(x, k, mask, temperature, kind, shard, impl)
     return _forward(x, k, mask, temperature, kind, shard, impl)  # autograd's door costs more than a small batch
 
 
 def _forward(
     logits: Tensor,
-    k: Tensor,
+    k: Any,
     mask: Tensor | None,
     temperature: float,
     kind: Kind,
@@ -516,7 +524,7 @@ class _LML(torch.autograd.Function):
             grad_logits, grad_k = torch.ops.lastlayer.lml_backward(*arguments, ctx.impl)
         else:
             grad_logits, grad_k = kernels(ctx.impl).backward(*arguments)
-        return grad_logits, grad_k, None, None, None, None, None
+        return grad_logits, grad_k if ctx.needs_input_grad[1] else None, None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
