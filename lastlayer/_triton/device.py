@@ -585,19 +585,19 @@ def advance(f, above, s1, s2, h2, k, TOL: tl.constexpr):
 
 
 @triton.jit
-def _key(x):
+def key_of(x):
     """An integer with the order of the floats."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _value(key):
+def of_key(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """The finite scores of ranks rank1 <= rank2 (1 is the largest) of one row, by bisection of the keys."""
     lo1 = tl.full((), -2147483648, tl.int64)
     hi1 = tl.full((), 2147483647, tl.int64)
@@ -610,7 +610,7 @@ def _kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK:
         count2 = tl.zeros((BLOCK,), tl.int32)
         for j in range(0, n, BLOCK):
             x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, j + tl.arange(0, BLOCK), inv_t, MASKED)
-            key = _key(tl.where(is_finite(x), x, float("-inf")))
+            key = key_of(tl.where(is_finite(x), x, float("-inf")))
             count1 += (key >= mid1.to(tl.int32)).to(tl.int32)
             count2 += (key >= mid2.to(tl.int32)).to(tl.int32)
         enough1 = tl.sum(count1, 0) >= rank1
@@ -619,7 +619,7 @@ def _kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK:
         hi1 = tl.where(enough1, hi1, mid1)
         lo2 = tl.where(enough2, mid2, lo2)
         hi2 = tl.where(enough2, hi2, mid2)
-    return _value(lo1.to(tl.int32)), _value(lo2.to(tl.int32))
+    return of_key(lo1.to(tl.int32)), of_key(lo2.to(tl.int32))
 
 
 @triton.jit
@@ -650,7 +650,7 @@ def _step_sums(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, center, peak, BLOCK: t
 
 
 @triton.jit
-def _certain_step(a, b, count, residual, cubic, peak, k, lo, hi):
+def certain_step(a, b, count, residual, cubic, peak, k, lo, hi):
     """`lastlayer.project.lml._step` after its sums: the step, the bounds, and whether it ends the search."""
     surplus = count - k
     exponent = tl.where(surplus == 0, 0.0, peak)
@@ -691,7 +691,7 @@ def settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
     if (k > 0) & (k < n_live) & (n_bad == 0):
         rank1 = tl.ceil(k)
         rank2 = tl.floor(k) + 1
-        upper, lower = _kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK, MASKED)
+        upper, lower = kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK, MASKED)
         middle = lower + (upper - lower) / 2
         lo = tl.log(k - rank1 + 1) - tl.log(n_live - k) - (upper - middle)
         hi = tl.log(k) - tl.log(rank2 - k) + (middle - lower)
@@ -710,7 +710,7 @@ def settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
             a, b, count, residual, cubic = _step_sums(
                 x_ptr, m_ptr, row, m_row, m_col, n, inv_t, center, peak, BLOCK, MASKED
             )
-            step, lo, hi, done = _certain_step(a, b, count, residual, cubic, peak, k, lo, hi)
+            step, lo, hi, done = certain_step(a, b, count, residual, cubic, peak, k, lo, hi)
             delta = tl.where(done, step, 0.0)
             moved = tl.where(done, center, center - step)
             lo = lo + (moved - center)

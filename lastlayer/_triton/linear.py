@@ -1,4 +1,4 @@
-"""A block of logits for `lastlayer.head.linear`, each in one read: what a scan keeps of it, and its gradient."""
+"""`lastlayer.head.linear` on the GPU: what a scan keeps of a block of logits, the search in it, loss and gradient."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 import torch
@@ -6,103 +6,431 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024
-_WARPS = 8
-_PROGRAMS = 1024  # enough to fill the chip
-_TERMS = 8  # powers that a scan sums
+from lastlayer._triton.device import (
+    LOG2E,
+    certain_step,
+    exp,
+    exp2,
+    is_finite,
+    key_of,
+    kth_largest,
+    log_sigmoid,
+    of_key,
+    points,
+    rcp,
+)
+from lastlayer._triton.lml_loss import _unseen as unseen
+
+_PROGRAMS = 4096  # warps that fill the chip
+_TILE = 1024  # logits a warp scans at a time
+_GRAD_BYTES = 8192  # of a block's row that a program of the gradient takes
+_LIST = 512  # logits of a list at a time
+_LABELS = 32  # labels at a time, at most
+_TERMS = tl.constexpr(8)  # powers that a scan sums
+_NUMBERS = tl.constexpr(11)  # those, and the counts of finite, +inf and nan logits
+_FAR = tl.constexpr(1e30)  # a bound that binds nothing
+
+
+@triton.jit
+def _floor_kernel(x_ptr, out_ptr, n, stride, rank, BLOCK: tl.constexpr):
+    """The logit of a rank (1 is the largest) of one row, by bisection of the keys; what is not finite is last."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=float("-inf")).to(tl.float32)
+    key = key_of(tl.where(is_finite(x), x, float("-inf")))
+    lo = tl.full((), -2147483648, tl.int64)
+    hi = tl.full((), 2147483647, tl.int64)
+    for _ in range(33):
+        mid = (lo + hi) >> 1
+        enough = tl.sum((key >= mid.to(tl.int32)).to(tl.int32), 0) >= rank
+        lo = tl.where(enough, mid, lo)
+        hi = tl.where(enough, hi, mid)
+    tl.store(out_ptr + row, of_key(lo.to(tl.int32)))
+
+
+@triton.jit
+def _lane_sums(tile):
+    """The sum of what each thread of a warp holds of a tile (W, 32, V)."""
+    return tl.sum(tl.sum(tile, 2), 0)
 
 
 @triton.jit
 def _add(ptr, values):
     """Add to a number that no other program touches: blocks follow one another."""
-    tl.store(ptr, tl.load(ptr) + tl.sum(values))
+    tl.store(ptr, tl.load(ptr) + tl.sum(values, 0))
+
+
+@triton.jit
+def _load_scan(x_ptr, cols, n):
+    """A tile of logits; beyond the row a finite number that is above no floor and weighs nothing."""
+    return tl.load(x_ptr + cols, mask=cols < n, other=-3e38)
+
+
+@triton.jit
+def _add_powers(x, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8):
+    """Add the powers of exp(x - floor) below the floor; `odd` becomes nan where a logit is not finite."""
+    x = x.to(tl.float32)
+    w = tl.where(x <= floor, exp2((x - base) * LOG2E), 0.0)
+    w2 = w * w
+    w3 = w2 * w
+    w4 = w2 * w2
+    return (
+        tl.maximum(most, tl.max(tl.max(x, 2), 0)),
+        odd + _lane_sums(x * 0),
+        p1 + _lane_sums(w),
+        p2 + _lane_sums(w2),
+        p3 + _lane_sums(w3),
+        p4 + _lane_sums(w4),
+        p5 + _lane_sums(w4 * w),
+        p6 + _lane_sums(w4 * w2),
+        p7 + _lane_sums(w4 * w3),
+        p8 + _lane_sums(w4 * w4),
+    )
+
+
+@triton.jit
+def _append(x, cols, n, floor, top_ptr, fill_ptr, room):
+    """Append the finite logits above the floor to the list of a row."""
+    x = x.to(tl.float32)
+    above = (x > floor) & (x < float("inf")) & (cols < n)
+    one = tl.full(above.shape, 1, tl.int32)
+    slot = tl.atomic_add(fill_ptr + tl.zeros_like(cols), one, mask=above, sem="relaxed")
+    tl.store(top_ptr + slot, x, mask=above & (slot < room))
 
 
 @triton.jit
 def _scan_kernel(
     x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, index_ptr, label_ptr,
-    n, stride, span, splits, room, labels, start, BLOCK: tl.constexpr,
+    n, stride, span, splits, room, labels, start, V: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
+    """A stretch of a row for one warp: nothing waits for another, a thread loads 16 bytes at once, few registers."""
+    W: tl.constexpr = 8 // V
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    stop = min((part + 1) * span, n)
+    lo = part * span
+    hi = tl.minimum(lo + span, n)
+    x_ptr += row * stride
+    top_ptr += row * room
+    fill_ptr += row
     floor = tl.load(floor_ptr + row)
-    zero = tl.zeros([BLOCK], tl.float32)
-    p1, p2, p3, p4, p5, p6, p7, p8 = zero, zero, zero, zero, zero, zero, zero, zero
-    n_finite, n_top, n_nan = zero, zero, zero
-    for first in range(part * span, stop, BLOCK):
-        cols = first + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=-float("inf")).to(tl.float32)
-        finite = tl.abs(x) < float("inf")
-        above = finite & (x > floor)
-        n_finite += tl.where(finite, 1.0, 0.0)
-        n_top += tl.where(x == float("inf"), 1.0, 0.0)
-        n_nan += tl.where(x != x, 1.0, 0.0)
-        w = tl.where(finite & (x <= floor), tl.exp(x - floor), 0.0)
-        w2, w3 = w * w, w * w * w
-        w4 = w2 * w2
-        p1 += w
-        p2 += w2
-        p3 += w3
-        p4 += w4
-        p5 += w4 * w
-        p6 += w4 * w2
-        p7 += w4 * w3
-        p8 += w4 * w4
-        found = tl.sum(above.to(tl.int32))
-        if found > 0:
-            slot = tl.atomic_add(fill_ptr + row, found) + tl.cumsum(above.to(tl.int32), 0) - 1
-            tl.store(top_ptr + row * room + slot, x, mask=above & (slot < room))
-    for j in range(labels):
-        place = tl.load(index_ptr + row * labels + j) - start
-        if (place >= part * span) & (place < stop):
-            tl.store(label_ptr + row * labels + j, tl.load(x_ptr + row * stride + place).to(tl.float32))
-    here = sums_ptr + (row * splits + part) * 11
-    _add(here, p1)
-    _add(here + 1, p2)
-    _add(here + 2, p3)
-    _add(here + 3, p4)
-    _add(here + 4, p5)
-    _add(here + 5, p6)
-    _add(here + 6, p7)
-    _add(here + 7, p8)
-    _add(here + 8, n_finite)
-    _add(here + 9, n_top)
-    _add(here + 10, n_nan)
+    base = tl.where(is_finite(floor), floor, 0.0)  # without a floor only -inf is below it
+    lane = tl.arange(0, W)[:, None, None] * (32 * V) + (tl.arange(0, 32)[:, None] * V + tl.arange(0, V)[None, :])[None]
+    zero = tl.zeros([32], tl.float32)
+    odd, p1, p2, p3, p4, p5, p6, p7, p8 = zero, zero, zero, zero, zero, zero, zero, zero, zero
+    for first in range(lo, hi, 1024):
+        cols = first + lane
+        xa = _load_scan(x_ptr, cols, n)
+        xb = _load_scan(x_ptr, cols + 256, n)
+        xc = _load_scan(x_ptr, cols + 512, n)
+        xd = _load_scan(x_ptr, cols + 768, n)
+        most = zero - 3e38
+        most, odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+            xa, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8
+        )
+        most, odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+            xb, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8
+        )
+        most, odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+            xc, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8
+        )
+        most, odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+            xd, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8
+        )
+        if tl.max(most, 0) > floor:
+            _append(xa, cols, n, floor, top_ptr, fill_ptr, room)
+            _append(xb, cols + 256, n, floor, top_ptr, fill_ptr, room)
+            _append(xc, cols + 512, n, floor, top_ptr, fill_ptr, room)
+            _append(xd, cols + 768, n, floor, top_ptr, fill_ptr, room)
+    sums_ptr += (row * splits + part) * _NUMBERS
+    _add(sums_ptr, p1)
+    _add(sums_ptr + 1, p2)
+    _add(sums_ptr + 2, p3)
+    _add(sums_ptr + 3, p4)
+    _add(sums_ptr + 4, p5)
+    _add(sums_ptr + 5, p6)
+    _add(sums_ptr + 6, p7)
+    _add(sums_ptr + 7, p8)
+    finite = tl.maximum(hi - lo, 0).to(tl.float32)
+    if tl.sum(odd, 0) != 0:
+        low, high, bad = tl.zeros([32], tl.float32), tl.zeros([32], tl.float32), tl.zeros([32], tl.float32)
+        for first in range(lo, hi, 256):
+            x = _load_scan(x_ptr, first + lane, n).to(tl.float32)
+            low += _lane_sums((x == float("-inf")).to(tl.float32))
+            high += _lane_sums((x == float("inf")).to(tl.float32))
+            bad += _lane_sums((x != x).to(tl.float32))
+        finite -= tl.sum(low + high + bad, 0)
+        _add(sums_ptr + _TERMS + 1, high)
+        _add(sums_ptr + _TERMS + 2, bad)
+    tl.store(sums_ptr + _TERMS, tl.load(sums_ptr + _TERMS) + finite)
+    for j in range(0, labels, M):
+        place = j + tl.arange(0, M)
+        col = tl.load(index_ptr + row * labels + place, mask=place < labels, other=-1) - start
+        inside = (place < labels) & (col >= lo) & (col < hi)
+        x = tl.load(x_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        tl.store(label_ptr + row * labels + place, x, mask=inside)
+
+
+@triton.jit
+def _totals(sums_ptr, splits):
+    """The numbers of a scan, added over the stretches of a row: shape (16,), 0 beyond."""
+    i = tl.arange(0, 16)[None, :]
+    total = tl.zeros((16,), tl.float64)
+    for first in range(0, splits, 32):
+        part = first + tl.arange(0, 32)[:, None]
+        here = tl.load(sums_ptr + part * _NUMBERS + i, mask=(part < splits) & (i < _NUMBERS), other=0.0)
+        total += tl.sum(here.to(tl.float64), 0)
+    return total.to(tl.float32)
+
+
+@triton.jit
+def _number(totals, i):
+    return tl.sum(tl.where(tl.arange(0, 16) == i, totals, 0.0), 0)
+
+
+@triton.jit
+def _below(totals, series_ptr, column, COLUMNS: tl.constexpr, log_w, unit):
+    """The sum of a function over the classes below the floor, by its series; `unit` is what one w stands for."""
+    j = tl.arange(0, 16)
+    c = tl.load(series_ptr + j * COLUMNS + column, mask=j < _TERMS, other=0.0)
+    found = tl.sum(tl.where(j < _TERMS, totals, 0.0) * c * exp(j.to(tl.float32) * log_w), 0)
+    return tl.where(found == 0, 0.0, found * unit)
+
+
+@triton.jit
+def _list_sums(top_ptr, held, center, delta, peak, BLOCK: tl.constexpr):
+    """The sums of `lastlayer.project.lml.small_parts` and of h^2 over a list.
+
+    In float64, so that the order of the list, which is that of the programs, does not show.
+    """
+    zero = tl.zeros((BLOCK,), tl.float64)
+    a, b, count, residual, cubic, squares = zero, zero, zero, zero, zero, zero
+    factor = exp(tl.minimum(tl.maximum(delta, -60.0), 60.0))
+    for j in range(0, held, BLOCK):
+        i = j + tl.arange(0, BLOCK)
+        d = tl.load(top_ptr + i, mask=i < held, other=float("-inf")) - center
+        above = d > 0
+        tail = exp(-tl.abs(d) - peak) * tl.where(above, 1 / factor, factor)
+        w = tail * exp(peak)
+        small = tail / (1 + w)
+        w = w / (1 + w)
+        outer = small * (1 - w) * (1 - w)
+        inner = small * (1 - w) * w
+        bend = small * w * (3 - 2 * w)
+        a += tl.where(above, outer, inner).to(tl.float64)
+        b += tl.where(above, inner, outer).to(tl.float64)
+        count += above.to(tl.float64)
+        residual += tl.where(above, -small, small).to(tl.float64)
+        cubic += tl.where(above, -bend, bend).to(tl.float64)
+        squares += ((outer + inner) * (outer + inner) * exp(peak)).to(tl.float64)
+    return (
+        tl.sum(a, 0).to(tl.float32),
+        tl.sum(b, 0).to(tl.float32),
+        tl.sum(count, 0).to(tl.float32),
+        tl.sum(residual, 0).to(tl.float32),
+        tl.sum(cubic, 0).to(tl.float32),
+        tl.sum(squares, 0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _unseen_sums(top_ptr, held, center, delta, rho, BLOCK: tl.constexpr):
+    """The sums of -log(1 - rho y) and of its slope over a list."""
+    loss = tl.zeros((BLOCK,), tl.float64)
+    slope = tl.zeros((BLOCK,), tl.float64)
+    for j in range(0, held, BLOCK):
+        i = j + tl.arange(0, BLOCK)
+        z = points(tl.load(top_ptr + i, mask=i < held, other=float("-inf")), center, delta)
+        one, leak = unseen(z, rho)
+        loss += tl.where(i < held, one, 0.0).to(tl.float64)
+        slope += tl.where(i < held, leak, 0.0).to(tl.float64)
+    return tl.sum(loss, 0).to(tl.float32), tl.sum(slope, 0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "room", "splits", "limit", "k_row"])
+def _search_kernel(
+    top_ptr, fill_ptr, floor_ptr, sums_ptr, k_ptr, series_ptr, out_ptr,
+    rows, room, splits, limit, k_row, log_reach, deepest, rho, every,
+    COLUMNS: tl.constexpr, RHO: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`lastlayer.head.linear._search` of one row, and `_unseen`."""
+    row = tl.program_id(0).to(tl.int64)
+    totals = _totals(sums_ptr + row * splits * _NUMBERS, splits)
+    n, n_top, n_nan = _number(totals, _TERMS), _number(totals, _TERMS + 1), _number(totals, _TERMS + 2)
+    first_power = _number(totals, 0)
+    floor = tl.load(floor_ptr + row)
+    found = tl.load(fill_ptr + row)
+    held = tl.minimum(found, room)
+    top_ptr += row * room
+    k = tl.load(k_ptr + row * k_row) - n_top
+    solvable = (k > 0) & (k < n) & (n_nan == 0)
+    center = tl.full((), 0.0, tl.float32)
+    delta = tl.where(k == 0, float("-inf"), tl.where(k == n, float("inf"), float("nan")))
+    delta = tl.where(n_nan > 0, float("nan"), delta)
+    log_mass = tl.full((), 0.0, tl.float32)
+    lost = solvable
+    if solvable & (found <= room) & (room > 0):
+        delta = tl.full((), 0.0, tl.float32)
+        few = found < tl.minimum(n, limit.to(tl.float32))
+        upper = tl.full((), 0.0, tl.float32)
+        lower = tl.full((), 0.0, tl.float32)
+        lo = tl.full((), -_FAR, tl.float32)
+        hi = tl.full((), _FAR, tl.float32)
+        if few:  # without the order statistics: as if every y were small
+            center = floor + tl.log(first_power) - tl.log(k)
+        else:
+            rank1 = tl.ceil(k)
+            rank2 = tl.floor(k) + 1
+            upper, lower = kth_largest(top_ptr, top_ptr, 0, 0, 0, held, None, rank1, rank2, BLOCK, False)
+            middle = lower + (upper - lower) / 2
+            lo = tl.log(k - rank1 + 1) - tl.log(n - k) - (upper - middle)
+            hi = tl.log(k) - tl.log(rank2 - k) + (middle - lower)
+            center = middle - (lo + hi) / 2
+            slack = 8 * 1.1920928955078125e-07 * (1 + tl.abs(center) + tl.abs(lo) + tl.abs(hi))
+            lo = lo + (center - middle) - slack
+            hi = hi + (center - middle) + slack
+        left = PASSES
+        while left > 0:
+            peak = tl.where(few, 0.0, -tl.minimum(tl.abs(upper - center), tl.abs(lower - center)))
+            a, b, count, residual, cubic, squares = _list_sums(top_ptr, held, center, delta, peak, BLOCK)
+            depth = (floor - center) + delta
+            log_w = tl.maximum(tl.minimum(depth, log_reach), -200.0)
+            unit = exp(depth - peak)
+            a += _below(totals, series_ptr, 0, COLUMNS, log_w, unit)
+            b += _below(totals, series_ptr, 1, COLUMNS, log_w, unit)
+            residual += _below(totals, series_ptr, 2, COLUMNS, log_w, unit)
+            cubic += _below(totals, series_ptr, 3, COLUMNS, log_w, unit)
+            squares += _below(totals, series_ptr, 4, COLUMNS, log_w, unit)
+            step, lo, hi, close = certain_step(a, b, count, residual, cubic, peak, k, lo, hi)
+            close = close & ((first_power == 0) | (depth < deepest)) & (a + b > 0)
+            t = tl.where(close, step, 0.0)
+            mass = (a + b) + (b - a) * t + ((a + b) - 6 * squares) * t * t / 2  # sum h after the step
+            log_mass = peak + tl.log(mass)
+            moved = tl.where(close, center, center - (delta + step))
+            delta = (delta + step) + (moved - center)
+            center = moved
+            lo -= step
+            hi -= step
+            lost = ~close
+            left = tl.where(close, 0, left - 1)
+    tl.store(out_ptr + row, center)
+    tl.store(out_ptr + rows + row, delta)
+    tl.store(out_ptr + 2 * rows + row, log_mass)
+    tl.store(out_ptr + 3 * rows + row, lost.to(tl.float32))
+    tl.store(out_ptr + 4 * rows + row, n_top)
+    if RHO:
+        silent, leak = _unseen_sums(top_ptr, held, center, delta, rho, BLOCK)
+        depth = tl.where(is_finite(delta), (floor - center) + delta, float("-inf"))
+        log_w = tl.maximum(tl.minimum(depth, log_reach), -200.0)
+        silent += _below(totals, series_ptr, 5, COLUMNS, log_w, exp(depth))
+        leak += _below(totals, series_ptr, 6, COLUMNS, log_w, exp(depth))
+        silent = tl.where(delta == float("inf"), tl.where(n == 0, 0.0, n * every), silent)  # k takes every class
+        tl.store(out_ptr + 5 * rows + row, silent)
+        tl.store(out_ptr + 6 * rows + row, leak)
+
+
+@triton.jit(do_not_specialize=["rows", "labels", "positives"])
+def _loss_kernel(
+    found_ptr, index_ptr, label_ptr, out_ptr, toward_ptr, rows, labels, positives, rho, every,
+    RHO: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """The loss of one row, its pull on the other classes and its number of labels; and the slope at each label."""
+    row = tl.program_id(0).to(tl.int64)
+    center = tl.load(found_ptr + row)
+    delta = tl.load(found_ptr + rows + row)
+    loss = tl.zeros((M,), tl.float32)
+    pull = tl.zeros((M,), tl.float32)
+    count = tl.zeros((M,), tl.float32)
+    tops = tl.zeros((M,), tl.float32)
+    for j in range(0, labels, M):
+        place = j + tl.arange(0, M)
+        here = row * labels + place
+        held = tl.load(index_ptr + here, mask=place < labels, other=-1) >= 0
+        x = tl.load(label_ptr + here, mask=held, other=float("-inf"))
+        z = points(x, center, delta)
+        q = exp(-tl.abs(z))
+        live = held & is_finite(x)
+        positive = held & (place < positives)
+        slope = tl.where(positive & live, -tl.where(z > 0, q, 1.0) / (1 + q), 0.0)
+        loss += tl.where(positive, -log_sigmoid(z), 0.0)
+        count += positive.to(tl.float32)
+        if RHO:
+            less, leak = unseen(z, rho)
+            loss -= tl.where(live, less, 0.0)
+            slope -= tl.where(live, leak, 0.0)
+            tops += (held & (x == float("inf"))).to(tl.float32)
+        slope = tl.where(is_finite(delta), slope, 0.0)
+        pull -= slope
+        tl.store(toward_ptr + here, slope, mask=place < labels)
+    total = tl.sum(loss, 0)
+    pulls = tl.sum(pull, 0)
+    if RHO:
+        infinite = tl.load(found_ptr + 4 * rows + row) - tl.sum(tops, 0)
+        total += tl.load(found_ptr + 5 * rows + row) + tl.where(infinite == 0, 0.0, infinite * every)
+        pulls -= tl.where(tl.abs(delta) == float("inf"), 0.0, tl.load(found_ptr + 6 * rows + row))
+    tl.store(out_ptr + row, total)
+    tl.store(out_ptr + rows + row, pulls)
+    tl.store(out_ptr + 2 * rows + row, tl.sum(count, 0))
+
+
+@triton.jit
+def _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED: tl.constexpr):
+    """The gradient of the logits x of one row, but for what its labels add."""
+    z = (x - center) + delta
+    tail = exp2(-tl.abs(z) * LOG2E)
+    y = rcp(1 + tail)  # of |z|
+    if log_mass > -30:
+        out = tail * (y * y) * (pulled * exp(-log_mass))
+    else:  # where tail would underflow
+        out = exp(-tl.abs(z) - log_mass) * (y * y) * pulled
+    if THINNED:
+        small = tail * y
+        miss = tl.where(z > 0, small, y)
+        y = tl.where(z > 0, y, small)
+        leak = rho * y * miss / tl.maximum(miss + (1 - rho) * y, 1e-38)
+        out += scale * tl.where(rho == 1.0, y, leak)
+    out = tl.where(is_finite(x), out, 0.0)  # no gradient where x or nu is infinite
+    out = tl.where(tl.abs(delta) == float("inf"), 0.0, out)
+    return tl.where(delta != delta, delta, out)
 
 
 @triton.jit
 def _grad_kernel(
-    x_ptr, center_ptr, delta_ptr, mass_ptr, pulled_ptr, scale_ptr, index_ptr, toward_ptr, out_ptr,
-    n, stride, first, labels, rho, THINNED: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, center_ptr, delta_ptr, mass_ptr, pulled_ptr, scale_ptr, index_ptr, label_ptr, toward_ptr, out_ptr,
+    n, stride, out_stride, start, labels, rho, THINNED: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * BLOCK
-    cols = begin + tl.arange(0, BLOCK)
-    delta = tl.load(delta_ptr + row)
-    x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=-float("inf")).to(tl.float32)
-    z = (x - tl.load(center_ptr + row)) + delta
-    tail = tl.exp(-tl.abs(z))
-    out = tl.exp(-tl.abs(z) - 2 * tl.log(1 + tail) - tl.load(mass_ptr + row)) * tl.load(pulled_ptr + row)
-    if THINNED:
-        small = tail / (1 + tail)
-        y = tl.where(z > 0, 1 - small, small)
-        rest = tl.where(z > 0, small, 1 - small)
-        leak = rho * y * rest / tl.maximum(rest + (1 - rho) * y, 1e-38)
-        out += tl.load(scale_ptr + row) * tl.where(rho == 1.0, y, leak)
-    out = tl.where(tl.abs(x) < float("inf"), out, 0.0)  # no gradient where x or nu is infinite
-    out = tl.where(tl.abs(delta) == float("inf"), 0.0, out)
-    out = tl.where(delta != delta, delta, out)
-    for j in range(labels):
-        place = tl.load(index_ptr + row * labels + j) - first - begin
-        if (place >= 0) & (place < BLOCK):
-            out += tl.where(cols - begin == place, tl.load(toward_ptr + row * labels + j), 0.0)
-    tl.store(out_ptr + row * n + cols, out.to(out_ptr.dtype.element_ty), mask=cols < n)
+    first = tl.program_id(1) * BLOCK
+    cols = first + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=float("-inf")).to(tl.float32)
+    center, delta, log_mass = tl.load(center_ptr + row), tl.load(delta_ptr + row), tl.load(mass_ptr + row)
+    pulled, scale = tl.load(pulled_ptr + row), tl.load(scale_ptr + row)
+    out = _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED)
+    out_ptr += row * out_stride
+    tl.store(out_ptr + cols, out.to(out_ptr.dtype.element_ty), mask=cols < n)
+    tl.debug_barrier()  # the labels are written over what is there
+    for j in range(0, labels, M):
+        place = j + tl.arange(0, M)
+        here = row * labels + place
+        col = tl.load(index_ptr + here, mask=place < labels, other=-1) - start
+        inside = (place < labels) & (col >= first) & (col < tl.minimum(first + BLOCK, n))
+        label = tl.load(label_ptr + here, mask=inside, other=0.0)
+        at_label = _slopes(label, center, delta, log_mass, pulled, scale, rho, THINNED)
+        at_label += tl.load(toward_ptr + here, mask=inside, other=0.0)
+        tl.store(out_ptr + col, at_label.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def partial_sums(rows: int, n: int, numbers: int, device: torch.device) -> Tensor:
+def floors(x: Tensor, rank: int) -> Tensor:
+    """Return the finite logit of a rank (1 is the largest) of each row, shape ``(rows, 1)``."""
+    rows, n = x.shape
+    out = torch.empty(rows, 1, device=x.device)
+    block = triton.next_power_of_2(n)
+    _floor_kernel[(rows,)](x, out, n, x.stride(0), rank, BLOCK=block, num_warps=max(1, min(16, block // 1024)))
+    return out
+
+
+def partial_sums(rows: int, n: int, device: torch.device) -> Tensor:
     """Return zeros for the sums of blocks of `n` classes: ``(rows, programs a row, numbers)``."""
-    splits = max(1, min(_PROGRAMS // max(rows, 1), triton.cdiv(n, 4 * _BLOCK)))
-    return torch.zeros(rows, splits, numbers, device=device)
+    splits = max(1, min(_PROGRAMS // max(rows, 1), triton.cdiv(n, _TILE)))
+    return torch.zeros(rows, splits, _NUMBERS.value, device=device)
 
 
 def scan_block(
@@ -114,11 +442,63 @@ def scan_block(
     """
     rows, n = x.shape
     splits = sums.shape[1]
-    assert sums.shape[2] == _TERMS + 3
-    span = triton.cdiv(triton.cdiv(n, splits), _BLOCK) * _BLOCK
+    span = triton.cdiv(triton.cdiv(n, splits), _TILE) * _TILE
     tensors = (x, floor, sums, top, fill, index, labels)
     numbers = (n, x.stride(0), span, splits, top.shape[1], index.shape[1], start)
-    _scan_kernel[(rows, splits)](*tensors, *numbers, BLOCK=_BLOCK, num_warps=_WARPS)
+    options = {"V": 16 // x.element_size(), "M": _labels_at_a_time(index)}
+    _scan_kernel[(rows, splits)](*tensors, *numbers, **options, num_warps=1)
+
+
+def search(
+    top: Tensor,
+    fill: Tensor,
+    floor: Tensor,
+    sums: Tensor,
+    k: Tensor,
+    series: Tensor,
+    limit: int,
+    reach: tuple[float, float],
+    passes: int,
+    rho: float,
+    every: float,
+) -> Tensor:
+    """Search in what a scan has kept, of shape ``(7, rows)``.
+
+    Center, delta and log sum h, whether the row is lost (1, else 0), its number of infinite logits; and with `rho` the
+    sums of ``-log(1 - rho y)`` and of its slope over the finite ones.
+
+    Args:
+        top: The lists of the logits above the floor, in any order.
+        fill: How many logits each list holds, or should.
+        floor: The floor of each row.
+        sums: Powers and counts, from `scan_block`.
+        k: The cardinalities, one a row.
+        series: The coefficients of the functions of a step, one a column, and of the two sums with `rho`.
+        limit: The largest rank that the start needs.
+        reach: The logarithms of the largest exp(x + nu) a series takes, and of the largest it is exact for.
+        passes: After how many passes a row is lost.
+        rho: The probability that a label is observed.
+        every: ``-log(1 - rho)``.
+    """
+    rows, room = top.shape
+    out = torch.zeros(7, rows, device=top.device)
+    numbers = (rows, room, sums.shape[1], limit, k.stride(0), *reach, rho, every)
+    options = {"COLUMNS": series.shape[1], "RHO": rho > 0, "PASSES": passes, "BLOCK": _LIST}
+    _search_kernel[(rows,)](top, fill, floor, sums, k, series, out, *numbers, **options, num_warps=4)
+    return out
+
+
+def losses(
+    found: Tensor, index: Tensor, labels: Tensor, positives: int, rho: float, every: float
+) -> tuple[Tensor, Tensor]:
+    """Return loss, pull and number of labels, shape ``(3, rows)``, and the slope at each label; `found` by `search`."""
+    rows, width = index.shape
+    out, toward = torch.empty(3, rows, device=found.device), torch.empty_like(labels)
+    numbers = (rows, width, positives, rho, every)
+    _loss_kernel[(rows,)](
+        found, index, labels, out, toward, *numbers, RHO=rho > 0, M=_labels_at_a_time(index), num_warps=1
+    )
+    return out, toward
 
 
 def grad_block(
@@ -129,14 +509,21 @@ def grad_block(
     pulled: Tensor,
     scale: Tensor,
     index: Tensor,
+    labels: Tensor,
     toward: Tensor,
-    first: int,
+    start: int,
     rho: float,
+    out: Tensor,
 ) -> Tensor:
-    """Return the gradient of a block that starts at class `first`; the rows' numbers are contiguous."""
-    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    tensors = (x, center, delta, log_mass, pulled, scale, index, toward, out)
-    numbers = (x.shape[1], x.stride(0), first, index.shape[1], rho)
-    grid = (x.shape[0], triton.cdiv(x.shape[1], _BLOCK))
-    _grad_kernel[grid](*tensors, *numbers, THINNED=rho > 0, BLOCK=_BLOCK, num_warps=4)
+    """Write the gradient of a block that starts at class `start`, maybe over it; the rows' numbers are contiguous."""
+    tensors = (x, center, delta, log_mass, pulled, scale, index, labels, toward, out)
+    numbers = (x.shape[1], x.stride(0), out.stride(0), start, index.shape[1], rho)
+    block = _GRAD_BYTES // x.element_size()
+    grid = (x.shape[0], triton.cdiv(x.shape[1], block))
+    options = {"THINNED": rho > 0, "M": _labels_at_a_time(index), "BLOCK": block}
+    _grad_kernel[grid](*tensors, *numbers, **options, num_warps=8)
     return out
+
+
+def _labels_at_a_time(index: Tensor) -> int:
+    return min(_LABELS, triton.next_power_of_2(max(index.shape[1], 1)))

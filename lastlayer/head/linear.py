@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
+from lastlayer.loss.lml import lml_loss
 from lastlayer.project import lml as projection
 from lastlayer.shard import (
     ClassShard,
@@ -35,6 +36,8 @@ _WHOLE = 1024  # up to so many classes all logits of a row are kept
 _SAMPLE = 16384  # classes that say how deep the lists of the largest logits go
 _REACH = 0.35  # the largest exp(x + nu) that a sum of powers stands for
 _PASSES = 10  # a bound on the search; a row that needs more is solved from all its logits
+_STEP = ("y2(1-y)", "y(1-y)2", "y", "bend", "h2")  # what a step of the search sums, by the names of their series
+_UNSEEN = ("silent", "leak")  # and with `observed`
 
 
 def linear_lml_loss(
@@ -60,7 +63,8 @@ def linear_lml_loss(
     row are its largest logits and power sums of the rest, from which the threshold and the loss follow to rounding; a
     row of which that is not true (`k` above about 1 % of the classes, as a rule) is solved from all its logits, a few
     rows at a time. Memory beyond the arguments and their gradients is one block, and some thousand numbers a row. On a
-    GPU a flag is read back, so it cannot be captured in a CUDA graph.
+    GPU a flag is read back, so it cannot be captured in a CUDA graph. Logits of one block or less (64 MB on a GPU, 1 MB
+    on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
 
     Args:
         features: The inputs of the layer, shape ``(*batch, in_features)``.
@@ -83,7 +87,8 @@ def linear_lml_loss(
         reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows that contribute, 0 if there is none.
 
     Returns:
-        The loss, of the dtype the logits would have, as in :func:`~lastlayer.lml_loss`. First derivatives only.
+        The loss, of the dtype the logits would have, as in :func:`~lastlayer.lml_loss`. First derivatives only, but for
+        logits of one block.
 
     Example:
         >>> features, weight = torch.eye(2), torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
@@ -104,6 +109,10 @@ def linear_lml_loss(
     cardinality = _check.cardinality(op, k, shape, shard)
     mask = _check.mask(op, local_part(mask), shape)
     divisor = _check.temperature(op, temperature)
+    if rows * n <= _tile(shape) and shard is None and negatives is None:
+        x = F.linear(features, weight, bias)
+        options = {"observed": rho, "temperature": temperature, "mask": mask, "reduction": reduction}
+        return lml_loss(x, target, k, **options)  # type: ignore[arg-type]
     if isinstance(divisor, Tensor):
         divisor = spread(divisor, shard).to(dtype).expand(batch).reshape(rows, 1)
     index = _index_lists(labels, lambda dense: dense > 0)
@@ -210,32 +219,42 @@ class _Layer:
         self.work = torch.promote_types(dtype, torch.float32)
         self.rows, self.n = features.shape[0], weight.shape[0]
         self.kernels = _kernels(self.features)
-        self.step = max(256, _tile(self.features) // max(self.rows, 1))
+        self.step = max(256, _tile(self.features) // max(self.rows, 1) // 256 * 256)
 
-    def of_rows(self, rows: Tensor) -> _Layer:
+    def of_rows(self, rows: Tensor | slice) -> _Layer:
         """The same layer for some of the rows."""
         temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
         mask = None if self.mask is None else self.mask[rows]
         return _Layer(self.features[rows], self.weight, self.bias, self.dtype, temperature, mask)
 
-    def logits(self, classes: slice) -> Tensor:
-        bias = None if self.bias is None else self.bias[classes].to(self.dtype)
-        with torch.autocast(self.features.device.type, enabled=False):
-            x = F.linear(self.features, self.weight[classes].to(self.dtype), bias)
+    def logits(self, classes: slice, out: Tensor | None = None) -> Tensor:
+        weight = self.weight[classes].to(self.dtype).T
+        if self.bias is None:
+            x = torch.mm(self.features, weight, out=out)
+        else:
+            x = torch.addmm(self.bias[classes].to(self.dtype), self.features, weight, out=out)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             x /= self.temperature
         return x if self.mask is None else x.masked_fill_(~self.mask[:, classes], -torch.inf)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the logits, block by block: each takes the place of the one before."""
+        place = self.features.new_empty(self.rows, min(self.step, -(-self.n // 16) * 16))
         for start in range(0, self.n, self.step):
             classes = slice(start, min(start + self.step, self.n))
-            yield classes, self.logits(classes)
+            yield classes, self.logits(classes, place[:, : classes.stop - start])
 
-    def grad(self, x: Tensor, first: int, rows: _Rows, pulled: Tensor, toward: Tensor, scale: Tensor) -> Tensor:
-        """Return the gradient of a block: ``pulled h / sum h + scale * leak``, and `toward` at the labels."""
+    def grad(
+        self, x: Tensor, first: int, rows: _Rows, pulled: Tensor, toward: Tensor, scale: Tensor, keep: bool = False
+    ) -> Tensor:
+        """Return the gradient of a block: ``pulled h / sum h + scale * leak``, and `toward` at the labels.
+
+        It may take the place of the block, unless `keep`.
+        """
         if self.kernels is not None:
             numbers = (rows.center, rows.delta, rows.log_mass, pulled, scale)
-            return self.kernels.grad_block(x, *numbers, rows.index, toward, first, rows.rho)
+            lists = (rows.index, rows.labels, toward)
+            return self.kernels.grad_block(x, *numbers, *lists, first, rows.rho, torch.empty_like(x) if keep else x)
         z = (x.to(self.work) - rows.center) + rows.delta
         depth = -z.abs()
         dx = (depth - 2 * depth.exp().log1p() - rows.log_mass).exp() * pulled
@@ -312,14 +331,14 @@ class _Scan:
     """
 
     def __init__(self, layer: _Layer, index: Tensor, limit: int) -> None:
-        self.terms = 16 if layer.work == torch.float64 else 8
+        self.index, self.terms = index, 16 if layer.work == torch.float64 else 8
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
         self.floor, room = _floor(layer, limit)
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved one by one
         room = 0 if dense else room
         self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
         if layer.kernels is not None:
-            self.sums = layer.kernels.partial_sums(layer.rows, min(layer.step, layer.n), self.terms + 3, index.device)
+            self.sums = layer.kernels.partial_sums(layer.rows, min(layer.step, layer.n), index.device)
         self.top = self.floor.new_full((layer.rows, room), -torch.inf)
         self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=index.device)
         for classes, x in layer.blocks():
@@ -330,11 +349,14 @@ class _Scan:
             inside, place = _within(index, classes)
             self.labels = torch.where(inside, x.gather(-1, place).to(layer.work), self.labels)
             self._add(x.to(layer.work))
-        *powers, n, n_top, n_nan = self.sums.sum(1, dtype=torch.float64).to(layer.work).split(1, -1)
+
+    def add_up(self, limit: int) -> None:
+        """Sort the lists and add up the sums, for the search in plain torch."""
+        *powers, n, n_top, n_nan = self.sums.sum(1, dtype=torch.float64).to(self.floor.dtype).split(1, -1)
         self.powers, self.n, self.n_top, self.n_nan = torch.cat(powers, -1), n, n_top, n_nan
-        self.held = self.fill.unsqueeze(-1).to(layer.work)
-        self.overflow = (self.held > room) | dense
-        filled = int(self.fill.max()) if layer.rows else 0
+        self.held, room = self.fill.unsqueeze(-1).to(self.floor.dtype), self.top.shape[-1]
+        self.overflow = (self.held > room) | (room == 0)
+        filled = int(self.fill.max()) if len(self.fill) else 0
         self.top = self.top[:, : min(room, filled)].sort(-1, descending=True).values
         self.few = self.held < n.clamp(max=limit)
 
@@ -369,7 +391,7 @@ def list_sizes(n_classes: int, limit: int) -> tuple[int, int, int]:
 
     The floor is some times `limit` logits deep, as far as a sample can say; the lists hold what chance may add.
     """
-    stride = max(1, n_classes // min(max(n_classes // 32, _WHOLE), _SAMPLE))
+    stride = max(1, -(-n_classes // min(max(n_classes // 32, _WHOLE), _SAMPLE)))
     size = -(-n_classes // stride)
     rank = min(4 + math.ceil(4 * limit * size / n_classes), size)
     return stride, rank, math.ceil((rank + 4 * math.sqrt(rank) + 8) * n_classes / size)
@@ -380,12 +402,16 @@ def _floor(layer: _Layer, limit: int) -> tuple[Tensor, int]:
     if layer.n <= _WHOLE:
         return layer.features.new_full((layer.rows, 1), -torch.inf, dtype=layer.work), layer.n
     stride, rank, room = list_sizes(layer.n, limit)
-    piece = max(1, 4 * _tile(layer.features) * stride // layer.n)  # rows whose sample is as large as a few blocks
-    floors = []
-    for rows in torch.arange(layer.rows, device=layer.features.device).split(piece):
-        sample = _finite(layer.of_rows(rows).logits(slice(0, layer.n, stride)))
-        floors.append(sample.topk(rank, -1).values[:, -1:].to(layer.work))
-    return torch.cat(floors) if floors else layer.features.new_zeros(0, 1, dtype=layer.work), room
+    piece = max(1, _tile(layer.features) * stride // layer.n)  # rows whose sample is as large as a block
+    floor = layer.features.new_empty(layer.rows, 1, dtype=layer.work)
+    for start in range(0, layer.rows, piece):
+        rows = slice(start, start + piece)
+        sample = layer.of_rows(rows).logits(slice(0, layer.n, stride))
+        if layer.kernels is not None:
+            floor[rows] = layer.kernels.floors(sample, rank)
+        else:
+            floor[rows] = _finite(sample).topk(rank, -1).values[:, -1:].to(layer.work)
+    return floor, room
 
 
 @dataclass
@@ -396,6 +422,7 @@ class _Rows:
     delta: Tensor
     log_mass: Tensor
     index: Tensor
+    labels: Tensor  # the logits at the index
     rho: float = 0.0
     silent: Tensor = field(init=False)  # sums over the classes of this rank
     leak: Tensor = field(init=False)
@@ -454,7 +481,7 @@ def _small_sums(scan: _Scan, center: Tensor, delta: Tensor, peak: Tensor) -> lis
     a, b, above, residual, bend = projection.small_parts(scan.top - center, peak, delta)
     squares = (a + b).square() * peak.exp()
     depth = (scan.floor - center) + delta
-    rest = scan.tail(("y2(1-y)", "y(1-y)2", "y", "bend", "h2"), depth, peak)
+    rest = scan.tail(_STEP, depth, peak)
     rest.insert(2, torch.zeros_like(depth))  # none is above
     sums = [p.sum(-1, keepdim=True) + r for p, r in zip((a, b, above, residual, bend, squares), rest, strict=True)]
     below = scan.powers[:, :1] > 0
@@ -465,7 +492,7 @@ def _unseen(scan: _Scan, rows: _Rows) -> None:
     """Fill in the sums of :func:`_silent` and :func:`_leak` over the finite logits of this rank."""
     z = torch.where(scan.top.isfinite(), projection.points(scan.top, rows.center, rows.delta), -torch.inf)
     depth = torch.where(rows.delta.isfinite(), (scan.floor - rows.center) + rows.delta, -torch.inf)
-    silent, leak = scan.tail(("silent", "leak"), depth, rho=rows.rho)
+    silent, leak = scan.tail(_UNSEEN, depth, rho=rows.rho)
     rows.silent = _silent(z, rows.rho).sum(-1, keepdim=True) + silent
     every = _times(scan.n, -_log1p(-rows.rho))  # k takes every class
     rows.silent = torch.where(rows.delta == torch.inf, every, rows.silent)
@@ -480,8 +507,11 @@ def _times(count: Tensor, value: float) -> Tensor:
     return torch.where(count == 0, 0, count * value)
 
 
-def _solve_whole(layer: _Layer, which: Tensor, k: Tensor, rows: _Rows, shard: ClassShard | None) -> None:
-    """Find the thresholds of some rows from all their logits, a few rows at a time."""
+def _solve_lost(layer: _Layer, lost: Tensor, k: Tensor, rows: _Rows, shard: ClassShard | None) -> None:
+    """Find the thresholds of the rows that are lost from all their logits, a few rows at a time."""
+    if not bool(lost.any()):
+        return
+    which = lost.squeeze(-1).nonzero().squeeze(-1)
     shard = None if shard is None else shard.starting_at(Thresholds())
     most = int(reduce(k.new_full((1, 1), layer.n), "max", shard))  # the same pieces on every rank
     for part in which.split(max(1, _tile(k) // 4 // max(most, 1))):  # with a dozen temporaries
@@ -495,6 +525,61 @@ def _solve_whole(layer: _Layer, which: Tensor, k: Tensor, rows: _Rows, shard: Cl
         if rows.rho > 0:
             rows.silent[part] = torch.where(x.isfinite(), _silent(z, rows.rho), 0).sum(-1, keepdim=True)
             rows.leak[part] = torch.where(live, _leak(z, rows.rho), 0).sum(-1, keepdim=True)
+
+
+Settled = tuple[_Rows, Tensor, Tensor, Tensor, Tensor]  # and loss, pull and number of labels a row, slopes at labels
+
+
+def _settle(
+    layer: _Layer, scan: _Scan, k: Tensor, limit: int, labels: int, rho: float, shard: ClassShard | None
+) -> Settled:
+    """Find the thresholds and the loss from what a scan has kept; the first `labels` of an index list are positive."""
+    scan.add_up(limit)
+    known = None if shard is None else shard.known(k.shape[:-1], layer.work)
+    center, delta, log_mass, lost = _search(scan, k, limit, shard, known)
+    if known is not None and bool(lost.any()):
+        center, delta, log_mass, lost = _search(scan, k, limit, shard)
+    rows = _Rows(center.contiguous(), delta.contiguous(), log_mass.contiguous(), scan.index, scan.labels, rho)
+    if rho > 0:
+        _unseen(scan, rows)
+    _solve_lost(layer, lost, k, rows, shard)
+    if shard is not None:
+        shard.note(rows.delta - rows.center)
+    z = projection.points(rows.labels, rows.center, rows.delta)
+    held = rows.index >= 0
+    live = held & rows.labels.isfinite() & rows.delta.isfinite()
+    positive = held & (torch.arange(held.shape[-1], device=held.device) < labels)
+    loss = torch.where(positive, -F.logsigmoid(z), 0).sum(-1, keepdim=True)
+    toward = torch.where(positive & live, -(-z).sigmoid(), 0)
+    pull = -toward.sum(-1, keepdim=True)
+    if rho > 0:
+        said = torch.where(held & rows.labels.isfinite(), _silent(z, rho), 0).sum(-1, keepdim=True)
+        n_top = scan.n_top - (held & (rows.labels == torch.inf)).sum(-1, keepdim=True)
+        loss = loss + (rows.silent - said) + _times(n_top, -_log1p(-rho))
+        leak = torch.where(live, _leak(z, rho), 0)
+        toward, pull = toward - leak, pull - torch.where(rows.delta.isinf(), 0, rows.leak) + leak.sum(-1, True)
+    loss, pull, count = reduce([loss, pull, positive.to(z.dtype)], "sum", shard)
+    return rows, loss, pull, count, toward
+
+
+def _settle_by_kernels(
+    layer: _Layer, scan: _Scan, k: Tensor, limit: int, labels: int, rho: float, shard: ClassShard | None
+) -> Settled:
+    """As :func:`_settle`, in a few launches, for classes that are all here."""
+    assert layer.kernels is not None
+    assert shard is None
+    names = _STEP + _UNSEEN if rho > 0 else _STEP
+    series = _table(names, scan.terms, rho, layer.work, k.device)
+    reach, every = (math.log(_REACH), math.log(0.9 * _REACH)), -_log1p(-rho)
+    kept = (scan.top, scan.fill, scan.floor, scan.sums)
+    found = layer.kernels.search(*kept, k, series, limit, reach, _PASSES, rho, every)
+    center, delta, log_mass, lost, _, silent, leak = found.unsqueeze(-1)
+    rows = _Rows(center, delta, log_mass, scan.index, scan.labels, rho)
+    rows.silent, rows.leak = silent, leak
+    _solve_lost(layer, lost > 0, k, rows, None)
+    sums, toward = layer.kernels.losses(found, rows.index, rows.labels, labels, rho, every)
+    loss, pull, count = sums.unsqueeze(-1)
+    return rows, loss, pull, count, toward
 
 
 class _LinearLML(torch.autograd.Function):
@@ -517,36 +602,14 @@ class _LinearLML(torch.autograd.Function):
         shard: ClassShard | None,
     ) -> tuple[Tensor, Tensor]:
         layer = _Layer(features, weight, bias, dtype, temperature, mask)
-        scan = _Scan(layer, index, limit)
-        known = None if shard is None else shard.known(k.shape[:-1], layer.work)
-        center, delta, log_mass, lost = _search(scan, k, limit, shard, known)
-        if known is not None and bool(lost.any()):
-            center, delta, log_mass, lost = _search(scan, k, limit, shard)
-        rows = _Rows(center.contiguous(), delta.contiguous(), log_mass.contiguous(), index, rho)
-        if rho > 0:
-            _unseen(scan, rows)
-        which = lost.squeeze(-1).nonzero().squeeze(-1)
-        if len(which):
-            _solve_whole(layer, which, k, rows, shard)
-        if shard is not None:
-            shard.note(rows.delta - rows.center)
-        z = projection.points(scan.labels, rows.center, rows.delta)
-        held = index >= 0
-        live = held & scan.labels.isfinite() & rows.delta.isfinite()
-        positive = held & (torch.arange(index.shape[-1], device=index.device) < labels)
-        loss = torch.where(positive, -F.logsigmoid(z), 0).sum(-1, keepdim=True)
-        toward = torch.where(positive & live, -(-z).sigmoid(), 0)
-        pull = -toward.sum(-1, keepdim=True)
-        if rho > 0:
-            known = torch.where(held & scan.labels.isfinite(), _silent(z, rho), 0).sum(-1, keepdim=True)
-            n_top = scan.n_top - (held & (scan.labels == torch.inf)).sum(-1, keepdim=True)
-            loss = loss + (rows.silent - known) + _times(n_top, -_log1p(-rho))
-            leak = torch.where(live, _leak(z, rho), 0)
-            toward, pull = toward - leak, pull - torch.where(rows.delta.isinf(), 0, rows.leak) + leak.sum(-1, True)
-        loss, pull, count = reduce([loss, pull, positive.to(z.dtype)], "sum", shard)
+        with torch.cuda.device_of(features), torch.autocast(features.device.type, enabled=False):
+            scan = _Scan(layer, index, limit)
+            by_kernels = layer.kernels is not None and shard is None
+            settle = _settle_by_kernels if by_kernels else _settle
+            rows, loss, pull, count, toward = settle(layer, scan, k, limit, labels, rho, shard)
         scale = temperature if isinstance(temperature, Tensor) else None
-        saved = (features, weight, bias, mask, scale, index, rows.center, rows.delta, rows.log_mass, pull, toward)
-        ctx.save_for_backward(*saved)
+        found = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward)
+        ctx.save_for_backward(features, weight, bias, mask, scale, index, *found)
         ctx.dtype, ctx.rho, ctx.temperature = dtype, rho, None if scale is not None else temperature
         ctx.mark_non_differentiable(count)
         return loss.squeeze(-1), count.squeeze(-1)
@@ -561,28 +624,32 @@ class _LinearLML(torch.autograd.Function):
 
 def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of features, weight, bias, k and temperature, block by block."""
-    features, weight, bias, mask, scale, index, center, delta, log_mass, pull, toward = ctx.saved_tensors
+    features, weight, bias, mask, scale, index, center, delta, log_mass, labels, pull, toward = ctx.saved_tensors
     temperature = ctx.temperature if scale is None else scale
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
         layer = _Layer(features, weight, bias, ctx.dtype, temperature, mask)
         wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
         grad = grad.unsqueeze(-1).to(layer.work)
         pulled, toward = grad * pull, grad * toward
         grad_k = torch.where(delta.isinf(), 0, -pulled * (-log_mass).exp()) if wants_k else None
         silent = torch.where((grad == 0) & delta.isnan(), torch.inf, delta)  # a row nobody asks for has no gradient
-        rows = _Rows(center, silent, log_mass, index, ctx.rho)
-        pulled, toward, grad = ((t / temperature).contiguous() for t in (pulled, toward, grad))
+        rows = _Rows(center, silent, log_mass, index, labels, ctx.rho)
+        if scale is not None or temperature != 1.0:
+            pulled, toward, grad = (t / temperature for t in (pulled, toward, grad))
+        pulled, toward, grad = (t.contiguous() for t in (pulled, toward, grad))
         grad_features = torch.zeros_like(features, dtype=layer.work) if wants_features else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
         grad_temperature = torch.zeros_like(center) if wants_temperature else None
         for classes, x in layer.blocks():
-            dx = layer.grad(x, classes.start, rows, pulled, toward, grad)
+            dx = layer.grad(x, classes.start, rows, pulled, toward, grad, keep=wants_temperature)
             if grad_temperature is not None:
                 grad_temperature -= (dx * torch.where(x.isfinite(), x, 0)).sum(-1, keepdim=True, dtype=layer.work)
             if grad_bias is not None:
                 grad_bias[classes] = dx.sum(0)
-            if grad_features is not None:
+            if grad_features is not None and ctx.dtype == layer.work:
+                grad_features.addmm_(dx, layer.weight[classes].to(ctx.dtype))
+            elif grad_features is not None:
                 grad_features += dx @ layer.weight[classes].to(ctx.dtype)
             if grad_weight is not None and grad_weight.dtype == ctx.dtype:
                 torch.mm(dx.T, layer.features, out=grad_weight[classes])

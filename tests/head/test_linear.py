@@ -2,6 +2,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,23 +142,105 @@ def test_kernels_are_plain(shape, dtype, rho):
     weight = (3 * torch.randn(n, rows, device=DEVICE)).to(dtype)
     weight[::7, 0], weight[::11, 0], weight[::13, -1] = -torch.inf, torch.inf, torch.nan
     layer = linear._Layer(torch.eye(rows, device=DEVICE, dtype=dtype), weight, None, dtype)
-    layer.logits = lambda classes: weight[classes].T.contiguous()  # 0 * inf would be nan
+    layer.logits = lambda classes, out=None: weight[classes].T.contiguous().clone()  # 0 * inf would be nan
     if layer.kernels is None:
         pytest.skip("no kernels here")
-    index = torch.randint(-1, n, (rows, 3), device=DEVICE)
+    index = torch.stack([torch.randperm(n, device=DEVICE)[:3] for _ in range(rows)])
+    index[0, 0] = -1
     center, delta, mass, pull = torch.randn(4, rows, 1, device=DEVICE) * 0.1
     delta[rows // 2] = torch.nan if rows > 3 else 0.2
     delta[rows // 3] = torch.inf if rows > 3 else 0.1
-    lines = linear._Rows(center, delta, mass, index, rho)
     kernels, found = layer.kernels, []
-    toward = torch.where(index < 0, 0, torch.randn(rows, 3, device=DEVICE))
+    toward = torch.where(index < 0, 0, torch.randn(index.shape, device=DEVICE))
     for layer.kernels in (kernels, None):
         scan = linear._Scan(layer, index, 4)
+        lines = linear._Rows(center, delta, mass, index, scan.labels, rho)
         dx = [layer.grad(x, c.start, lines, pull, toward, mass) for c, x in layer.blocks()]
+        scan.add_up(4)
         found.append([scan.powers, scan.n, scan.n_top, scan.n_nan, scan.top, scan.labels, scan.held, *dx])
     for actual, expected in zip(*found, strict=True):
         limit = 2e-5 if actual.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(actual, expected, rtol=limit, atol=1e-5, equal_nan=True)
+
+
+def scanned(limit, room):
+    """What a scan keeps of rows that end a search in every way: gaps, ties, infinities, nan."""
+    n, rows = 2000, 11
+    x = torch.randn(rows, n, device=DEVICE)
+    x[0], x[1] = 0.01 * x[0], 20 * x[1]
+    x[2, :5] += 300
+    x[3, 10:] = 0
+    x[4, ::3] = -torch.inf
+    x[5, 7] = torch.inf
+    x[6, 9] = torch.nan
+    x[7, 3:] = -torch.inf
+    x[8] = 0
+    layer = linear._Layer(x, torch.empty(n, n, device=DEVICE), None, torch.float32)
+    layer.logits = lambda classes, out=None: x[:, classes].clone()
+    layer.of_rows = lambda rows: SimpleNamespace(logits=lambda classes: x[rows, classes].clone())
+    index = torch.stack([torch.randperm(20, device=DEVICE)[:5] for _ in range(rows)])
+    index[1, 1:] = index[3] = -1
+    index[5] = torch.arange(7, 12)
+    kernels, layer.kernels = layer.kernels, None
+    scan = linear._Scan(layer, index, limit)
+    scan.sums = scan.sums.float()
+    scan.top = scan.top[:, :room].contiguous()
+    layer.kernels = kernels
+    return layer, scan
+
+
+@pytest.mark.parametrize(("limit", "room"), [(4, 2000), (4, 15), (1000, 2000)])
+@pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("k", [0, 3, 2000, "rows"])
+def test_search_by_kernels_is_plain(k, rho, limit, room, monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1."""
+    layer, scan = scanned(limit, room)
+    if layer.kernels is None:
+        pytest.skip("no kernels here")
+    k = torch.linspace(0.5, 3.9, 11, device=DEVICE).unsqueeze(-1) if k == "rows" else torch.tensor(float(k))
+    k = k.to(DEVICE).expand(11, 1)
+    found, lost = [], []
+    monkeypatch.setattr(linear, "_solve_lost", lambda layer, which, *_: lost.append(which))
+    for settle in (linear._settle_by_kernels, linear._settle):
+        rows, *sums = settle(layer, scan, k, limit, 3, rho, None)
+        numbers = [rows.delta - rows.center, rows.log_mass, rows.silent, rows.leak, *sums]
+        found.append([torch.where(lost[-1], 0, value) for value in numbers])
+    assert torch.equal(*lost)
+    assert lost[0].any() == (0 < k.max() < 2000 and (limit, room) != (4, 2000))
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 37, 2048])
+def test_floors_by_kernels_are_order_statistics(n, dtype):
+    """On a GPU, or with TRITON_INTERPRET=1."""
+    kernels = linear._kernels(torch.zeros(1, device=DEVICE))
+    if kernels is None:
+        pytest.skip("no kernels here")
+    x = torch.randn(5, n, device=DEVICE).to(dtype)
+    x[1, ::3], x[2, ::4], x[3, ::5], x[4] = -torch.inf, torch.inf, torch.nan, 0
+    for rank in {1, min(n, 9), n}:
+        expected = linear._finite(x).float().sort(-1, descending=True).values[:, rank - 1 : rank]
+        assert torch.equal(kernels.floors(x, rank), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_options_by_kernels_are_as_accurate(dtype):
+    """On a GPU, or with TRITON_INTERPRET=1."""
+    features, weight, bias, target = problem(1500, dtype=dtype)
+    if linear._kernels(features) is None:
+        pytest.skip("no kernels here")
+    heat = torch.linspace(0.5, 2, ROWS, dtype=dtype, device=DEVICE)
+    options = {"mask": torch.rand(1500, device=DEVICE) < 0.9, "observed": 0.3, "reduction": "none"}
+    options["mask"][target.clamp(min=0)] = True
+    found = []
+    for function, kind in ((linear_lml_loss, dtype), (whole, dtype), (whole, torch.float64)):
+        leaves = [t.to(kind).requires_grad_() for t in (features, weight, bias, heat)]
+        loss = function(*leaves[:2], target, 3, bias=leaves[2], temperature=leaves[3], **options)
+        found.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
+    for actual, plain, exact in zip(*found, strict=True):
+        assert_as_accurate(actual, plain, exact)
 
 
 def test_kernels_in_the_interpreter():
@@ -165,7 +248,7 @@ def test_kernels_in_the_interpreter():
     if DEVICE.type == "cuda" or importlib.util.find_spec("triton") is None:
         pytest.skip("there is a GPU, or no triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__]
-    command += ["-k", "kernels_are_plain or (accurate and 5-)"]
+    command += ["-k", "by_kernels or kernels_are or (accurate and 5-)"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -352,6 +435,21 @@ def test_never_holds_the_logits(monkeypatch):
     with Watch():
         linear_lml_loss(features, weight, torch.randint(n, (32,)), 5).backward()
     assert 32 * 256 <= largest <= 32 * n // 10
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_of_one_block_are_held(reduction, monkeypatch):
+    features, weight, bias, target = problem(600)
+    options = {"bias": bias, "observed": 0.3, "temperature": 2.0, "mask": torch.rand(600, device=DEVICE) < 0.9}
+    found = []
+    for tile in (8 * ROWS * 600 - 1, 8 * ROWS * 600):
+        monkeypatch.setattr(linear, "_TILE", {"cpu": tile, "cuda": tile})
+        leaves = [t.clone().requires_grad_() for t in (features, weight)]
+        loss = linear_lml_loss(*leaves, target, 3, reduction=reduction, **options)
+        known = torch.where(loss.isfinite(), loss, 0)
+        found.append([loss.detach(), *torch.autograd.grad(known.sum(), leaves, create_graph=True)])
+    assert_same(*found)
+    found[1][1].sum().backward()  # has second derivatives: it is the loss of the logits
 
 
 @pytest.mark.parametrize(
