@@ -19,6 +19,7 @@ from lastlayer._triton.device import (
     points,
     rcp,
 )
+from lastlayer._triton.launch import launch
 from lastlayer._triton.lml_loss import _unseen as unseen
 
 _PROGRAMS = 4096  # warps that fill the chip
@@ -423,7 +424,7 @@ def floors(x: Tensor, rank: int) -> Tensor:
     rows, n = x.shape
     out = torch.empty(rows, 1, device=x.device)
     block = triton.next_power_of_2(n)
-    _floor_kernel[(rows,)](x, out, n, x.stride(0), rank, BLOCK=block, num_warps=max(1, min(16, block // 1024)))
+    launch(_floor_kernel, (rows,), x, out, n, x.stride(0), rank, BLOCK=block, num_warps=max(1, min(16, block // 1024)))
     return out
 
 
@@ -446,7 +447,7 @@ def scan_block(
     tensors = (x, floor, sums, top, fill, index, labels)
     numbers = (n, x.stride(0), span, splits, top.shape[1], index.shape[1], start)
     options = {"V": 16 // x.element_size(), "M": _labels_at_a_time(index)}
-    _scan_kernel[(rows, splits)](*tensors, *numbers, **options, num_warps=1)
+    launch(_scan_kernel, (rows, splits), *tensors, *numbers, **options, num_warps=1)
 
 
 def search(
@@ -484,7 +485,7 @@ def search(
     out = torch.zeros(7, rows, device=top.device)
     numbers = (rows, room, sums.shape[1], limit, k.stride(0), *reach, rho, every)
     options = {"COLUMNS": series.shape[1], "RHO": rho > 0, "PASSES": passes, "BLOCK": _LIST}
-    _search_kernel[(rows,)](top, fill, floor, sums, k, series, out, *numbers, **options, num_warps=4)
+    launch(_search_kernel, (rows,), top, fill, floor, sums, k, series, out, *numbers, **options, num_warps=4)
     return out
 
 
@@ -495,9 +496,8 @@ def losses(
     rows, width = index.shape
     out, toward = torch.empty(3, rows, device=found.device), torch.empty_like(labels)
     numbers = (rows, width, positives, rho, every)
-    _loss_kernel[(rows,)](
-        found, index, labels, out, toward, *numbers, RHO=rho > 0, M=_labels_at_a_time(index), num_warps=1
-    )
+    options = {"RHO": rho > 0, "M": _labels_at_a_time(index)}
+    launch(_loss_kernel, (rows,), found, index, labels, out, toward, *numbers, **options, num_warps=1)
     return out, toward
 
 
@@ -521,7 +521,7 @@ def grad_block(
     block = _GRAD_BYTES // x.element_size()
     grid = (x.shape[0], triton.cdiv(x.shape[1], block))
     options = {"THINNED": rho > 0, "M": _labels_at_a_time(index), "BLOCK": block}
-    _grad_kernel[grid](*tensors, *numbers, **options, num_warps=8)
+    launch(_grad_kernel, grid, *tensors, *numbers, **options, num_warps=8)
     return out
 
 

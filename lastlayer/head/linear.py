@@ -602,7 +602,7 @@ class _LinearLML(torch.autograd.Function):
         shard: ClassShard | None,
     ) -> tuple[Tensor, Tensor]:
         layer = _Layer(features, weight, bias, dtype, temperature, mask)
-        with torch.cuda.device_of(features), torch.autocast(features.device.type, enabled=False):
+        with torch.autocast(features.device.type, enabled=False):
             scan = _Scan(layer, index, limit)
             by_kernels = layer.kernels is not None and shard is None
             settle = _settle_by_kernels if by_kernels else _settle
