@@ -87,7 +87,32 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
             for value in ("test_top5", "test_top1"):
                 made = common.table(part, "loss", "p", value) if part else "(not run)"
                 found[f"{network} {noise} {value}"] = made
+            if network == "resnet":
+                found[f"ahead {noise}"] = ahead(part)
     return found
+
+
+def ahead(rows: Sequence[common.Row]) -> str:
+    """The points of top-5 accuracy that each loss is ahead of cross-entropy: mean and spread of the pairs of a seed."""
+    from scipy import stats
+
+    found: dict[tuple[str, float], dict[int, float]] = {}
+    for row in rows:
+        found.setdefault((row["loss"], row["p"]), {})[row["seed"]] = 100 * row["test_top5"]
+    shares = sorted({row["p"] for row in rows})
+    lines = ["| loss | " + " | ".join(map(str, shares)) + " |", "| --- " * (len(shares) + 1) + "|"]
+    for loss in list(LOSSES)[1:]:
+        cells = []
+        for p in shares:
+            ours, base = found.get((loss, p), {}), found.get(("cross-entropy", p), {})
+            pairs = [ours[seed] - base[seed] for seed in sorted(ours.keys() & base.keys())]
+            if len(pairs) < 2:
+                cells.append("")
+                continue
+            sure = stats.ttest_1samp(pairs, 0).pvalue < 0.05
+            cells.append(f"{np.mean(pairs):+.2f} ± {np.std(pairs, ddof=1):.2f}{' *' if sure else ''}")
+        lines.append(f"| {loss} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def runs(rows: Sequence[common.Row]) -> str:
