@@ -98,3 +98,22 @@ def test_two_columns_are_a_rotation(parts):
     torch.testing.assert_close(head.predict(3 * turn[..., :2].mT.flatten(1)), turn)
     assert head.predict(torch.randn(50, 6)).det().allclose(torch.tensor(1.0))
     assert head.loss(turn[..., :2].mT.flatten(1), q) < 1e-6
+
+
+def test_the_learning_rate_rises_once_and_falls_to_nothing(parts):
+    _, _, run = parts
+    rates = run.one_cycle(2.0, 101)
+    assert rates[[0, 30, 100]].tolist() == pytest.approx([0.08, 2.0, 0.0], abs=1e-6)
+    assert (rates[:31].diff() > 0).all() and (rates[30:].diff() < 0).all()
+
+
+def test_training_lowers_the_loss_of_the_pictures_that_were_written(parts, tmp_path):
+    _, _, run = parts
+    run.draw_all("axes", run.Scale(1, 16, 16, 1, 4), "cpu", tmp_path / "axes")
+    some = run.load(tmp_path / "axes", "cpu")["train"]
+    assert torch.equal(some.x, run.pictures("axes", 1, 16, 16, 0, "cpu").x)
+    torch.manual_seed(0)
+    net = run.Network(run.ANGLES["direct"], 3, 16, 4)
+    before = net.loss(some.x, some.kind, some.points).item()
+    run.fit(net, some, 3e-3, 20, torch.Generator().manual_seed(0))
+    assert net.loss(some.x, some.kind, some.points).item() < 0.5 * before
