@@ -181,7 +181,7 @@ def pictures(task: str, things: int, views: int, pixels: int, seed: int, device:
 
 
 def draw_all(task: str, scale: Scale, device: str, file: Path) -> None:
-    """Write pictures for training, of other things held out, and of others still for the test; all processes read them."""
+    """Write pictures for training, of other things held out, and of others still for the test, for all processes."""
     few, views = max(1, scale.things // 4), max(1, scale.views // 4)
     sizes = {"train": (scale.things, scale.views), "valid": (few, views), "test": (2 * few, views)}
     drawn = {part: pictures(task, *size, scale.pixels, seed, device) for seed, (part, size) in enumerate(sizes.items())}

@@ -104,7 +104,8 @@ def test_the_learning_rate_rises_once_and_falls_to_nothing(parts):
     _, _, run = parts
     rates = run.one_cycle(2.0, 101)
     assert rates[[0, 30, 100]].tolist() == pytest.approx([0.08, 2.0, 0.0], abs=1e-6)
-    assert (rates[:31].diff() > 0).all() and (rates[30:].diff() < 0).all()
+    assert (rates[:31].diff() > 0).all()
+    assert (rates[30:].diff() < 0).all()
 
 
 def test_training_lowers_the_loss_of_the_pictures_that_were_written(parts, tmp_path):
