@@ -102,6 +102,12 @@ def thinned_auto(batch: Batch) -> Tensor:
     return ll.lml_loss(*batch.args, batch.cell.guess, observed=batch.guessed_rho, reduction="none")
 
 
+def thinned_from_two(batch: Batch) -> Tensor:
+    """Thinned LML with k auto, but at least 2."""
+    k = min(max(batch.cell.guess, 2.0), 0.5 * batch.logits.shape[-1])
+    return ll.lml_loss(*batch.args, k, observed=min(batch.cell.mean / k, 0.95), reduction="none")
+
+
 def thinned_and_class(batch: Batch) -> Tensor:
     """Thinned LML in the rows, and the class term of the two-way loss in the columns; the option weighs the latter."""
 
@@ -151,6 +157,7 @@ LOSSES = {
     "thinned, rho of each label": Method(thinned_by_label, reads_cell=True),
     "thinned, temperature tuned": Method(thinned_at_temperature, (0.5, 2.0), reads_cell=True),
     "thinned, start at 0": Method(thinned_auto, reads_cell=True, frequencies=False),
+    "thinned, k at least 2": Method(thinned_from_two, reads_cell=True),
     "thinned, with a class term": Method(thinned_and_class, (0.3, 1.0, 3.0), reads_cell=True),
     "LML": Method(lml_of_mean, (1.0, 2.0), reads_cell=True),
     "LML Fenchel-Young": Method(lambda b: ll.lml_fenchel_young_loss(*b.args, reduction="none")),

@@ -36,7 +36,7 @@ METHODS = (
 )  # fmt: skip
 VARIANTS = (
     "thinned, k and rho tuned", "thinned, rho of each label", "thinned, temperature tuned", "thinned, start at 0",
-    "thinned, with a class term",
+    "thinned, with a class term", "thinned, k at least 2",
 )  # fmt: skip
 BASE = "LML thinned, k auto"  # what `lastlayer train --labels incomplete` does; the variants are measured against it
 MANY_ROWS = 4000  # from here on, two seeds are enough to tune on
