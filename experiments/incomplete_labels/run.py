@@ -38,6 +38,13 @@ VARIANTS = (
     "thinned, k and rho tuned", "thinned, rho of each label", "thinned, temperature tuned", "thinned, start at 0",
     "thinned, with a class term", "thinned, k at least 2",
 )  # fmt: skip
+PAIRS = (
+    ("LML thinned, k tuned", "assume negative"), ("LML thinned, k tuned", "multi-hot softmax"),
+    ("LML thinned, k tuned", "two-way"), ("LML thinned, k tuned", "large loss"),
+    ("LML thinned, k tuned", "label smoothing"), ("LML thinned, k tuned", "binary thinned"),
+    ("LML thinned, k tuned", "LML, k tuned"), ("LML thinned, k auto", "LML, k auto"),
+    ("LML thinned, k auto", "assume negative"), ("LML thinned, k tuned", "LML thinned, k auto"),
+)  # fmt: skip
 BASE = "LML thinned, k auto"  # what `lastlayer train --labels incomplete` does; the variants are measured against it
 MANY_ROWS = 4000  # from here on, two seeds are enough to tune on
 
@@ -89,6 +96,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     rows = complete(rows)
     made["grid"] = ends(rows)
     made["summary"] = summary(rows, "recall5")
+    made["pairs"] = pairs(rows)
     for head in tabular.HEADS:
         some = [row for row in rows if row["head"] == head]
         made[f"summary {head}"] = summary(some, "recall5")
@@ -132,12 +140,27 @@ def summary(rows: Sequence[common.Row], metric: str) -> str:
     return "\n".join(lines)
 
 
+def pairs(rows: Sequence[common.Row]) -> str:
+    """The points of recall@5 that one method is ahead of another, for each head and for both."""
+    heads = {"linear": ("linear",), "hidden layer": ("mlp",), "both": tabular.HEADS}
+    lines = ["| | | " + " | ".join(f"{h} | ahead in | p" for h in heads) + " |", "| --- " * (2 + 3 * len(heads)) + "|"]
+    for method, other in PAIRS:
+        cells = []
+        for some in heads.values():
+            ahead = _ahead([row for row in rows if row["head"] in some], method, "recall5", other)
+            won = f"{sum(d > 0 for d in ahead)} of {len(ahead)}"
+            cells += [f"{np.mean(ahead):+.2f}", won, _sign_rank(ahead)] if ahead else ["", "", ""]
+        lines.append(f"| {method} | {other} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def variants(rows: Sequence[common.Row]) -> str:
     """The points that each variant is ahead of the default, over the cells where both are there."""
     lines = ["| variant | cells | ahead in | recall@5 | p | mAP per class | p |", "| --- " * 7 + "|"]
-    others = [BASE.replace("auto", "tuned"), BASE.replace("auto", "predicted"), *VARIANTS]
+    others = [BASE.replace("auto", "tuned"), BASE.replace("auto", "predicted"), "LML, k tuned", "LML, k auto"]
+    others += ["two-way", "large loss", "multi-hot softmax", "assume negative", *VARIANTS]
     for method in others:
-        ahead = {metric: _ahead(rows, method, metric) for metric in ("recall5", "map_class")}
+        ahead = {metric: _ahead(rows, method, metric, BASE) for metric in ("recall5", "map_class")}
         if not ahead["recall5"]:
             continue
         cells = [f"{len(ahead['recall5'])}", f"{sum(d > 0 for d in ahead['recall5'])}"]
@@ -147,13 +170,14 @@ def variants(rows: Sequence[common.Row]) -> str:
     return "\n".join(lines)
 
 
-def _ahead(rows: Sequence[common.Row], method: str, metric: str) -> list[float]:
+def _ahead(rows: Sequence[common.Row], method: str, metric: str, base: str) -> list[float]:
+    """The points that a method is ahead of another in each set, head and share kept where both are there."""
     cells: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for row in rows:
-        if row["method"] in (method, BASE):
+        if row["method"] in (method, base):
             cell = cells.setdefault((row["set"], row["head"], row["keep"]), {})
             cell.setdefault(row["method"], []).append(100 * row[metric])
-    return [float(np.mean(c[method]) - np.mean(c[BASE])) for c in cells.values() if len(c) == 2]
+    return [float(np.mean(c[method]) - np.mean(c[base])) for c in cells.values() if len(c) == 2]
 
 
 def _sign_rank(differences: list[float]) -> str:
