@@ -155,12 +155,12 @@ def pairs(rows: Sequence[common.Row]) -> str:
 
 
 def variants(rows: Sequence[common.Row]) -> str:
-    """The points that each variant is ahead of the default, over the cells where both are there."""
+    """The points that each variant is ahead of the default, over the cells where both are there and differ."""
     lines = ["| variant | cells | ahead in | recall@5 | p | mAP per class | p |", "| --- " * 7 + "|"]
     others = [BASE.replace("auto", "tuned"), BASE.replace("auto", "predicted"), "LML, k tuned", "LML, k auto"]
     others += ["two-way", "large loss", "multi-hot softmax", "assume negative", *VARIANTS]
     for method in others:
-        ahead = {metric: _ahead(rows, method, metric, BASE) for metric in ("recall5", "map_class")}
+        ahead = {m: [d for d in _ahead(rows, method, m, BASE) if d] for m in ("recall5", "map_class")}
         if not ahead["recall5"]:
             continue
         cells = [f"{len(ahead['recall5'])}", f"{sum(d > 0 for d in ahead['recall5'])}"]
