@@ -22,9 +22,8 @@ from lastlayer.shard import digit_bits, gathers
 
 BYTES = {"float32": 4, "bfloat16": 2}
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # float32 numbers an optimizer keeps for each weight
-BLOCK_COPIES = 2  # tensors of the size of a block that are alive at once: its logits and their gradient
 LIST_COPIES = 4  # of the lists of the largest logits, in float32: sorted, with their places
-TILE = 1 << 26  # bytes of the logits of a block on a GPU, as in head/linear.py
+TILE = 1 << 27  # bytes of the logits of a block on a GPU, as in head/linear.py
 PRODUCTS = 4  # the logits, the logits again in backward, the gradients of features and weight
 TOUCHES = {"forward": 2, "backward": 5}  # numbers read and written for each logit, counted in the code
 WORK = 4  # bytes of the numbers a row is reduced in
@@ -194,7 +193,7 @@ def _activations(p: Problem, classes: int) -> int:
     size = BYTES[p.dtype]
     lists = LIST_COPIES * min(classes, list_sizes(classes, math.floor(p.k) + 1)[2])
     row = p.features * (3 * size + WORK) + p.labels_a_row * (8 + 4 * WORK) + (32 + lists) * WORK
-    return p.rows * row + BLOCK_COPIES * min(max(TILE, 256 * p.rows * size), p.rows * classes * size)
+    return p.rows * row + min(max(TILE, 256 * p.rows * size), p.rows * classes * size)
 
 
 def _memory(p: Problem, classes: int) -> int:

@@ -21,10 +21,11 @@ from lastlayer._triton.device import (
 )
 from lastlayer._triton.launch import launch
 from lastlayer._triton.lml_loss import _unseen as unseen
+from lastlayer._triton.plan import cdiv, power_of_2
 
-_PROGRAMS = 4096  # warps that fill the chip
+_PROGRAMS = 8192  # warps that fill the chip
 _TILE = 1024  # logits a warp scans at a time
-_GRAD_BYTES = 8192  # of a block's row that a program of the gradient takes
+_GRAD_BLOCK = 2048  # classes that a program of the gradient takes
 _LIST = 512  # logits of a list at a time
 _LABELS = 32  # labels at a time, at most
 _TERMS = tl.constexpr(8)  # powers that a scan sums
@@ -423,14 +424,14 @@ def floors(x: Tensor, rank: int) -> Tensor:
     """Return the finite logit of a rank (1 is the largest) of each row, shape ``(rows, 1)``."""
     rows, n = x.shape
     out = torch.empty(rows, 1, device=x.device)
-    block = triton.next_power_of_2(n)
+    block = power_of_2(n)
     launch(_floor_kernel, (rows,), x, out, n, x.stride(0), rank, BLOCK=block, num_warps=max(1, min(16, block // 1024)))
     return out
 
 
 def partial_sums(rows: int, n: int, device: torch.device) -> Tensor:
     """Return zeros for the sums of blocks of `n` classes: ``(rows, programs a row, numbers)``."""
-    splits = max(1, min(_PROGRAMS // max(rows, 1), triton.cdiv(n, _TILE)))
+    splits = max(1, min(_PROGRAMS // max(rows, 1), cdiv(n, _TILE)))
     return torch.zeros(rows, splits, _NUMBERS.value, device=device)
 
 
@@ -443,7 +444,7 @@ def scan_block(
     """
     rows, n = x.shape
     splits = sums.shape[1]
-    span = triton.cdiv(triton.cdiv(n, splits), _TILE) * _TILE
+    span = cdiv(cdiv(n, splits), _TILE) * _TILE
     tensors = (x, floor, sums, top, fill, index, labels)
     numbers = (n, x.stride(0), span, splits, top.shape[1], index.shape[1], start)
     options = {"V": 16 // x.element_size(), "M": _labels_at_a_time(index)}
@@ -518,12 +519,11 @@ def grad_block(
     """Write the gradient of a block that starts at class `start`, maybe over it; the rows' numbers are contiguous."""
     tensors = (x, center, delta, log_mass, pulled, scale, index, labels, toward, out)
     numbers = (x.shape[1], x.stride(0), out.stride(0), start, index.shape[1], rho)
-    block = _GRAD_BYTES // x.element_size()
-    grid = (x.shape[0], triton.cdiv(x.shape[1], block))
-    options = {"THINNED": rho > 0, "M": _labels_at_a_time(index), "BLOCK": block}
+    grid = (x.shape[0], cdiv(x.shape[1], _GRAD_BLOCK))
+    options = {"THINNED": rho > 0, "M": _labels_at_a_time(index), "BLOCK": _GRAD_BLOCK}
     launch(_grad_kernel, grid, *tensors, *numbers, **options, num_warps=8)
     return out
 
 
 def _labels_at_a_time(index: Tensor) -> int:
-    return min(_LABELS, triton.next_power_of_2(max(index.shape[1], 1)))
+    return min(_LABELS, power_of_2(max(index.shape[1], 1)))

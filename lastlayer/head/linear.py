@@ -31,7 +31,7 @@ from lastlayer.shard import (
     wrap_rows,
 )
 
-_TILE = {"cpu": 1 << 20, "cuda": 1 << 26}  # bytes of the logits that are there at a time
+_TILE = {"cpu": 1 << 20, "cuda": 1 << 27}  # bytes of the logits that are there at a time
 _WHOLE = 1024  # up to so many classes all logits of a row are kept
 _SAMPLE = 16384  # classes that say how deep the lists of the largest logits go
 _REACH = 0.35  # the largest exp(x + nu) that a sum of powers stands for
@@ -63,8 +63,8 @@ def linear_lml_loss(
     row are its largest logits and power sums of the rest, from which the threshold and the loss follow to rounding; a
     row of which that is not true (`k` above about 1 % of the classes, as a rule) is solved from all its logits, a few
     rows at a time. Memory beyond the arguments and their gradients is one block, and some thousand numbers a row. On a
-    GPU a flag is read back, so it cannot be captured in a CUDA graph. Logits of one block or less (64 MB on a GPU, 1 MB
-    on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
+    GPU a flag is read back, so it cannot be captured in a CUDA graph. Logits of one block or less (128 MB on a GPU, 1
+    MB on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
 
     Args:
         features: The inputs of the layer, shape ``(*batch, in_features)``.
@@ -267,7 +267,7 @@ class _Layer:
 
 
 def _tile(x: Tensor) -> int:
-    return _TILE.get(x.device.type, 1 << 26) // x.element_size()
+    return _TILE.get(x.device.type, 1 << 27) // x.element_size()
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
