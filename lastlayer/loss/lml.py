@@ -77,9 +77,7 @@ def lml_loss(
     if chosen == "torch":
         loss = _plain(x, k, mask, divisor, rho, labels, shard)
     else:
-        ordinary = not (torch.compiler.is_compiling() or projection.transformed())
-        function = _LMLLossBackward if ordinary else _LMLLoss
-        loss = function.apply(x, k, mask, divisor, rho, labels.index, labels.dense, chosen)[0]
+        loss = _by_kernel(x, k, mask, divisor, rho, labels.index, labels.dense, chosen)[0]
     contributes = _contributes(labels, rho, _check.work_dtype(x), shard)
     loss = torch.where(contributes, loss, 0)  # a row that says nothing is silent, whatever its logits
     return _rows.leave(op, loss, reduction, contributes, logits.dtype)
@@ -261,6 +259,12 @@ class _LMLLoss(torch.autograd.Function):
 
 
 _LMLLossBackward = projection.without_transforms(_LMLLoss)
+
+
+def _by_kernel(x: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling() or projection.transformed():
+        return _LMLLoss.apply(x, k, *rest)
+    return _LMLLossBackward.apply(x, k, *rest) if projection.recorded(x, k) else _LMLLoss.forward(x, k, *rest)
 
 
 class _LMLLossAndGradient(torch.autograd.Function):

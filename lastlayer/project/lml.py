@@ -281,9 +281,14 @@ def apply(
         return _LML.apply(x, k, mask, temperature, kind, shard, impl)
     if transformed():
         return _LMLForwardMode.apply(x, k, mask, temperature, kind, shard, impl)
-    if torch.is_grad_enabled() and (x.requires_grad or (isinstance(k, Tensor) and k.requires_grad)):
+    if recorded(x, k):
         return _LMLBackward.apply(x, k, mask, temperature, kind, shard, impl)
     return _forward(x, k, mask, temperature, kind, shard, impl)  # autograd's door costs more than a small batch
+
+
+def recorded(*inputs: Tensor | float) -> bool:
+    """Whether autograd wants to know what becomes of the inputs."""
+    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
 
 
 def _forward(
