@@ -261,7 +261,7 @@ class _LMLLoss(torch.autograd.Function):
 _LMLLossBackward = projection.without_transforms(_LMLLoss)
 
 
-def _by_kernel(x: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _by_kernel(x: Tensor, k: Any, *rest: Any) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling() or projection.transformed():
         return _LMLLoss.apply(x, k, *rest)
     return _LMLLossBackward.apply(x, k, *rest) if projection.recorded(x, k) else _LMLLoss.forward(x, k, *rest)
