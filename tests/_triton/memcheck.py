@@ -1,0 +1,48 @@
+"""Each GPU kernel once, for a tool that watches memory and takes its time.
+
+compute-sanitizer --tool memcheck python tests/_triton/memcheck.py
+"""
+
+import torch
+
+import lastlayer as ll
+from lastlayer._triton import lml_backward, plan
+from lastlayer.head import linear
+
+DEVICE = "cuda"
+
+
+def both_passes(rows, n, k):
+    x = torch.randn(rows, n, device=DEVICE, requires_grad=True)
+    target = torch.randint(n, (rows, 2), device=DEVICE)
+    ll.lml(x, k).backward(torch.randn_like(x))
+    ll.lml_loss(x, target, k).backward()
+    torch.cuda.synchronize()
+    print("projection and loss", rows, n, flush=True)
+
+
+def linear_loss(rows, n, observed):
+    features = torch.randn(rows, 16, device=DEVICE, requires_grad=True)
+    weight = torch.randn(n, 16, device=DEVICE, requires_grad=True)
+    target = torch.randint(n, (rows, 3), device=DEVICE)
+    ll.linear_lml_loss(features, weight, target, 5, observed=observed).backward()
+    torch.cuda.synchronize()
+    print("linear", rows, n, flush=True)
+
+
+def main():
+    torch.manual_seed(0)
+    both_passes(4, 37, torch.tensor([1.0, 11.1, 36.5, 0.5], device=DEVICE))
+    both_passes(4, 333, 3.0)
+    plan.LONGEST = lml_backward.LONGEST = 1024
+    plan.CHUNK = 8192
+    for split in (False, True):
+        plan.is_split = lambda rows, n, split=split: split
+        both_passes(4, 9001, torch.tensor([1.0, 2700.3, 9000.5, 0.5], device=DEVICE))
+    linear._TILE["cuda"] = 1 << 16
+    for observed in (0.0, 0.3):
+        linear_loss(5, 20011, observed)
+
+
+if __name__ == "__main__":
+    main()
