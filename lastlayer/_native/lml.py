@@ -30,7 +30,7 @@ def forward(
     logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` as `project.lml._plain` does."""
-    logits = logits.detach().contiguous()
+    logits = logits.contiguous()
     center, delta = _rows(logits), _rows(logits)
     out = logits.new_empty(0) if kind == "nu" else torch.empty_like(logits)
     _run(_FORWARD, logits, mask, temperature, k=k, kind=_KINDS[kind], out=out, center=center, delta=delta)
@@ -48,7 +48,7 @@ def backward(
     kind: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits and k as `project.lml._plain_backward` does."""
-    logits = logits.detach().contiguous()
+    logits = logits.contiguous()
     grad_logits, grad_k = torch.empty_like(logits), _rows(logits)
     _run(
         _BACKWARD,
@@ -80,7 +80,7 @@ def loss_forward(
     `log_mass` is the logarithm of ``sum h``, ``h = y (1 - y)``, and `pull` the sum of the derivatives of the loss in
     ``x + nu``.
     """
-    logits = logits.detach().contiguous()
+    logits = logits.contiguous()
     center, delta, log_mass, pull = (_rows(logits) for _ in range(4))
     loss = logits.new_empty(logits.shape[:-1])
     _run(
@@ -115,7 +115,7 @@ def loss_backward(
     grad: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits and k, for an upstream gradient a row."""
-    logits = logits.detach().contiguous()
+    logits = logits.contiguous()
     grad_logits, grad_k = torch.empty_like(logits), _rows(logits)
     _run(
         _LOSS_BACKWARD,
@@ -156,7 +156,6 @@ def _run(operation: int, logits: Tensor, mask: Tensor | None, temperature: float
         kept.append(mask)
     for name, value in arguments.items():
         if isinstance(value, Tensor):
-            value = value.detach()
             if name == "dense":
                 value, call.dense_type = _signed(value)
             elif name == "index":

@@ -69,10 +69,9 @@ def lml_loss(
     labels = _check.target(op, local_part(target), x, shard)
     if impl == "auto" and projection.transformed():
         chosen = "torch"
-    if chosen == "triton" and at_once:
-        # The kernel writes the gradient with the loss, in one pass over the logits: it must know what becomes of it.
-        weight = _weight(labels, rho, reduction, x)
-        loss = _LMLLossAndGradient.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight)
+    if chosen != "torch" and at_once:
+        weight = _weight(labels, rho, reduction, x, chosen)
+        loss = _LMLReducedLoss.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight, chosen)
         return _rows.leave(op, loss, "none", None, logits.dtype)
     if chosen == "torch":
         loss = _plain(x, k, mask, divisor, rho, labels, shard)
@@ -96,14 +95,15 @@ def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassSha
     return found | (reduce(known.to(dtype), "sum", shard).squeeze(-1) > 0)
 
 
-def _weight(labels: Labels, rho: float, reduction: Reduction, x: Tensor) -> Tensor:
+def _weight(labels: Labels, rho: float, reduction: Reduction, x: Tensor, impl: Impl) -> Tensor:
     """The weight of each row in the reduced loss, or that of all rows; in few operations, as launches take time."""
-    if labels.index is not None and (rho > 0 or reduction == "sum"):  # a row without a label says nothing by itself
+    work = _check.work_dtype(x)
+    if impl == "triton" and labels.index is not None:  # there a row without a label says nothing by itself
+        if rho == 0 and reduction == "mean":
+            return projection.kernels("triton").weight_of_mean(labels.index)
         rows = x.shape[:-1].numel() if reduction == "mean" else 1
         return torch.full((), 1 / max(rows, 1), device=x.device)
-    if labels.index is not None:
-        return projection.kernels("triton").weight_of_mean(labels.index)
-    weight = _contributes(labels, rho, _check.work_dtype(x), None).float()
+    weight = _contributes(labels, rho, work, None).to(work)
     return weight / weight.sum().clamp(min=1) if reduction == "mean" else weight
 
 
@@ -267,8 +267,11 @@ def _by_kernel(x: Tensor, k: Any, *rest: Any) -> tuple[Tensor, ...]:
     return _LMLLossBackward.apply(x, k, *rest) if projection.recorded(x, k) else _LMLLoss.forward(x, k, *rest)
 
 
-class _LMLLossAndGradient(torch.autograd.Function):
-    """The reduced loss ``sum(weight * loss)`` by a kernel that writes its gradient at once."""
+class _LMLReducedLoss(torch.autograd.Function):
+    """The reduced loss ``sum(weight * loss)`` by a kernel.
+
+    On a GPU it writes the gradient with the loss, in one pass over the logits: it must know what becomes of it.
+    """
 
     @staticmethod
     def forward(
@@ -281,12 +284,18 @@ class _LMLLossAndGradient(torch.autograd.Function):
         index: Tensor | None,
         dense: Tensor | None,
         weight: Tensor,
+        impl: Impl,
     ) -> Tensor:
         arguments = (logits, k, mask, temperature, rho, index, dense)
-        loss, *rows, ctx.grad = projection.kernels("triton").loss_forward_with_grad(*arguments, weight)
+        kernels = projection.kernels(impl)
+        if impl == "triton":
+            loss, *rows, ctx.grad = kernels.loss_forward_with_grad(*arguments, weight)
+        else:
+            loss, *rows = kernels.loss_forward(*arguments)
+            loss, ctx.grad = torch.where(weight > 0, weight * loss, 0), None
         one_for_all = not isinstance(k, Tensor)
         ctx.save_for_backward(logits, None if one_for_all else k, mask, index, dense, weight, *rows)
-        ctx.temperature, ctx.rho, ctx.k = temperature, rho, k if one_for_all else None
+        ctx.temperature, ctx.rho, ctx.impl, ctx.k = temperature, rho, impl, k if one_for_all else None
         return loss.sum()
 
     @staticmethod
@@ -299,8 +308,8 @@ class _LMLLossAndGradient(torch.autograd.Function):
             inputs = [t for t, needed in zip((logits, k), ctx.needs_input_grad, strict=False) if needed]
             found = iter(torch.autograd.grad(loss, inputs, (grads[0] * weight).expand_as(loss), create_graph=True))
             grad_logits, grad_k = (next(found) if needed else None for needed in ctx.needs_input_grad[:2])
-            return grad_logits, grad_k, None, None, None, None, None, None
-        kernels = projection.kernels("triton")
+            return grad_logits, grad_k, None, None, None, None, None, None, None
+        kernels = projection.kernels(ctx.impl)
         grad, ctx.grad = ctx.grad, None  # handed over once; a second backward pass computes it again
         if grad is not None:
             grad_logits = kernels.scale_rows_(grad, grads[0])
@@ -309,7 +318,7 @@ class _LMLLossAndGradient(torch.autograd.Function):
             rows = (center, delta, log_mass, pull, grads[0] * weight)
             grad_logits, grad_k = kernels.loss_backward(logits, mask, ctx.temperature, ctx.rho, index, dense, *rows)
             grad_k = grad_k if ctx.needs_input_grad[1] else None
-        return grad_logits, grad_k, None, None, None, None, None, None
+        return grad_logits, grad_k, None, None, None, None, None, None, None
 
 
 @torch.library.custom_op("lastlayer::lml_loss_forward", mutates_args=())
