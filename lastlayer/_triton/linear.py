@@ -423,7 +423,7 @@ def _grad_kernel(
 def floors(x: Tensor, rank: int) -> Tensor:
     """Return the finite logit of a rank (1 is the largest) of each row, shape ``(rows, 1)``."""
     rows, n = x.shape
-    out = torch.empty(rows, 1, device=x.device)
+    out = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = power_of_2(n)
     launch(_floor_kernel, (rows,), x, out, n, x.stride(0), rank, BLOCK=block, num_warps=max(1, min(16, block // 1024)))
     return out
@@ -432,7 +432,7 @@ def floors(x: Tensor, rank: int) -> Tensor:
 def partial_sums(rows: int, n: int, device: torch.device) -> Tensor:
     """Return zeros for the sums of blocks of `n` classes: ``(rows, programs a row, numbers)``."""
     splits = max(1, min(_PROGRAMS // max(rows, 1), cdiv(n, _TILE)))
-    return torch.zeros(rows, splits, _NUMBERS.value, device=device)
+    return torch.zeros(rows, splits, _NUMBERS.value, dtype=torch.float32, device=device)
 
 
 def scan_block(
@@ -483,7 +483,7 @@ def search(
         every: ``-log(1 - rho)``.
     """
     rows, room = top.shape
-    out = torch.zeros(7, rows, device=top.device)
+    out = top.new_zeros(7, rows)
     numbers = (rows, room, sums.shape[1], limit, k.stride(0), *reach, rho, every)
     options = {"COLUMNS": series.shape[1], "RHO": rho > 0, "PASSES": passes, "BLOCK": _LIST}
     launch(_search_kernel, (rows,), top, fill, floor, sums, k, series, out, *numbers, **options, num_warps=4)
@@ -495,7 +495,7 @@ def losses(
 ) -> tuple[Tensor, Tensor]:
     """Return loss, pull and number of labels, shape ``(3, rows)``, and the slope at each label; `found` by `search`."""
     rows, width = index.shape
-    out, toward = torch.empty(3, rows, device=found.device), torch.empty_like(labels)
+    out, toward = found.new_empty(3, rows), torch.empty_like(labels)
     numbers = (rows, width, positives, rho, every)
     options = {"RHO": rho > 0, "M": _labels_at_a_time(index)}
     launch(_loss_kernel, (rows,), found, index, labels, out, toward, *numbers, **options, num_warps=1)

@@ -110,7 +110,7 @@ def linear_lml_loss(
     mask = _check.mask(op, local_part(mask), shape)
     divisor = _check.temperature(op, temperature)
     if rows * n <= _tile(shape) and shard is None and negatives is None:
-        x = F.linear(features, weight, bias)
+        x = F.linear(features.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         options = {"observed": rho, "temperature": temperature, "mask": mask, "reduction": reduction}
         return lml_loss(x, target, k, **options)  # type: ignore[arg-type]
     if isinstance(divisor, Tensor):
@@ -687,7 +687,7 @@ def _drawn(
             generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, ())) + first)
         size = min(negatives, n)
         drawn = torch.randperm(n, generator=generator, device=generator.device)[:size].to(device)
-        return drawn, torch.full((size,), n / max(size, 1), device=device)
+        return drawn, torch.full((size,), n / max(size, 1), dtype=torch.float64, device=device)
     if not (isinstance(negatives, tuple) and len(negatives) == 2 and all(isinstance(t, Tensor) for t in negatives)):
         raise TypeError(
             f"{op}: `negatives` must be a number or a pair of tensors (classes, probabilities), "

@@ -102,7 +102,7 @@ def _weight(labels: Labels, rho: float, reduction: Reduction, x: Tensor, impl: I
         if rho == 0 and reduction == "mean":
             return projection.kernels("triton").weight_of_mean(labels.index)
         rows = x.shape[:-1].numel() if reduction == "mean" else 1
-        return torch.full((), 1 / max(rows, 1), device=x.device)
+        return torch.full((), 1 / max(rows, 1), dtype=torch.float32, device=x.device)
     weight = _contributes(labels, rho, work, None).to(work)
     return weight / weight.sum().clamp(min=1) if reduction == "mean" else weight
 

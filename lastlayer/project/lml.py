@@ -251,6 +251,8 @@ def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
     """Why an implementation cannot take this input; empty if it can."""
     if shard is not None:
         return "the classes are sharded"
+    if torch.jit.is_tracing():
+        return "a trace holds plain operators"
     if impl == "triton":
         if x.dtype == torch.float64:
             return "the kernels are for float32, bfloat16 and float16"
@@ -261,8 +263,6 @@ def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
 
 
 def _exporting() -> bool:
-    if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
-        return True
     is_exporting = getattr(torch.compiler, "is_exporting", None)
     return bool(is_exporting and is_exporting())
 
@@ -391,7 +391,7 @@ def _search(x: Tensor, k: Tensor, shard: ClassShard | None, known: Tensor | None
         sums = sums or reduce(small_parts(d, peak, delta), "sum", shard)
         step, lo, hi, close = advance(sums, peak, k, lo, hi)
         sums = ()
-        close = close & (near is not None or step.isfinite())
+        close = close if near is not None else close & step.isfinite()
         step = torch.where(done, 0, step)
         # A row's last step stays in delta, so that the points at which the sums were taken are those returned; before
         # that delta holds what rounding the center lost.
@@ -411,7 +411,8 @@ def _may_stop(x: Tensor) -> bool:
 
     Sharded, all ranks read the same: what they read comes from sums over all of them.
     """
-    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return type(x) is Tensor and x.device.type == "cpu" and not traced
 
 
 def bracket(

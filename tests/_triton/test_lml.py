@@ -264,6 +264,18 @@ def test_reduced_loss(reduction):
     check(lambda x, k, impl: lml_loss(x, target, k, temperature=0.7, reduction=reduction, impl=impl), logits, k)
 
 
+def test_the_default_dtype_does_not_show():
+    x = torch.randn(3, 37, device=DEVICE, requires_grad=True)
+    target, found = torch.tensor([1, 2, 3], device=DEVICE), []
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(lml_loss(x, target, 3, observed=0.3, impl="triton"))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*found)
+
+
 def test_second_backward_pass_is_the_first():
     logits, k = rows(37)
     x = logits.requires_grad_()

@@ -243,6 +243,21 @@ def test_options_by_kernels_are_as_accurate(dtype):
         assert_as_accurate(actual, plain, exact)
 
 
+@pytest.mark.parametrize("negatives", [None, 300])
+def test_the_default_dtype_does_not_show_by_kernels(negatives):
+    features, weight, bias, target = problem(1500, dtype=torch.float32)
+    options = {"bias": bias, "observed": 0.3, "negatives": negatives}
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        options["generator"] = torch.Generator().manual_seed(0)
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(linear_lml_loss(features, weight, target, 3, **options))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(*found)
+
+
 def test_kernels_in_the_interpreter():
     """In a process of its own, since Triton decides at its import."""
     if DEVICE.type == "cuda" or importlib.util.find_spec("triton") is None:
@@ -435,6 +450,14 @@ def test_never_holds_the_logits(monkeypatch):
     with Watch():
         linear_lml_loss(features, weight, torch.randint(n, (32,)), 5).backward()
     assert 32 * 256 <= largest <= 32 * n // 10
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 20])
+def test_a_bias_of_another_dtype(tile, monkeypatch):
+    monkeypatch.setattr(linear, "_TILE", {"cpu": tile, "cuda": tile})
+    features, weight, bias, target = problem(600, dtype=torch.bfloat16)
+    found = [linear_lml_loss(features, weight, target, 3, bias=b) for b in (bias, bias.float())]
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

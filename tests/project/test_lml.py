@@ -413,6 +413,18 @@ def test_export_and_onnx(tmp_path):
     torch.testing.assert_close(torch.as_tensor(found), model(x).detach(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("learns", [False, True])
+def test_jit_trace(learns):
+    """The example is solved in fewer passes than the rows that follow."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 30), ll.LML(3)).requires_grad_(learns)
+    traced = torch.jit.trace(model, torch.zeros(4, 6), check_trace=False)
+    x = 20 * torch.randn(9, 6)
+    torch.testing.assert_close(traced(x), model(x))
+    with pytest.raises(RuntimeError, match="a trace holds plain operators"):
+        torch.jit.trace(ll.LML(3, impl="native"), x)
+
+
 def test_autocast_meta_and_modules():
     x = torch.randn(3, 5)
     with torch.autocast("cpu", torch.bfloat16):
