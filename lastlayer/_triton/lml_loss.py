@@ -510,7 +510,7 @@ def _launch_known(
     # The sums over all classes are one program's; the labels' sums are few enough for every chunk to repeat.
     whole = dense is not None or observed > 0 or weight is None
     chunk = n if whole else min(shapes.CHUNK, n)
-    block = min(4096, shapes.power_of_2(n))
+    block = max(4, min(4096, shapes.power_of_2(n)))  # a quarter of it takes the ends of a row
     launch(
         _known, (rows, shapes.cdiv(n, chunk)),
         *given.head, target.index, target.dense, factor, grad, grad_k, pull if loss is None else loss, center,

@@ -527,6 +527,12 @@ def _solve_lost(layer: _Layer, lost: Tensor, k: Tensor, rows: _Rows, shard: Clas
             rows.leak[part] = torch.where(live, _leak(z, rows.rho), 0).sum(-1, keepdim=True)
 
 
+def _said_by_all(rows: _Rows, n: Tensor) -> Tensor:
+    """Return what `n` classes say where k takes every one, less the listed; an infinite term is not taken away."""
+    others = n - ((rows.index >= 0) & (rows.labels > -torch.inf)).sum(-1, keepdim=True)
+    return _times(others, -_log1p(-rows.rho))
+
+
 Settled = tuple[_Rows, Tensor, Tensor, Tensor, Tensor]  # and loss, pull and number of labels a row, slopes at labels
 
 
@@ -555,7 +561,8 @@ def _settle(
     if rho > 0:
         said = torch.where(held & rows.labels.isfinite(), _silent(z, rho), 0).sum(-1, keepdim=True)
         n_top = scan.n_top - (held & (rows.labels == torch.inf)).sum(-1, keepdim=True)
-        loss = loss + (rows.silent - said) + _times(n_top, -_log1p(-rho))
+        said = (rows.silent - said) + _times(n_top, -_log1p(-rho))
+        loss = loss + torch.where(rows.delta == torch.inf, _said_by_all(rows, scan.n + scan.n_top), said)
         leak = torch.where(live, _leak(z, rho), 0)
         toward, pull = toward - leak, pull - torch.where(rows.delta.isinf(), 0, rows.leak) + leak.sum(-1, True)
     loss, pull, count = reduce([loss, pull, positive.to(z.dtype)], "sum", shard)
@@ -579,6 +586,11 @@ def _settle_by_kernels(
     _solve_lost(layer, lost > 0, k, rows, None)
     sums, toward = layer.kernels.losses(found, rows.index, rows.labels, labels, rho, every)
     loss, pull, count = sums.unsqueeze(-1)
+    if rho == 1:  # where k takes every class, the kernel takes infinite terms away
+        n = scan.sums[..., scan.terms : scan.terms + 2].sum((1, 2)).unsqueeze(-1)
+        ruled_out = (rows.index[:, :labels] >= 0) & (rows.labels[:, :labels] == -torch.inf)
+        said = torch.where(ruled_out.any(-1, keepdim=True), torch.inf, _said_by_all(rows, n))
+        loss = torch.where(rows.delta == torch.inf, said, loss)
     return rows, loss, pull, count, toward
 
 

@@ -222,13 +222,19 @@ def enter(
     x = logits if dim == logits.ndim - 1 else logits.movedim(dim, -1)
     mask = None if mask is None else mask.movedim(dim, -1)
     if isinstance(divisor, Tensor):  # one a row; autograd sees the division
-        x, divisor = x / spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype), 1.0
+        x, divisor = _divided(x, spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype)), 1.0
     impl = choose(op, impl, x, shard)
     if number and impl == "triton" and not (isinstance(k, Tensor) or torch.compiler.is_compiling() or transformed()):
         k = _check.cardinality_of_all(op, k, x.shape[-1], x.shape[-1])
     else:
         k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
     return x, k, mask, divisor, dim, impl
+
+
+def _divided(x: Tensor, temperature: Tensor) -> Tensor:
+    """Divide by a temperature, which an infinite score has no part in."""
+    finite = x.isfinite()
+    return torch.where(finite, torch.where(finite, x, 0) / temperature, x)
 
 
 def choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None) -> Impl:

@@ -208,6 +208,21 @@ def test_loss(target, observed, launches):
     assert "lml_loss_resident" in launches
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_few_classes_of_the_loss(n, reduction):
+    """Within rounding: a gradient that is 0 leaves the accuracy rule nothing to compare with."""
+    logits, k = torch.randn(4, n, device=DEVICE), torch.tensor([0.0, 0.3, 0.9, n], device=DEVICE)
+    for observed in (0.0, 0.4):
+        for target in (torch.tensor([0, n - 1, -1, 0], device=DEVICE), torch.randint(-1, 2, (4, n), device=DEVICE)):
+            options = {"observed": observed, "reduction": reduction}
+            found = [
+                gradients(lambda x, k, impl, t=target, o=options: lml_loss(x, t, k, **o, impl=impl), logits, k, impl)
+                for impl in ("triton", "torch")
+            ]
+            torch.testing.assert_close(*found, rtol=2e-6, atol=5e-7)
+
+
 @pytest.mark.parametrize("observed", [0.0, 0.4])
 def test_edges_of_the_loss(observed):
     inf, nan = torch.inf, torch.nan

@@ -169,6 +169,8 @@ def test_derivatives(function):
     assert gradgradcheck(function, (x, k))
     temperature = torch.tensor([0.7, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda x, t: function(x, 2.0, temperature=t), (x, temperature))
+    ruled_out = x.detach().masked_fill(torch.eye(3, 5, dtype=torch.bool), -INF)
+    assert gradcheck(lambda t: function(ruled_out, 2.0, temperature=t).clamp(min=-1e3), temperature)
     mask = torch.tensor([True, True, True, True, False])
     assert gradcheck(lambda x: function(x, 2.0, mask=mask, temperature=0.5).clamp(min=-1e3), x)
 
