@@ -210,6 +210,24 @@ def _unseen(z: Tensor, rho: float, labels: Labels) -> Tensor:
     return silent.sum(-1) - labels.sum_over_positives(lambda s: s, silent)
 
 
+def _plain_gradients(
+    ctx: Any,
+    logits: Tensor,
+    k: Any,
+    mask: Tensor | None,
+    index: Tensor | None,
+    dense: Tensor | None,
+    upstream: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of logits and k through plain torch: for second derivatives, and batches of gradients."""
+    further, needed = torch.is_grad_enabled(), ctx.needs_input_grad[:2]
+    with torch.enable_grad():
+        loss = _plain(logits, k, mask, ctx.temperature, ctx.rho, Labels(index, dense, logits.shape[-1]), None)
+    inputs = [value for value, wanted in zip((logits, k), needed, strict=True) if wanted]
+    found = iter(torch.autograd.grad(loss, inputs, upstream.expand_as(loss), create_graph=further))
+    return tuple(next(found) if wanted else None for wanted in needed)
+
+
 class _LMLLoss(torch.autograd.Function):
     """The loss a row by a kernel: ``(logits, k) -> loss``, with nothing of the size of the logits but the gradient."""
 
@@ -239,12 +257,8 @@ class _LMLLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, k, mask, index, dense, center, delta, log_mass, pull = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives, through plain torch
-            labels = Labels(index, dense, logits.shape[-1])
-            loss = _plain(logits, k, mask, ctx.temperature, ctx.rho, labels, None)
-            inputs = [t for t, needed in zip((logits, k), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(loss, inputs, grads[0], create_graph=True))
-            grad_logits, grad_k = (next(found) if needed else None for needed in ctx.needs_input_grad[:2])
+        if torch.is_grad_enabled():
+            grad_logits, grad_k = _plain_gradients(ctx, logits, k, mask, index, dense, grads[0])
         else:
             arguments = (logits, mask, ctx.temperature, ctx.rho, index, dense, center, delta, log_mass, pull, grads[0])
             if torch.compiler.is_compiling():
@@ -302,12 +316,8 @@ class _LMLReducedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, k, mask, index, dense, weight, center, delta, log_mass, pull = ctx.saved_tensors
         k = ctx.k if k is None else k
-        if torch.is_grad_enabled() or projection.transformed(*grads):  # for second derivatives, through plain torch
-            labels = Labels(index, dense, logits.shape[-1])
-            loss = _plain(logits, k, mask, ctx.temperature, ctx.rho, labels, None)
-            inputs = [t for t, needed in zip((logits, k), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(loss, inputs, (grads[0] * weight).expand_as(loss), create_graph=True))
-            grad_logits, grad_k = (next(found) if needed else None for needed in ctx.needs_input_grad[:2])
+        if torch.is_grad_enabled() or projection.transformed(*grads):
+            grad_logits, grad_k = _plain_gradients(ctx, logits, k, mask, index, dense, grads[0] * weight)
             return grad_logits, grad_k, None, None, None, None, None, None, None
         kernels = projection.kernels(ctx.impl)
         grad, ctx.grad = ctx.grad, None  # handed over once; a second backward pass computes it again

@@ -313,3 +313,12 @@ def test_second_derivatives_of_the_reduced_loss():
         return torch.autograd.grad(grad.square().sum(), x)[0]
 
     assert_as_accurate(curvature(logits, "triton"), curvature(logits, "torch"), curvature(logits.double(), "torch"))
+
+
+def test_batches_of_gradients_of_the_reduced_loss():
+    logits, k = rows(11)
+    x, factors = logits.requires_grad_(), torch.tensor([1.0, -2.0], device=DEVICE)
+    loss = lml_loss(x, torch.tensor([1, 2, 3, 4], device=DEVICE), k, impl="triton")
+    (one,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (both,) = torch.autograd.grad(loss, x, factors, is_grads_batched=True)
+    torch.testing.assert_close(both, factors[:, None, None] * one)

@@ -60,6 +60,9 @@ def test_derivatives(rho, target, impl):
 
     assert gradcheck(loss, (x, k), check_forward_ad=True)
     assert gradgradcheck(loss, (x, k))
+    for reduction in ("none", "mean"):
+        options = {"observed": rho, "reduction": reduction, "impl": impl}
+        assert gradcheck(lambda x, k, o=options: ll.lml_loss(x, target, k, **o), (x, k), check_batched_grad=True)
 
 
 def test_the_gradient_of_algorithm_2_in_closed_form():
