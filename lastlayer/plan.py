@@ -189,11 +189,14 @@ def plan(problem: Problem) -> Plan:
 
 
 def _activations(p: Problem, classes: int) -> int:
-    """Bytes of the rows, the lists of their largest logits, and a block."""
+    """Bytes of the rows, their lists of the largest logits, and a block; or of logits and gradient within one."""
     size = BYTES[p.dtype]
+    logits = p.rows * classes * size
+    row = p.features * (3 * size + WORK) + p.labels_a_row * (8 + 4 * WORK) + 32 * WORK
+    if p.devices == 1 and logits <= TILE:
+        return p.rows * row + 2 * logits
     lists = LIST_COPIES * min(classes, list_sizes(classes, math.floor(p.k) + 1)[2])
-    row = p.features * (3 * size + WORK) + p.labels_a_row * (8 + 4 * WORK) + (32 + lists) * WORK
-    return p.rows * row + min(max(TILE, 256 * p.rows * size), p.rows * classes * size)
+    return p.rows * (row + lists * WORK) + min(max(TILE, 256 * p.rows * size), logits)
 
 
 def _memory(p: Problem, classes: int) -> int:

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,15 @@ def test_largest_fits_and_no_more():
     largest = plan(problem).largest_labels
     for labels, fits in ((largest, True), (largest + 64, False)):
         assert plan(Problem(labels=labels, features=768, rows=4096, devices=64)).fits is fits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_is_that_measured_on_a_gpu(dtype):
+    found = json.loads(Path(__file__, f"../../../benchmarks/results/linear-h200-{dtype}.json").resolve().read_text())
+    for case in found["cases"]:
+        if case["way"] == "linear_lml_loss":
+            problem = Problem(case["classes"], found["features"], found["rows"], devices=1, k=found["k"], dtype=dtype)
+            assert 1 <= plan(problem).activation_bytes / case["peak_bytes"] <= 1.2, case["classes"]
 
 
 def test_start_takes_the_shorter_way():
