@@ -563,6 +563,7 @@ def _settle(
         n_top = scan.n_top - (held & (rows.labels == torch.inf)).sum(-1, keepdim=True)
         said = (rows.silent - said) + _times(n_top, -_log1p(-rho))
         loss = loss + torch.where(rows.delta == torch.inf, _said_by_all(rows, scan.n + scan.n_top), said)
+        loss = torch.where(rows.delta.isnan(), torch.nan, loss)  # which no class may be left to say
         leak = torch.where(live, _leak(z, rho), 0)
         toward, pull = toward - leak, pull - torch.where(rows.delta.isinf(), 0, rows.leak) + leak.sum(-1, True)
     loss, pull, count = reduce([loss, pull, positive.to(z.dtype)], "sum", shard)
@@ -586,6 +587,8 @@ def _settle_by_kernels(
     _solve_lost(layer, lost > 0, k, rows, None)
     sums, toward = layer.kernels.losses(found, rows.index, rows.labels, labels, rho, every)
     loss, pull, count = sums.unsqueeze(-1)
+    if rho > 0:
+        loss = torch.where(rows.delta.isnan(), torch.nan, loss)  # which no class may be left to say
     if rho == 1:  # where k takes every class, the kernel takes infinite terms away
         n = scan.sums[..., scan.terms : scan.terms + 2].sum((1, 2)).unsqueeze(-1)
         ruled_out = (rows.index[:, :labels] >= 0) & (rows.labels[:, :labels] == -torch.inf)
@@ -643,9 +646,9 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
         grad = grad.unsqueeze(-1).to(layer.work)
         pulled, toward = grad * pull, grad * toward
+        delta = torch.where((grad == 0) & delta.isnan(), torch.inf, delta)  # a row nobody asks for has no gradient
         grad_k = torch.where(delta.isinf(), 0, -pulled * (-log_mass).exp()) if wants_k else None
-        silent = torch.where((grad == 0) & delta.isnan(), torch.inf, delta)  # a row nobody asks for has no gradient
-        rows = _Rows(center, silent, log_mass, index, labels, ctx.rho)
+        rows = _Rows(center, delta, log_mass, index, labels, ctx.rho)
         if scale is not None or temperature != 1.0:
             pulled, toward, grad = (t / temperature for t in (pulled, toward, grad))
         pulled, toward, grad = (t.contiguous() for t in (pulled, toward, grad))

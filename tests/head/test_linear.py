@@ -256,6 +256,20 @@ def test_every_class_asked_for_and_every_label_seen_by_kernels():
     assert found[0].tolist() == [0, torch.inf, torch.inf, torch.inf, torch.inf, 0, 0]
 
 
+@pytest.mark.parametrize("observed", [0.0, 0.3])
+def test_broken_rows_by_kernels(observed):
+    """A row that is nan says so, with a label or not, and has no gradient where nobody asks for it."""
+    features, weight, bias, target = problem(600, dtype=torch.float32)
+    features[2:4] = torch.nan
+    found = []
+    for function in (linear_lml_loss, whole):
+        k = torch.full((ROWS,), 3.0, device=DEVICE, requires_grad=True)
+        loss = function(features, weight, target, k, bias=bias, observed=observed, reduction="none")
+        found.append([loss.detach(), *torch.autograd.grad(torch.where(loss.isnan(), 0, loss).sum(), k)])
+        assert loss.isnan().tolist() == [False, False, observed > 0, True, False, False, False]
+    torch.testing.assert_close(*found, equal_nan=True)
+
+
 @pytest.mark.parametrize("negatives", [None, 300])
 def test_the_default_dtype_does_not_show_by_kernels(negatives):
     features, weight, bias, target = problem(1500, dtype=torch.float32)
