@@ -142,6 +142,7 @@ ANGLES: dict[str, Head] = {
     "spherical exponential, not turned": lambda features: ll.SphericalHead(features, 1, rotate=False),
 }
 TASKS = {"rotations": QUATERNIONS, "axes": ANGLES, "anywhere": ANGLES}
+NAMES = {"rotations": "any rotation", "axes": "angles near the axes", "anywhere": "angles anywhere"}
 
 
 def angles(task: str, n: int, generator: torch.Generator) -> Tensor:
@@ -341,8 +342,30 @@ def described(row: common.Row, rows: Sequence[common.Row]) -> str:
     )
 
 
+def held_out(rows: Sequence[common.Row]) -> str:
+    """The better rate of each method on the things held out, of the largest scale that chose rates."""
+    rows = [row for row in rows if row["stage"] == "choice"]
+    if not rows:
+        return "(not run)"
+    scale = max(tuple(row[name] for name in Scale._fields) for row in rows)
+    rows = [row for row in rows if tuple(row[name] for name in Scale._fields) == scale]
+    rates = {row["rate"] for row in rows}
+    lines = [f"| method | {' | '.join(NAMES[task] for task in TASKS)} |", "| --- " * (1 + len(TASKS)) + "|"]
+    for method in QUATERNIONS | ANGLES:
+        cells = []
+        for task in TASKS:
+            tried = [row for row in rows if row["task"] == task and row["method"] == method]
+            if {row["rate"] for row in tried} != rates:
+                cells.append("")
+                continue
+            best = min(tried, key=lambda row: row["median"])
+            cells.append(f"{best['median']:.1f}, {100 * best['pi/6']:.0f} %")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
-    found = {}
+    found = {"held out": held_out(rows)}
     for task, methods in TASKS.items():
         some = [row for row in largest(rows) if row["task"] == task]
         lines = ["| method | median, degrees | " + " | ".join(LIMITS) + " | rate |", "| --- " * 6 + "|"]
@@ -367,7 +390,6 @@ def draw(rows: Sequence[common.Row], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = largest(rows)
-    names = {"rotations": "any rotation", "axes": "angles near the axes", "anywhere": "angles anywhere"}
     figure, panels = plt.subplots(1, len(TASKS), figsize=(10, 3.4), sharey=True)
     for axes, (task, methods) in zip(panels, TASKS.items(), strict=True):
         for place, method in enumerate(QUATERNIONS | ANGLES):
@@ -381,7 +403,7 @@ def draw(rows: Sequence[common.Row], folder: Path) -> None:
             axes.errorbar(
                 x, [statistics.fmean(v) for v in y], spread, marker="o", capsize=3, color=colour, label=method
             )
-        axes.set(title=names[task], xlabel="within, degrees", xticks=[7.5, 15, 30])
+        axes.set(title=NAMES[task], xlabel="within, degrees", xticks=[7.5, 15, 30])
         axes.spines[["top", "right"]].set_visible(False)
         if axes.lines:
             axes.legend(fontsize=7)
