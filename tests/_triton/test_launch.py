@@ -1,0 +1,83 @@
+"""The launcher past Triton's binder, with a kernel that only writes down how it is called."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from lastlayer._triton import launch as launcher
+
+
+class Kernel:
+    """Stands for a kernel of Triton and for what it compiles to."""
+
+    arg_names = ("x", "y", "n", "scale", "BLOCK", "MASKED")
+
+    def __init__(self):
+        self.compiled, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def first_time(*args, **options):
+            self.compiled.append((grid, args, options))
+            return Compiled(self)
+
+        return first_time
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self.kernel.launched.append((grid, args))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launcher, "_DIRECT", True)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a tensor on the CPU
+    return Kernel()
+
+
+def call(kernel, x, n=5, scale=0.5, warps=4, **constants):
+    launcher.launch(kernel, (3,), x, None, n, scale, num_warps=warps, **{"MASKED": False, "BLOCK": 64, **constants})
+
+
+def test_compiled_once_and_called_in_the_order_of_the_signature(kernel):
+    x, other = torch.zeros(8), torch.ones(8)
+    call(kernel, x)
+    call(kernel, other, n=7, scale=2.0)
+    assert kernel.compiled == [((3,), (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})]
+    ((grid, args),) = kernel.launched
+    assert grid == (3, 1, 1)
+    assert args[0] is other
+    assert args[1:] == (None, 7, 2.0, 64, False)
+
+
+def test_what_triton_compiles_anew_for(kernel):
+    values = torch.zeros(64)
+    cases = [
+        {"x": values},
+        {"x": values[1:]},  # starts at no multiple of 16 bytes
+        {"x": values.double()},
+        {"x": values, "n": 1},
+        {"x": values, "n": 32},
+        {"x": values, "n": 2**31 + 1},
+        {"x": values, "n": 2**32},
+        {"x": values, "scale": None},
+        {"x": values, "warps": 8},
+        {"x": values, "BLOCK": 128},
+        {"x": values, "MASKED": True},
+    ]
+    for _ in range(2):
+        for case in cases:
+            call(kernel, **case)
+    assert len(kernel.compiled) == len(kernel.launched) == len(cases)
+
+
+def test_kernels_do_not_share_what_is_compiled(kernel):
+    another = Kernel()
+    for one in (kernel, another, kernel, another):
+        call(one, torch.zeros(8))
+    assert [len(one.compiled) for one in (kernel, another)] == [1, 1]
+    assert [len(one.launched) for one in (kernel, another)] == [1, 1]
