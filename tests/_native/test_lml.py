@@ -328,3 +328,21 @@ def test_batches_of_gradients():
         lambda x, k: lml_loss(x, target, k, observed=0.3, reduction="none", impl="native"),
     ):
         assert torch.autograd.gradcheck(function, (x, k), check_batched_grad=True)
+
+
+@built
+@pytest.mark.parametrize("masked", [False, True])
+def test_registered_operators(masked):
+    x, k, target = torch.randn(3, 9), torch.full((3, 1), 2.0), torch.tensor([[1], [2], [-1]])
+    mask = torch.arange(9).expand(3, 9) > 0 if masked else None
+    ops, check = torch.ops.lastlayer, torch.library.opcheck
+    for kind in ("y", "log", "nu"):
+        arguments = (x, k, mask, 1.0, kind, "native")
+        check(ops.lml_forward, arguments)
+        _, center, delta = ops.lml_forward(*arguments)
+        grads = (None, torch.ones(3, 1)) if kind == "nu" else (torch.randn(3, 9), None)
+        check(ops.lml_backward, (x, mask, 1.0, center, delta, *grads, kind, "native"))
+    arguments = (x, k, mask, 1.0, 0.3, target, None, "native")
+    check(ops.lml_loss_forward, arguments)
+    _, *rows = ops.lml_loss_forward(*arguments)
+    check(ops.lml_loss_backward, (x, mask, 1.0, 0.3, target, None, *rows, torch.ones(3), "native"))
