@@ -118,3 +118,15 @@ def test_training_lowers_the_loss_of_the_pictures_that_were_written(parts, tmp_p
     before = net.loss(some.x, some.kind, some.points).item()
     run.fit(net, some, 3e-3, 20, torch.Generator().manual_seed(0))
     assert net.loss(some.x, some.kind, some.points).item() < 0.5 * before
+
+
+def test_held_out_table_takes_the_better_rate_and_leaves_out_what_is_not_whole(parts):
+    _, _, run = parts
+    scale = {"stage": "choice", "things": 2, "views": 2, "pixels": 16, "epochs": 1, "width": 4}
+    rows = [
+        scale | {"task": task, "method": "direct", "rate": rate, "median": median, "pi/6": 0.5}
+        for task, rate, median in (("rotations", 1e-3, 9.0), ("rotations", 3e-3, 7.0), ("axes", 1e-3, 1.0))
+    ]
+    smaller = [row | {"things": 1, "median": 0.0} for row in rows]
+    assert "| direct | 7.0, 50 % |  |  |" in run.held_out(rows + smaller)
+    assert run.held_out([]) == "(not run)"

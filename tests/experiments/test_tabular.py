@@ -222,3 +222,16 @@ def test_steps_are_recorded_once_for_each_phase(monkeypatch, refuses, capsys):
     else:  # two calls and the recording, then replays
         assert [graph.replays for graph in FakeGraph.made] == [3, 3]
         assert calls == [0.0] * 3 + [1.0] * 3
+
+
+def test_pairs_and_variants_compare_the_cells_of_both():
+    run = importlib.import_module("experiments.incomplete_labels.run")
+    values = {"1": {run.BASE: [0.5], "two-way": [0.6, 0.7]}, "one": {run.BASE: [0.4], "two-way": [0.4]}}
+    rows = [
+        {"set": "tiny", "head": "linear", "keep": keep, "method": method, "recall5": value, "map_class": value}
+        for keep, methods in values.items()
+        for method, found in methods.items()
+        for value in found
+    ]
+    assert run._ahead(rows, "two-way", "recall5", run.BASE) == pytest.approx([15.0, 0.0])
+    assert "| two-way | 1 | 1 | +15.00 | 1 |" in run.variants(rows)
