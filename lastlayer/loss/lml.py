@@ -69,6 +69,9 @@ def lml_loss(
     labels = _check.target(op, local_part(target), x, shard)
     if impl == "auto" and projection.transformed():
         chosen = "torch"
+    if chosen == "triton" and rho == 1 and labels.index is not None:
+        # Of index lists the kernel takes the labels' terms away again; they may be infinite.
+        labels = Labels(None, labels.positive(), x.shape[-1])
     if chosen != "torch" and at_once:
         weight = _weight(labels, rho, reduction, x, chosen)
         loss = _LMLReducedLoss.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight, chosen)

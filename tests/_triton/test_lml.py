@@ -223,6 +223,17 @@ def test_few_classes_of_the_loss(n, reduction):
             torch.testing.assert_close(*found, rtol=2e-6, atol=5e-7)
 
 
+def test_certain_labels_of_which_all_are_observed():
+    logits = torch.randn(3, 6, device=DEVICE)
+    logits[1, 2] = torch.inf
+    k = torch.tensor([6.0, 2.0, 0.0], device=DEVICE)
+    target = torch.tensor([[0, 1, 2, 3, 4, 5], [2, 1, -1, -1, -1, -1], [-1, -1, -1, -1, -1, -1]], device=DEVICE)[:, :5]
+    for lists in (target, target[:, :2]):
+        found = [lml_loss(logits, lists, k, observed=1.0, reduction="none", impl=i) for i in ("triton", "torch")]
+        torch.testing.assert_close(*found)
+        assert not found[0].isnan().any()
+
+
 @pytest.mark.parametrize("observed", [0.0, 0.4])
 def test_edges_of_the_loss(observed):
     inf, nan = torch.inf, torch.nan
