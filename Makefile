@@ -18,7 +18,7 @@ check: $(VENV)/.dev  ## format, lint, types
 	$(BIN)/mypy
 
 docs: $(VENV)/.dev  ## the documentation, in docs/_build/html
-	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(VENV)/.dev  ## the benchmark table of this machine
 	$(BIN)/python -m benchmarks.run
