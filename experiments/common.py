@@ -35,13 +35,17 @@ def parser(description: str | None, out: Path) -> argparse.ArgumentParser:
 
 
 class Results:
-    """Rows of settings and numbers in a JSON file, written whole after each row, with the seconds of each device."""
+    """Rows of settings and numbers in a JSON file, written whole after each row, with the seconds of each device.
+
+    The file names the columns once; a row is the list of its values, ``null`` where it has none. Files with a mapping a
+    row are read as well.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         found = json.loads(path.read_text()) if path.exists() else {}
         self.machine: dict[str, str] = found.get("machine", {})
-        self.rows: list[Row] = found.get("rows", [])
+        self.rows: list[Row] = [_named(row, found.get("columns", [])) for row in found.get("rows", [])]
         self.seconds: dict[str, float] = found.get("seconds", {})
         self._counted_to = time.monotonic()
 
@@ -75,10 +79,17 @@ class Results:
         """Write the file; the old one stays until the new one is whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        head = f'"machine": {json.dumps(self.machine)}, "seconds": {json.dumps(self.seconds)}'
-        lines = ",\n".join("  " + json.dumps(r) for r in self.rows)
-        partial.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        head = {"machine": self.machine, "seconds": self.seconds, "columns": names}
+        lines = ",\n".join(json.dumps([row.get(name) for name in names]) for row in self.rows)
+        partial.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
         os.replace(partial, self.path)
+
+
+def _named(row: Row | list[Any], names: Sequence[str]) -> Row:
+    if isinstance(row, dict):
+        return row
+    return {name: value for name, value in zip(names, row, strict=True) if value is not None}
 
 
 def table(rows: Iterable[Row], index: str, columns: str, value: str, *, scale: float = 100.0, digits: int = 2) -> str:

@@ -54,10 +54,11 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
     fine, coarse = (data[f"train_{name}"].cpu().numpy() for name in ("fine", "coarse"))
     labels = noisy(fine, coarse, setting["noise"], setting["p"], setting["seed"])
     loss_of = LOSSES[setting["loss"]]
+    forward = torch.compile(net, dynamic=False) if arguments.compile else net
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
         with cifar.half(x):
-            logits = net(x)
+            logits = forward(x)
         return loss_of(logits.float(), y)
 
     cifar.fit(
@@ -87,8 +88,8 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
             for value in ("test_top5", "test_top1"):
                 made = common.table(part, "loss", "p", value) if part else "(not run)"
                 found[f"{network} {noise} {value}"] = made
-            if network == "resnet":
-                found[f"ahead {noise}"] = ahead(part)
+            if network != "features":
+                found[f"ahead {noise}" if network == "resnet" else f"ahead {network}"] = ahead(part)
     return found
 
 

@@ -313,17 +313,22 @@ def finals(results: common.Results, arguments: Any, scale: Scale) -> Iterator[Jo
             for method in TASKS[task]:
                 cell = {"task": task, "method": method} | scale._asdict()
                 setting = cell | {"seed": seed, "stage": "final"}
-                tried = [row for row in results.rows if (cell | {"stage": "choice"}).items() <= row.items()]
-                if tried and results.missing(**setting):
-                    best = min(tried, key=lambda row: row["median"])
+                best = chosen(results.rows, cell)
+                if best is not None and results.missing(**setting, rate=best["rate"]):
                     yield setting, best["rate"], scale
 
 
-def largest(rows: Sequence[common.Row]) -> list[common.Row]:
-    """The measured runs of the largest scale there is: small runs may stand beside them."""
+def chosen(rows: Sequence[common.Row], cell: common.Row) -> common.Row | None:
+    """The run with the learning rate that did best on the things held out, of a task, method and scale."""
+    tried = [row for row in rows if (cell | {"stage": "choice"}).items() <= row.items()]
+    return min(tried, key=lambda row: row["median"], default=None)
+
+
+def finished(rows: Sequence[common.Row]) -> list[list[common.Row]]:
+    """The measured runs of each scale, the largest first."""
     rows = [row for row in rows if row["stage"] == "final"]
-    scales = {tuple(row[name] for name in Scale._fields) for row in rows}
-    return [row for row in rows if tuple(row[name] for name in Scale._fields) == max(scales)]
+    scales = sorted({tuple(row[name] for name in Scale._fields) for row in rows}, reverse=True)
+    return [[row for row in rows if tuple(row[name] for name in Scale._fields) == scale] for scale in scales]
 
 
 def cell(values: Sequence[float], digits: int) -> str:
@@ -331,54 +336,49 @@ def cell(values: Sequence[float], digits: int) -> str:
     return f"{statistics.fmean(values):.{digits}f}{spread}"
 
 
-def described(row: common.Row, rows: Sequence[common.Row]) -> str:
-    size = {name: row[name] for name in Scale._fields} | {"stage": "choice"}
-    tried = sorted({r["rate"] for r in rows if size.items() <= r.items()})
+def described(row: common.Row) -> str:
     things, side = len(shapes.KINDS) * row["things"], row["pixels"]
     return (
         f"{things:,} things for training, {row['views']} views of each, {side} x {side} pixels, "
-        f"{row['epochs']} epochs, {row['width']} to {8 * row['width']} channels; "
-        f"learning rates tried: {', '.join(f'{rate:g}' for rate in tried)}."
+        f"{row['epochs']} epochs, {row['width']} to {8 * row['width']} channels."
     )
 
 
 def held_out(rows: Sequence[common.Row]) -> str:
-    """The better rate of each method on the things held out, of the largest scale that chose rates."""
+    """The best rate of each method on the things held out, of the largest scale that chose rates."""
     rows = [row for row in rows if row["stage"] == "choice"]
     if not rows:
         return "(not run)"
-    scale = max(tuple(row[name] for name in Scale._fields) for row in rows)
-    rows = [row for row in rows if tuple(row[name] for name in Scale._fields) == scale]
-    rates = {row["rate"] for row in rows}
+    scale = Scale(*max(tuple(row[name] for name in Scale._fields) for row in rows))._asdict()
     lines = [f"| method | {' | '.join(NAMES[task] for task in TASKS)} |", "| --- " * (1 + len(TASKS)) + "|"]
     for method in QUATERNIONS | ANGLES:
-        cells = []
-        for task in TASKS:
-            tried = [row for row in rows if row["task"] == task and row["method"] == method]
-            if {row["rate"] for row in tried} != rates:
-                cells.append("")
-                continue
-            best = min(tried, key=lambda row: row["median"])
-            cells.append(f"{best['median']:.1f}, {100 * best['pi/6']:.0f} %")
+        found = [chosen(rows, scale | {"task": task, "method": method}) for task in TASKS]
+        cells = [f"{best['median']:.1f}, {100 * best['pi/6']:.0f} %, {best['rate']:g}" if best else "" for best in found]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def measured_table(rows: Sequence[common.Row], task: str) -> str:
+    """Mean and spread of each method over the seeds."""
+    lines = ["| method | median, degrees | " + " | ".join(LIMITS) + " | rate |", "| --- " * 6 + "|"]
+    for method in TASKS[task]:
+        runs = [row for row in rows if row["task"] == task and row["method"] == method]
+        if runs:
+            runs = [row for row in runs if row["rate"] == runs[-1]["rate"]]  # the last choice, should it have changed
+            shares = " | ".join(cell([100 * row[name] for row in runs], 1) for name in LIMITS)
+            median = cell([row["median"] for row in runs], 2)
+            lines.append(f"| {method} | {median} | {shares} | {runs[0]['rate']:g} |")
+    return "\n".join(lines) if len(lines) > 2 else "(not run)"
+
+
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     found = {"held out": held_out(rows)}
-    for task, methods in TASKS.items():
-        some = [row for row in largest(rows) if row["task"] == task]
-        lines = ["| method | median, degrees | " + " | ".join(LIMITS) + " | rate |", "| --- " * 6 + "|"]
-        for method in methods:
-            runs = [row for row in some if row["method"] == method]
-            if runs:
-                shares = " | ".join(cell([100 * row[name] for row in runs], 1) for name in LIMITS)
-                median = cell([row["median"] for row in runs], 2)
-                lines.append(f"| {method} | {median} | {shares} | {runs[0]['rate']:g} |")
-        found[task] = "\n".join(lines) if some else "(not run)"
-    found["scale"] = "".join(described(row, rows) for row in largest(rows)[:1]) or "(not run)"
+    large, small, *_ = *finished(rows), [], []
+    for name, some in (("", large), ("small ", small)):
+        found |= {f"{name}{task}": measured_table(some, task) for task in TASKS if task != "rotations" or not name}
+        found[f"{name}scale"] = "".join(described(row) for row in some[:1]) or "(not run)"
     shown = "![Shares within an angle, for each method and task](figures/rotations.svg)"
-    found["figure"] = shown if largest(rows) else "(not run)"
+    found["figure"] = shown if large else "(not run)"
     return found
 
 
@@ -389,7 +389,7 @@ def draw(rows: Sequence[common.Row], folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = largest(rows)
+    rows = next(iter(finished(rows)), [])
     figure, panels = plt.subplots(1, len(TASKS), figsize=(10, 3.4), sharey=True)
     for axes, (task, methods) in zip(panels, TASKS.items(), strict=True):
         for place, method in enumerate(QUATERNIONS | ANGLES):

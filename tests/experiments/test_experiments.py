@@ -54,6 +54,16 @@ def test_results_count_the_seconds_of_all_runs(tmp_path, monkeypatch):
     assert list(json.loads((tmp_path / "results.json").read_text())["seconds"].values()) == [8.0]
 
 
+@pytest.mark.parametrize("text", ['{"rows": [{"seed": 0}]}', '{"columns": ["seed"], "rows": [[0]]}'])
+def test_results_keep_rows_that_differ_in_their_names(text, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    common = importlib.import_module("experiments.common")
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    common.Results(path).extend([{"seed": 1, "curve": [1, 2]}, {"loss": "LML"}])
+    assert common.Results(path).rows == [{"seed": 0}, {"seed": 1, "curve": [1, 2]}, {"loss": "LML"}]
+
+
 def test_merged_results_hold_each_row_once(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     common = importlib.import_module("experiments.common")
@@ -75,7 +85,7 @@ def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, 
         {"network": "resnet", "noise": "blocks", "p": 0.2, "loss": loss, "seed": 0}
         for loss in ("no such loss", "cross-entropy", "two-way")
     ]
-    arguments = argparse.Namespace(smoke=True, device="cpu", workers=2, minutes=10.0)
+    arguments = argparse.Namespace(smoke=True, device="cpu", workers=2, minutes=10.0, compile=False)
     cifar.shrink(arguments)
     results = common.Results(tmp_path / "results.json")
     with pytest.raises(SystemExit, match="1 settings failed"):

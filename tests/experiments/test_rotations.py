@@ -1,5 +1,6 @@
 """The made-up data of the rotation experiment: closed meshes, and a rasteriser checked pixel by pixel."""
 
+import argparse
 import importlib
 import math
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_training_lowers_the_loss_of_the_pictures_that_were_written(parts, tmp_p
     assert net.loss(some.x, some.kind, some.points).item() < 0.5 * before
 
 
-def test_held_out_table_takes_the_better_rate_and_leaves_out_what_is_not_whole(parts):
+def test_held_out_table_takes_the_best_rate_of_the_largest_scale(parts):
     _, _, run = parts
     scale = {"stage": "choice", "things": 2, "views": 2, "pixels": 16, "epochs": 1, "width": 4}
     rows = [
@@ -128,5 +129,22 @@ def test_held_out_table_takes_the_better_rate_and_leaves_out_what_is_not_whole(p
         for task, rate, median in (("rotations", 1e-3, 9.0), ("rotations", 3e-3, 7.0), ("axes", 1e-3, 1.0))
     ]
     smaller = [row | {"things": 1, "median": 0.0} for row in rows]
-    assert "| direct | 7.0, 50 % |  |  |" in run.held_out(rows + smaller)
+    assert "| direct | 7.0, 50 %, 0.003 | 1.0, 50 %, 0.001 |  |" in run.held_out(rows + smaller)
     assert run.held_out([]) == "(not run)"
+
+
+def test_a_better_rate_found_later_is_measured_anew_and_shown(parts):
+    _, _, run = parts
+    scale = run.Scale(2, 2, 16, 1, 4)
+    row = {"task": "axes", "method": "direct"} | scale._asdict()
+    results = argparse.Namespace(rows=[row | {"stage": "choice", "seed": 1000, "rate": 1e-3, "median": 9.0}])
+    results.missing = lambda **setting: not any(setting.items() <= r.items() for r in results.rows)
+    arguments = argparse.Namespace(seeds=1, tasks=["axes"])
+    assert [rate for _, rate, _ in run.finals(results, arguments, scale)] == [1e-3]
+    shares = dict.fromkeys(run.LIMITS, 0.5)
+    results.rows.append(row | {"stage": "final", "seed": 0, "rate": 1e-3, "median": 8.0} | shares)
+    assert not list(run.finals(results, arguments, scale))
+    results.rows.append(row | {"stage": "choice", "seed": 1000, "rate": 1e-2, "median": 5.0})
+    assert [rate for _, rate, _ in run.finals(results, arguments, scale)] == [1e-2]
+    results.rows.append(row | {"stage": "final", "seed": 0, "rate": 1e-2, "median": 4.0} | shares)
+    assert "| direct | 4.00 | 50.0 | 50.0 | 50.0 | 0.01 |" in run.measured_table(results.rows[1::2], "axes")
