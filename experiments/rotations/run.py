@@ -353,7 +353,7 @@ def held_out(rows: Sequence[common.Row]) -> str:
     lines = [f"| method | {' | '.join(NAMES[task] for task in TASKS)} |", "| --- " * (1 + len(TASKS)) + "|"]
     for method in QUATERNIONS | ANGLES:
         found = [chosen(rows, scale | {"task": task, "method": method}) for task in TASKS]
-        cells = [f"{best['median']:.1f}, {100 * best['pi/6']:.0f} %, {best['rate']:g}" if best else "" for best in found]
+        cells = [f"{b['median']:.1f}, {100 * b['pi/6']:.0f} %, {b['rate']:g}" if b else "" for b in found]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
