@@ -247,7 +247,7 @@ def train(setting: common.Row, rate: float, folder: Path | None, device: str) ->
 
 
 def cells(tasks: Sequence[str], batches: Sequence[int], anchors: Sequence[int]) -> Iterator[common.Row]:
-    """Every loss of every task; on `accuracy` other batch sizes; on `accuracy` and `zero` other numbers of anchors."""
+    """Every loss of every task; on `accuracy` other batch sizes; on `accuracy` and `eight` other numbers of anchors."""
     for task in tasks:
         for loss in TASKS[task].losses:
             yield {"task": task, "loss": loss, "batch": BATCH, "anchors": ANCHORS}
