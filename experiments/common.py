@@ -37,8 +37,7 @@ def parser(description: str | None, out: Path) -> argparse.ArgumentParser:
 class Results:
     """Rows of settings and numbers in a JSON file, written whole after each row, with the seconds of each device.
 
-    The file names the columns once; a row is the list of its values, ``null`` where it has none. Files with a mapping a
-    row are read as well.
+    Where all rows have the same names the file has them once, as its columns, and a list of values a row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,9 +78,12 @@ class Results:
         """Write the file; the old one stays until the new one is whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
-        head = {"machine": self.machine, "seconds": self.seconds, "columns": names}
-        lines = ",\n".join(json.dumps([row.get(name) for name in names]) for row in self.rows)
+        head: dict[str, Any] = {"machine": self.machine, "seconds": self.seconds}
+        rows: list[Any] = self.rows
+        if rows and all(row.keys() == rows[0].keys() for row in rows):
+            head["columns"] = list(rows[0])
+            rows = [[row[name] for name in head["columns"]] for row in rows]
+        lines = ",\n".join(map(json.dumps, rows))
         partial.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
         os.replace(partial, self.path)
 
@@ -89,7 +91,7 @@ class Results:
 def _named(row: Row | list[Any], names: Sequence[str]) -> Row:
     if isinstance(row, dict):
         return row
-    return {name: value for name, value in zip(names, row, strict=True) if value is not None}
+    return dict(zip(names, row, strict=True))
 
 
 def table(rows: Iterable[Row], index: str, columns: str, value: str, *, scale: float = 100.0, digits: int = 2) -> str:

@@ -18,6 +18,7 @@ LINKAGES = ("ward", "complete", "average", "single", "centroid")
 TREES = {
     "prototypes": "Ward, prototypes",
     "linear": "Ward, weights of the linear layer",
+    "quadratic": "Ward, label vectors by quadratic loss",
     "means": "Ward, class means of the features",
     "hinton": "k-means, covariance of predictions",
     "hdcnn": "spectral, confusion",
@@ -60,8 +61,8 @@ def shuffled(tree: LabelTree, seed: int) -> LabelTree:
     return LabelTree.from_parents([tree.parents[v] for v in order] + list(tree.parents[tree.n_leaves :]))
 
 
-def trees(scores: Scores, linear: Scores | None, seed: int) -> dict[str, LabelTree]:
-    """All trees to compare, by name: embeddings first, then linkages of the prototypes."""
+def trees(scores: Scores, weights: dict[str, np.ndarray], seed: int) -> dict[str, LabelTree]:
+    """All trees to compare, by name: of the prototypes, of other last layers, then other linkages of the prototypes."""
     confusion = torch.zeros(100, 100, dtype=torch.long)
     confusion.index_put_((scores.valid_target, scores.valid.argmax(-1)), torch.tensor(1), accumulate=True)
     ward = LabelTree.from_prototypes(scores.weight)
@@ -73,8 +74,7 @@ def trees(scores: Scores, linear: Scores | None, seed: int) -> dict[str, LabelTr
         "coarse": coarse_tree(scores.coarse),
         "shuffled": shuffled(ward, seed),
     }
-    if linear is not None:
-        found["linear"] = LabelTree.from_prototypes(linear.weight)
+    found |= {name: LabelTree.from_prototypes(weight) for name, weight in weights.items()}
     return found | {name: LabelTree.from_prototypes(scores.weight, name) for name in LINKAGES[1:]}
 
 
@@ -107,12 +107,12 @@ def darts(scores: Scores, tree: LabelTree) -> Iterator[common.Row]:
         yield {"at": wanted, "lambda": lamb, "accuracy": accuracy, "specificity": specificity}
 
 
-def measure(scores: Scores, linear: Scores | None, seed: int) -> Iterator[common.Row]:
+def measure(scores: Scores, weights: dict[str, np.ndarray], seed: int) -> Iterator[common.Row]:
     """All curves and matches for the probabilities of one network."""
     for row in top_k(scores):
         yield {"part": "curve", "tree": "none", "decoder": "top-k", "seed": seed} | row
     coarse = coarse_tree(scores.coarse)
-    for name, tree in trees(scores, linear, seed).items():
+    for name, tree in trees(scores, weights, seed).items():
         shape = tree.statistics()
         yield {
             "part": "tree",

@@ -3,9 +3,10 @@
     python -m experiments.accuracy_specificity.run --data CIFAR --parts train    # writes a file of scores a network
     python -m experiments.accuracy_specificity.run --labels FOLDER --parts curves sets
 
-Networks with a layer of prototypes and with a linear layer are trained on CIFAR-100 (a GPU helps); trees are made of
-their last layers, and decoders choose nodes of a tree for each test image. The multi-label sets have natural trees:
-the groups of GoEmotions' emotions, the facets of Debian's tags, and VOC's object classes.
+Networks with a layer of prototypes, with a linear layer, and with a linear layer and a quadratic loss are trained on
+CIFAR-100 (a GPU helps); trees are made of their last layers, and decoders choose nodes of a tree for each test image.
+The multi-label sets have natural trees: the groups of GoEmotions' emotions, the facets of Debian's tags, and VOC's
+object classes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from experiments.accuracy_specificity import curves, many
 
 HERE = Path(__file__).parent
 NETWORKS = ("resnet", "features")
-HEADS = ("prototypes", "linear")
+HEADS = ("prototypes", "linear", "quadratic")
 READ_AT = (0.8, 0.9, 0.95)
 MATCHES = ("coarse to tree", "tree to coarse")
 
@@ -36,14 +37,17 @@ def artefact(arguments: Any, network: str, head: str, seed: int) -> Path:
 def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> common.Row:
     """Train one network and write its scores of the validation and test images, and its last layer, to a file."""
     body, features = cifar.network(setting["network"], arguments.width)
-    prototypes = setting["head"] == "prototypes"
-    head: nn.Module = ll.PrototypeHead(features, 100) if prototypes else nn.Linear(features, 100)
+    prototypes, quadratic = (setting["head"] == name for name in ("prototypes", "quadratic"))
+    head: nn.Module = ll.PrototypeHead(features, 100) if prototypes else nn.Linear(features, 100, bias=not quadratic)
     body, head = body.to(arguments.device, memory_format=torch.channels_last), head.to(arguments.device)
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
         with cifar.half(x):
-            found = body(x)
-        return nn.functional.cross_entropy(head(found.float()), y)
+            found = body(x).float()
+        if quadratic:  # label vectors and features in one space (Habibian et al., 2014)
+            made = head(found / features**0.5)
+            return (made - nn.functional.one_hot(y, 100)).square().sum(-1).mean()
+        return nn.functional.cross_entropy(head(found), y)
 
     cifar.fit(
         objective,
@@ -165,7 +169,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
 
 def shown(network: str) -> str:
     return f"""![Accuracy against specificity on CIFAR-100: three ways to choose an answer on one tree,
-and one way on seven trees](results/curves_{network}.svg)"""
+and one way on several trees](results/curves_{network}.svg)"""
 
 
 def figure(rows: list[common.Row], path: Path) -> None:
@@ -198,11 +202,13 @@ def figure(rows: list[common.Row], path: Path) -> None:
 def measure_curves(arguments: Any, results: common.Results) -> None:
     for network in NETWORKS:
         for seed in range(arguments.seeds):
-            path, other = (artefact(arguments, network, head, seed) for head in HEADS)
+            path, *others = (artefact(arguments, network, head, seed) for head in HEADS)
             if not path.exists() or not results.missing(part="curve", network=network, seed=seed):
                 continue
-            linear = curves.read(other) if other.exists() else None
-            rows = [rounded(row) | {"network": network} for row in curves.measure(curves.read(path), linear, seed)]
+            weights = {
+                head: curves.read(other).weight for head, other in zip(HEADS[1:], others, strict=True) if other.exists()
+            }
+            rows = [rounded(row) | {"network": network} for row in curves.measure(curves.read(path), weights, seed)]
             results.extend(rows)
             print(f"curves of {network}, seed {seed}", flush=True)
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,6 +93,37 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     return found | linear.tables([row for row in rows if row["task"] == "many"])
 
 
+def figure(rows: Sequence[common.Row], path: Path) -> None:
+    """On the left, accuracy against how well rows without label are told; on the right, calibration of four labels."""
+    import matplotlib.pyplot as plt
+
+    drawn, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for place, method in enumerate(heads.ZERO_LABELS):
+        for network, mark in (("features", "o"), ("resnet", "s")):
+            some = [r for r in rows if (r["task"], r.get("network"), r["method"]) == ("zero", network, method)]
+            if some:
+                x, y = (np.array([100 * r[name] for r in some]) for name in ("accuracy", "AUROC"))
+                left.errorbar(
+                    x.mean(), y.mean(), y.std(), x.std(), mark, color=plt.get_cmap("tab10")(place),
+                    label=method if mark == "o" else None,
+                )  # fmt: skip
+    left.set(xlabel="accuracy on rows with a label (%)", ylabel="AUROC (%)", title="circle: features; square: network")
+    left.set(xlim=(55, 80), ylim=(68, 92))  # a head that does not learn is outside
+    many = [row for row in rows if row["task"] == "many"]
+    sets = [name for name in linear.SETS if any(row["set"] == name for row in many)]
+    for method in linear.METHODS:
+        of_set = [[100 * r["ECE"] for r in many if (r["set"], r["method"]) == (name, method)] for name in sets]
+        if all(of_set):
+            right.errorbar(range(len(sets)), [*map(np.mean, of_set)], [*map(np.std, of_set)], marker="o", label=method)
+    right.set_xticks(range(len(sets)), sets, rotation=30)
+    right.set(ylabel="calibration error of four labels (%)", title="linear models")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        if axes.has_data():
+            axes.legend(fontsize=7)
+    common.save(drawn, path)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, HERE / "results" / "results.json")
     parser.add_argument("--tasks", nargs="+", default=["zero", "one", "many"], choices=["zero", "one", "many"])
@@ -100,6 +132,8 @@ def main(argv: list[str] | None = None) -> None:
     cifar.add_arguments(parser)
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
+        if arguments.readme is not None:
+            figure(common.Results(arguments.out).rows, arguments.readme.parent / "results" / "heads.svg")
         return
     if arguments.smoke:
         cifar.shrink(arguments)
