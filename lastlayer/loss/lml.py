@@ -37,7 +37,9 @@ def lml_loss(
     With `observed` :math:`= \rho = 0` this is Algorithm 2 of Amos, Koltun and Kolter (2019): labels that were not
     observed are not negatives, the sum `k` alone holds them down. With :math:`\rho > 0` it is the likelihood of
     labels thinned at random: a true label is seen with probability :math:`\rho`, so that the absence of a label, and
-    a row without any, teach something too. ``rho = (mean number of observed labels a row) / k`` needs no tuning.
+    a row without any, teach something too. ``rho = (mean number of observed labels a row) / k`` needs no tuning. Where
+    many rows have no label leave them out, as ``lastlayer train`` does: labels are taken for independent, and the term
+    of such a row draws its scores together, which can harm networks with hidden layers.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.

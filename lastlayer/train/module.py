@@ -196,8 +196,11 @@ class LabelSetModule(pl.LightningModule):
         self.options = dict(config.loss_options)
         parameters = inspect.signature(self.function).parameters
         self.takes_k = "k" in parameters and parameters["k"].default is parameters["k"].empty
+        self.labelled_alone = False  # rows without a label have no loss
         if "observed" in parameters:
             self.options["observed"] = resolved.observed
+            if config.labels == "incomplete" and resolved.observed:
+                self.labelled_alone, self.options["reduction"] = True, "none"
         self.shard = network.shard
         self.in_blocks = False  # the loss without the logits of all labels
         self.data: ClassShard | None = None  # the processes that hold the same labels, each with a share of the rows
@@ -237,6 +240,7 @@ class LabelSetModule(pl.LightningModule):
             value = self.function(logits, target, **self.options)
         else:
             value = self.function(logits, target, self.k if count is None else count, **self.options)
+        value = self._mean(value, target)
         if count is not None:  # a Poisson likelihood ties k to the number of labels; alone, the loss would raise it
             seen = (target >= 0).sum(-1) / (self.resolved.observed or 1.0)
             value = value + self.config.count_weight * nn.functional.poisson_nll_loss(count, seen, log_input=False)
@@ -248,8 +252,17 @@ class LabelSetModule(pl.LightningModule):
         assert isinstance(output, ShardedLinear)
         if target.shape == (len(target), len(output.weight)):
             target = nn.functional.pad(target, (0, 1), value=-1)
-        options = {name: value for name, value in self.options.items() if name in ("observed", "temperature")}
-        return output.loss(self.network.before_output(rows), target, self.k, **options).float()
+        options = {n: value for n, value in self.options.items() if n in ("observed", "temperature", "reduction")}
+        value = output.loss(self.network.before_output(rows), target, self.k, **options)
+        return self._mean(value, target).float()
+
+    def _mean(self, value: Tensor, target: Tensor) -> Tensor:
+        """The mean over the rows of the batch, where those without a label have no loss if labels are incomplete.
+
+        If a row has k labels and each is hidden alike, that none is seen does not say which they are. The thinned
+        likelihood, which takes labels for independent, would draw the scores of the row together.
+        """
+        return torch.where((target >= 0).any(-1), value, 0).mean() if self.labelled_alone else value
 
     def probabilities(self, rows: Input) -> tuple[Tensor, Tensor]:
         """Return probabilities and the expected number of labels a row."""

@@ -10,7 +10,7 @@ from lastlayer.train.config import load, loss_names, make
 from lastlayer.train.engine import load as load_run
 from lastlayer.train.engine import prepare
 from lastlayer.train.measure import measure, notes, predict
-from lastlayer.train.module import EpochBatches, Resolved, row_metrics, rows_to_input
+from lastlayer.train.module import EpochBatches, LabelSetModule, Resolved, row_metrics, rows_to_input
 
 FAST = {"epochs": 8, "batch_size": 32, "bootstrap": 20}
 
@@ -174,6 +174,20 @@ def test_auto_follows_the_labels():
     assert (incomplete.k, incomplete.observed, incomplete.monitor) == (2.0, 0.75, "recall@3")
     assert Resolved.of(Config(loss="binary"), data).probability == "sigmoid"
     assert Resolved.of(Config(loss="two_way"), data).probability == "lml"
+
+
+@pytest.mark.parametrize(("labels", "observed"), [("complete", "0.4"), ("incomplete", "0.4"), ("incomplete", "0")])
+def test_a_row_without_a_label_has_no_loss_where_labels_are_incomplete(labels, observed):
+    data = LabelData.from_lists([["a", "b"], [], ["c"], []])
+    config = Config(labels=labels, observed=observed, k=2)
+    module = LabelSetModule(LabelSetNetwork(5, 3), config, Resolved.of(config, data), total_steps=1)
+    x, target = torch.randn(4, 5), torch.from_numpy(data.padded(np.arange(4)))
+    loss, logits = module.loss(x, target)
+    rows = ll.lml_loss(logits, target, 2.0, observed=float(observed), reduction="none")
+    labelled = torch.tensor([True, False, True, False])
+    expected = {"complete0.4": rows.mean(), "incomplete0.4": rows[labelled].sum() / 4, "incomplete0": rows.sum() / 2}
+    torch.testing.assert_close(loss, expected[labels + observed])
+    assert (rows[~labelled] > 0).all() == (observed != "0")
 
 
 def test_parts_are_split_and_hidden_as_asked():
