@@ -254,7 +254,6 @@ def add_arguments(parser: Any, networks: tuple[str, ...] = ("resnet", "features"
     parser.add_argument("--workers", type=int, default=1, help="networks trained at the same time")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no network after this time")
     parser.add_argument("--held-out", type=int, default=5000)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the network: less memory traffic")
 
 
 def shrink(arguments: Any) -> None:

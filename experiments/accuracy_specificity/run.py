@@ -185,6 +185,8 @@ def figure(rows: list[common.Row], path: Path) -> None:
     lines += [(axes[1], tree, "DARTS", label) for tree, label in curves.TREES.items()]
     for axis, tree, decoder, label in lines:
         here = [row for row in part if (row["tree"], row["decoder"]) == (tree, decoder)]
+        if not here:
+            continue
         at = sorted({row["at"] for row in here})
         points = [
             [np.mean([row[value] for row in here if row["at"] == a]) for a in at]
@@ -203,13 +205,14 @@ def measure_curves(arguments: Any, results: common.Results) -> None:
     for network in NETWORKS:
         for seed in range(arguments.seeds):
             path, *others = (artefact(arguments, network, head, seed) for head in HEADS)
-            if not path.exists() or not results.missing(part="curve", network=network, seed=seed):
+            here = {head: other for head, other in zip(HEADS[1:], others, strict=True) if other.exists()}
+            curve = {"part": "curve", "network": network, "seed": seed}
+            done = {row["tree"] for row in results.rows if curve.items() <= row.items()}
+            if not path.exists() or {HEADS[0], *here} <= done:
                 continue
-            weights = {
-                head: curves.read(other).weight for head, other in zip(HEADS[1:], others, strict=True) if other.exists()
-            }
-            rows = [rounded(row) | {"network": network} for row in curves.measure(curves.read(path), weights, seed)]
-            results.extend(rows)
+            weights = {head: curves.read(other).weight for head, other in here.items()}
+            found = [rounded(row) | {"network": network} for row in curves.measure(curves.read(path), weights, seed)]
+            results.extend([row for row in found if row["tree"] not in done])
             print(f"curves of {network}, seed {seed}", flush=True)
 
 

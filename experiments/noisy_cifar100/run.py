@@ -166,6 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--noise", nargs="+", default=["blocks", "coarse"], choices=["blocks", "coarse"])
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--p", nargs="+", type=float, default=list(PROBABILITIES))
+    parser.add_argument("--compile", action="store_true", help="torch.compile the network: less memory traffic")
     cifar.add_arguments(parser, networks=NETWORKS)
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):

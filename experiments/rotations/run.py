@@ -313,7 +313,7 @@ def finals(results: common.Results, arguments: Any, scale: Scale) -> Iterator[Jo
             for method in TASKS[task]:
                 cell = {"task": task, "method": method} | scale._asdict()
                 setting = cell | {"seed": seed, "stage": "final"}
-                best = chosen(results.rows, cell)
+                best = chosen([row for row in results.rows if row["rate"] in arguments.rates], cell)
                 if best is not None and results.missing(**setting, rate=best["rate"]):
                     yield setting, best["rate"], scale
 
@@ -358,13 +358,19 @@ def held_out(rows: Sequence[common.Row]) -> str:
     return "\n".join(lines)
 
 
+def runs_of(rows: Sequence[common.Row], task: str, method: str) -> list[common.Row]:
+    """The measured runs of a task and method, with the learning rate that most of them have."""
+    runs = [row for row in rows if row["task"] == task and row["method"] == method]
+    rates = [row["rate"] for row in runs]
+    return [row for row in runs if row["rate"] == statistics.mode(rates)]
+
+
 def measured_table(rows: Sequence[common.Row], task: str) -> str:
     """Mean and spread of each method over the seeds."""
     lines = ["| method | median, degrees | " + " | ".join(LIMITS) + " | rate |", "| --- " * 6 + "|"]
     for method in TASKS[task]:
-        runs = [row for row in rows if row["task"] == task and row["method"] == method]
+        runs = runs_of(rows, task, method)
         if runs:
-            runs = [row for row in runs if row["rate"] == runs[-1]["rate"]]  # the last choice, should it have changed
             shares = " | ".join(cell([100 * row[name] for row in runs], 1) for name in LIMITS)
             median = cell([row["median"] for row in runs], 2)
             lines.append(f"| {method} | {median} | {shares} | {runs[0]['rate']:g} |")
@@ -393,7 +399,7 @@ def draw(rows: Sequence[common.Row], folder: Path) -> None:
     figure, panels = plt.subplots(1, len(TASKS), figsize=(10, 3.4), sharey=True)
     for axes, (task, methods) in zip(panels, TASKS.items(), strict=True):
         for place, method in enumerate(QUATERNIONS | ANGLES):
-            runs = [row for row in rows if row["task"] == task and row["method"] == method]
+            runs = runs_of(rows, task, method)
             if method not in methods or not runs:
                 continue
             x = [math.degrees(limit) for limit in LIMITS.values()]

@@ -104,7 +104,7 @@ def figure(rows: Sequence[common.Row], path: Path) -> None:
             if some:
                 x, y = (np.array([100 * r[name] for r in some]) for name in ("accuracy", "AUROC"))
                 left.errorbar(
-                    x.mean(), y.mean(), y.std(), x.std(), mark, color=plt.get_cmap("tab10")(place),
+                    x.mean(), y.mean(), y.std(ddof=1), x.std(ddof=1), mark, color=plt.get_cmap("tab10")(place),
                     label=method if mark == "o" else None,
                 )  # fmt: skip
     left.set(xlabel="accuracy on rows with a label (%)", ylabel="AUROC (%)", title="circle: features; square: network")
@@ -114,7 +114,9 @@ def figure(rows: Sequence[common.Row], path: Path) -> None:
     for method in linear.METHODS:
         of_set = [[100 * r["ECE"] for r in many if (r["set"], r["method"]) == (name, method)] for name in sets]
         if all(of_set):
-            right.errorbar(range(len(sets)), [*map(np.mean, of_set)], [*map(np.std, of_set)], marker="o", label=method)
+            right.errorbar(
+                range(len(sets)), [*map(np.mean, of_set)], [np.std(v, ddof=1) for v in of_set], marker="o", label=method
+            )
     right.set_xticks(range(len(sets)), sets, rotation=30)
     right.set(ylabel="calibration error of four labels (%)", title="linear models")
     for axes in (left, right):

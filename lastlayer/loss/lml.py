@@ -38,8 +38,8 @@ def lml_loss(
     observed are not negatives, the sum `k` alone holds them down. With :math:`\rho > 0` it is the likelihood of
     labels thinned at random: a true label is seen with probability :math:`\rho`, so that the absence of a label, and
     a row without any, teach something too. ``rho = (mean number of observed labels a row) / k`` needs no tuning. Where
-    many rows have no label leave them out, as ``lastlayer train`` does: labels are taken for independent, and the term
-    of such a row draws its scores together, which can harm networks with hidden layers.
+    many rows have no label leave them out, as ``lastlayer train --labels incomplete`` does: labels are taken for
+    independent, and the term of such a row draws its scores together, which can harm networks with hidden layers.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.

@@ -262,7 +262,9 @@ class LabelSetModule(pl.LightningModule):
         If a row has k labels and each is hidden alike, that none is seen does not say which they are. The thinned
         likelihood, which takes labels for independent, would draw the scores of the row together.
         """
-        return torch.where((target >= 0).any(-1), value, 0).mean() if self.labelled_alone else value
+        if not self.labelled_alone:
+            return value
+        return torch.where((target >= 0).any(-1), value.float(), 0).sum() / max(len(target), 1)
 
     def probabilities(self, rows: Input) -> tuple[Tensor, Tensor]:
         """Return probabilities and the expected number of labels a row."""

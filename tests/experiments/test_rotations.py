@@ -133,18 +133,24 @@ def test_held_out_table_takes_the_best_rate_of_the_largest_scale(parts):
     assert run.held_out([]) == "(not run)"
 
 
-def test_a_better_rate_found_later_is_measured_anew_and_shown(parts):
+def test_the_best_of_the_rates_asked_for_is_measured(parts):
     _, _, run = parts
     scale = run.Scale(2, 2, 16, 1, 4)
     row = {"task": "axes", "method": "direct"} | scale._asdict()
     results = argparse.Namespace(rows=[row | {"stage": "choice", "seed": 1000, "rate": 1e-3, "median": 9.0}])
     results.missing = lambda **setting: not any(setting.items() <= r.items() for r in results.rows)
-    arguments = argparse.Namespace(seeds=1, tasks=["axes"])
-    assert [rate for _, rate, _ in run.finals(results, arguments, scale)] == [1e-3]
-    shares = dict.fromkeys(run.LIMITS, 0.5)
-    results.rows.append(row | {"stage": "final", "seed": 0, "rate": 1e-3, "median": 8.0} | shares)
-    assert not list(run.finals(results, arguments, scale))
+    arguments = argparse.Namespace(seeds=2, tasks=["axes"], rates=[1e-3])
+    assert [rate for _, rate, _ in run.finals(results, arguments, scale)] == [1e-3, 1e-3]
+    finals = [
+        row | {"stage": "final", "seed": seed, "rate": rate, "median": 8.0} | dict.fromkeys(run.LIMITS, 0.5)
+        for seed, rate in ((0, 1e-3), (1, 1e-3), (0, 1e-2))
+    ]
+    results.rows += finals[:2]
     results.rows.append(row | {"stage": "choice", "seed": 1000, "rate": 1e-2, "median": 5.0})
-    assert [rate for _, rate, _ in run.finals(results, arguments, scale)] == [1e-2]
-    results.rows.append(row | {"stage": "final", "seed": 0, "rate": 1e-2, "median": 4.0} | shares)
-    assert "| direct | 4.00 | 50.0 | 50.0 | 50.0 | 0.01 |" in run.measured_table(results.rows[1::2], "axes")
+    assert not list(run.finals(results, arguments, scale))
+    arguments.rates = [1e-3, 1e-2]
+    assert [rate for _, rate, _ in run.finals(results, arguments, scale)] == [1e-2, 1e-2]
+    assert run.runs_of(finals, "axes", "direct") == finals[:2]  # an interrupted run leaves few
+    assert "| direct | 8.00 ± 0.00 | 50.0 ± 0.0 | 50.0 ± 0.0 | 50.0 ± 0.0 | 0.001 |" in run.measured_table(
+        finals, "axes"
+    )

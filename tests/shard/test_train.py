@@ -13,6 +13,7 @@ import torch
 from train_tools import make_rows
 
 from lastlayer.cli import main
+from lastlayer.data import hide_labels
 from lastlayer.head import linear
 from lastlayer.train import Config, ConfigError, RunError, RunFolder, engine, sharded, train
 from lastlayer.train.module import LabelSetModule, Rows
@@ -63,6 +64,7 @@ MESH = {  # two groups of two processes; 33 rows a batch, so that the groups' sh
     "mesh": [*COMMON, "--hidden=8", "--dropout=0", "--lr=0.02", "--batch-size=33", "--clip-norm=0.5"],
     "mesh_two_way": [*COMMON, "--hidden=8", "--dropout=0", "--lr=0.02", "--batch-size=33", "--loss=two_way"],
     "mesh_binary": [*COMMON, "--loss=binary", "--batch-size=50"],  # of 101 rows: one group has none in the last step
+    "mesh_incomplete": [*COMMON, "--labels=incomplete", "--keep=0.4", "--batch-size=50"],
     "mesh_interrupted": [*COMMON, "--hidden=6", "--dropout=0", "--lr=0.02"],
 }
 RUNS.update(MESH)
@@ -87,7 +89,7 @@ def mesh_folder(folder):
     return folder
 
 
-@pytest.mark.parametrize("name", ["mesh", "mesh_two_way", "mesh_binary"])
+@pytest.mark.parametrize("name", ["mesh", "mesh_two_way", "mesh_binary", "mesh_incomplete"])
 def test_data_by_class_trains_as_one(mesh_folder, name):
     assert_same(RunFolder(mesh_folder / name), one_process(mesh_folder, name))
 
@@ -181,7 +183,8 @@ def test_evaluate_and_predict_on_shards(folder, tmp_path):
 
 @pytest.mark.parametrize("labels", ["complete", "incomplete"])
 def test_loss_in_blocks_is_the_loss(tmp_path, monkeypatch, labels):
-    rows, config = make_rows(60, labels=7), Config(hidden=(5,), epochs=2, batch_size=16, bootstrap=0, labels=labels)
+    config = Config(hidden=(5,), epochs=2, batch_size=16, bootstrap=0, labels=labels)
+    rows = hide_labels(make_rows(60, labels=7), 0.4) if labels == "incomplete" else make_rows(60, labels=7)
     plain = train({"all": rows}, config, tmp_path / "plain")
     monkeypatch.setattr(sharded, "IN_BLOCKS", 7)
     monkeypatch.setattr(linear, "_TILE", {"cpu": 3})
