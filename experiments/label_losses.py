@@ -108,6 +108,11 @@ def thinned_from_two(batch: Batch) -> Tensor:
     return ll.lml_loss(*batch.args, k, observed=min(batch.cell.mean / k, 0.95), reduction="none")
 
 
+def thinned_in_labelled_rows(batch: Batch) -> Tensor:
+    """Thinned LML with k auto; a row without an observed label has no loss, as in Algorithm 2."""
+    return thinned_auto(batch) * batch.target.any(-1)
+
+
 def thinned_and_class(batch: Batch) -> Tensor:
     """Thinned LML in the rows, and the class term of the two-way loss in the columns; the option weighs the latter."""
 
@@ -158,6 +163,7 @@ LOSSES = {
     "thinned, temperature tuned": Method(thinned_at_temperature, (0.5, 2.0), reads_cell=True),
     "thinned, start at 0": Method(thinned_auto, reads_cell=True, frequencies=False),
     "thinned, k at least 2": Method(thinned_from_two, reads_cell=True),
+    "thinned, labelled rows": Method(thinned_in_labelled_rows, reads_cell=True),
     "thinned, with a class term": Method(thinned_and_class, (0.3, 1.0, 3.0), reads_cell=True),
     "LML": Method(lml_of_mean, (1.0, 2.0), reads_cell=True),
     "LML Fenchel-Young": Method(lambda b: ll.lml_fenchel_young_loss(*b.args, reduction="none")),

@@ -234,4 +234,4 @@ def test_pairs_and_variants_compare_the_cells_of_both():
         for value in found
     ]
     assert run._ahead(rows, "two-way", "recall5", run.BASE) == pytest.approx([15.0, 0.0])
-    assert "| two-way | 1 | 1 | +15.00 | 1 |" in run.variants(rows)
+    assert "| two-way | +15.00 | 1 of 1 | 1 |  |  |  | +15.00 | 1 |  |  |" in run.variants(rows)
