@@ -221,7 +221,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     found = gaps(complete(rows), "recall5")
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, constrained_layout=True)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
     for axes, head in zip(panels, tabular.HEADS, strict=True):
         for method, (colour, mark) in SHOWN.items():
             mean = [
@@ -236,7 +236,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
         axes.set(title=f"{head}, {sets} sets", xlabel="training labels kept")
         axes.grid(alpha=0.3)
     panels[0].set(ylabel="recall@5: points behind the best loss", ylim=(5, 0))  # worse ones leave the picture
-    panels[1].legend(fontsize=8, loc="lower right")
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 

@@ -178,7 +178,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
     from scipy import stats
 
     rows = complete(rows)
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, constrained_layout=True)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
     order: list[str] = []
     for axes, head in zip(panels, tabular.HEADS, strict=True):
         some = [row for row in rows if row["head"] == head]
@@ -194,7 +194,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
         axes.set(title=f"{head}, {n} sets", xlabel="mean rank (1 is best)", ylim=(-2.2, None))
         axes.set_yticks(range(len(order)), order)
         axes.grid(axis="x", alpha=0.3)
-    panels[1].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 
