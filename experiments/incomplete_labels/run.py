@@ -237,8 +237,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0].set(ylabel="recall@5: points behind the best loss", ylim=(5, 0))  # worse ones leave the picture
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    common.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -195,8 +195,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
         axes.set_yticks(range(len(order)), order)
         axes.grid(axis="x", alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    common.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
