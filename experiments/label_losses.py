@@ -113,6 +113,12 @@ def thinned_in_labelled_rows(batch: Batch) -> Tensor:
     return thinned_auto(batch) * batch.target.any(-1)
 
 
+def tuned_in_labelled_rows(batch: Batch) -> Tensor:
+    """The same with k tuned."""
+    loss = ll.lml_loss(*batch.args, batch.k, observed=batch.rho, reduction="none")
+    return loss * batch.target.any(-1)
+
+
 def thinned_and_class(batch: Batch) -> Tensor:
     """Thinned LML in the rows, and the class term of the two-way loss in the columns; the option weighs the latter."""
 
@@ -164,6 +170,7 @@ LOSSES = {
     "thinned, start at 0": Method(thinned_auto, reads_cell=True, frequencies=False),
     "thinned, k at least 2": Method(thinned_from_two, reads_cell=True),
     "thinned, labelled rows": Method(thinned_in_labelled_rows, reads_cell=True),
+    "thinned, labelled rows, k tuned": Method(tuned_in_labelled_rows, CARDINALITIES, reads_cell=True),
     "thinned, with a class term": Method(thinned_and_class, (0.3, 1.0, 3.0), reads_cell=True),
     "LML": Method(lml_of_mean, (1.0, 2.0), reads_cell=True),
     "LML Fenchel-Young": Method(lambda b: ll.lml_fenchel_young_loss(*b.args, reduction="none")),

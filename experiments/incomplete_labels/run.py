@@ -37,6 +37,7 @@ METHODS = (
 VARIANTS = (
     "thinned, k and rho tuned", "thinned, rho of each label", "thinned, temperature tuned", "thinned, start at 0",
     "thinned, with a class term", "thinned, k at least 2", "thinned, labelled rows",
+    "thinned, labelled rows, k tuned",
 )  # fmt: skip
 PAIRS = (
     ("LML thinned, k tuned", "assume negative"), ("LML thinned, k tuned", "multi-hot softmax"),
@@ -46,6 +47,7 @@ PAIRS = (
     ("LML thinned, k auto", "assume negative"), ("LML thinned, k tuned", "LML thinned, k auto"),
 )  # fmt: skip
 BASE = "LML thinned, k auto"  # the variants are measured against it
+CHOSEN = "thinned, labelled rows"  # what `lastlayer train --labels incomplete` does
 MANY_ROWS = 4000  # from here on, two seeds are enough to tune on
 
 
@@ -93,6 +95,8 @@ def complete(rows: Sequence[common.Row]) -> list[common.Row]:
 
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     made = {"variants": variants(rows)}
+    for name, heads in {"chosen": tabular.HEADS, "chosen linear": ("linear",), "chosen mlp": ("mlp",)}.items():
+        made[name] = summary(beside_chosen([row for row in rows if row["head"] in heads]), "recall5")
     rows = complete(rows)
     made["grid"] = ends(rows)
     made["summary"] = summary(rows, "recall5")
@@ -105,6 +109,13 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
             of_set = [row for row in some if row["set"] == name]
             made[f"{name} {head}"] = common.table(of_set, "method", "keep", "recall5") if of_set else "(not run)"
     return made
+
+
+def beside_chosen(rows: Sequence[common.Row]) -> list[common.Row]:
+    """The rows of the chosen loss and of all methods, in the sets, heads and shares kept where both are there."""
+    parts = [complete(rows), [row for row in rows if row["method"] == CHOSEN]]
+    found = [{(row["set"], row["head"], row["keep"]) for row in part} for part in parts]
+    return [row for part in parts for row in part if (row["set"], row["head"], row["keep"]) in found[0] & found[1]]
 
 
 def gaps(rows: Sequence[common.Row], metric: str) -> dict[tuple[str, str, str], dict[str, tuple[float, float]]]:

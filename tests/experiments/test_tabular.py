@@ -235,3 +235,7 @@ def test_pairs_and_variants_compare_the_cells_of_both():
     ]
     assert run._ahead(rows, "two-way", "recall5", run.BASE) == pytest.approx([15.0, 0.0])
     assert "| two-way | +15.00 | 1 of 1 | 1 |  |  |  | +15.00 | 1 |  |  |" in run.variants(rows)
+    assert run.beside_chosen(rows) == []
+    chosen = rows[0] | {"method": run.CHOSEN, "recall5": 0.55}
+    found = run.beside_chosen([*rows, chosen, chosen | {"set": "other"}])
+    assert [row["method"] for row in found] == ["two-way", "two-way", run.BASE, run.CHOSEN]
