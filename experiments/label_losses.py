@@ -108,15 +108,9 @@ def thinned_from_two(batch: Batch) -> Tensor:
     return ll.lml_loss(*batch.args, k, observed=min(batch.cell.mean / k, 0.95), reduction="none")
 
 
-def thinned_in_labelled_rows(batch: Batch) -> Tensor:
-    """Thinned LML with k auto; a row without an observed label has no loss, as in Algorithm 2."""
-    return thinned_auto(batch) * batch.target.any(-1)
-
-
-def tuned_in_labelled_rows(batch: Batch) -> Tensor:
-    """The same with k tuned."""
-    loss = ll.lml_loss(*batch.args, batch.k, observed=batch.rho, reduction="none")
-    return loss * batch.target.any(-1)
+def in_labelled_rows(method: Method) -> Method:
+    """The same without a loss in rows that have no observed label, as in Algorithm 2."""
+    return method._replace(loss=lambda batch: method.loss(batch) * batch.target.any(-1))
 
 
 def thinned_and_class(batch: Batch) -> Tensor:
@@ -169,8 +163,8 @@ LOSSES = {
     "thinned, temperature tuned": Method(thinned_at_temperature, (0.5, 2.0), reads_cell=True),
     "thinned, start at 0": Method(thinned_auto, reads_cell=True, frequencies=False),
     "thinned, k at least 2": Method(thinned_from_two, reads_cell=True),
-    "thinned, labelled rows": Method(thinned_in_labelled_rows, reads_cell=True),
-    "thinned, labelled rows, k tuned": Method(tuned_in_labelled_rows, CARDINALITIES, reads_cell=True),
+    "thinned, labelled rows": in_labelled_rows(lml("auto", thinned=True)),
+    "thinned, labelled rows, k tuned": in_labelled_rows(lml("tuned", thinned=True)),
     "thinned, with a class term": Method(thinned_and_class, (0.3, 1.0, 3.0), reads_cell=True),
     "LML": Method(lml_of_mean, (1.0, 2.0), reads_cell=True),
     "LML Fenchel-Young": Method(lambda b: ll.lml_fenchel_young_loss(*b.args, reduction="none")),

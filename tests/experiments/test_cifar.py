@@ -108,3 +108,17 @@ def test_features_are_read_and_trained_on_as_they_are(module, tmp_path):
     cifar.fit(objective, both, data["train_x"], data["train_fine"], peak=0.1, epochs=1, batch=100, seed=0)
     assert (head.weight != before).any()
     assert cifar.outputs(body, data["test_x"]).shape == (600, features)
+
+
+def test_a_head_that_was_trained_later_gets_its_curves(module, tmp_path):
+    run, common = module("accuracy_specificity.run"), module("common")
+    out = tmp_path / "results.json"
+    arguments = ["--smoke", "--out", str(out), "--device", "cpu", "--parts"]
+    run.main([*arguments, "train", "curves"])
+    results = common.Results(out)
+    whole, results.rows = results.rows, [row for row in results.rows if row.get("tree") != "quadratic"]
+    assert len(results.rows) < len(whole)
+    results.extend([])
+    run.main([*arguments, "curves"])
+    again = common.Results(out).rows
+    assert sorted(map(str, again)) == sorted(map(str, whole))

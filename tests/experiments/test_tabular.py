@@ -239,3 +239,13 @@ def test_pairs_and_variants_compare_the_cells_of_both():
     chosen = rows[0] | {"method": run.CHOSEN, "recall5": 0.55}
     found = run.beside_chosen([*rows, chosen, chosen | {"set": "other"}])
     assert [row["method"] for row in found] == ["two-way", "two-way", run.BASE, run.CHOSEN]
+
+
+def test_rows_without_a_label_have_no_loss_in_labelled_rows():
+    tabular, losses = (importlib.import_module(f"experiments.{name}") for name in ("tabular", "label_losses"))
+    x, target = torch.randn(4, 6), torch.zeros(4, 6, dtype=torch.bool)
+    target[0, 1] = target[2, 3] = True
+    batch = tabular.Batch(x, target, tabular.Cell("0.1", 2.0, mean=0.5, guess=1.0), progress=0.0)
+    for name, whole in (("thinned, labelled rows", "k auto"), ("thinned, labelled rows, k tuned", "k tuned")):
+        expected = losses.LOSSES[f"LML thinned, {whole}"].loss(batch) * torch.tensor([1, 0, 1, 0])
+        torch.testing.assert_close(losses.LOSSES[name].loss(batch), expected)
