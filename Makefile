@@ -4,13 +4,16 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check docs bench sanitize clean
+.PHONY: demo test test-all check docs bench sanitize clean
 
 demo: $(VENV)/.demo  ## the main job on data that ships with the package
 	$(BIN)/python -m lastlayer demo
 
-test: $(VENV)/.dev  ## all tests and doctests
+test: $(VENV)/.dev  ## the tests and doctests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-all: $(VENV)/.dev  ## the longer tests, which `make test` leaves out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
 
 check: $(VENV)/.dev  ## format, lint, types
 	$(BIN)/ruff format --check .
