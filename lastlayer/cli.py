@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-READER = ("format", "text_column", "label_column", "id_column", "vector_column", "label_separator", "zero_based", "xml")
+from lastlayer import cli_reading as reading
 
 
 class UsageError(ValueError):
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     text = "with --shard-classes: groups of processes that each take a share of the rows of a batch"
     made.add_argument("--data-parallel", type=int, default=1, metavar="D", help=text)
     _config_flags(made)
-    _reader_flags(made)
+    reading.add_flags(made)
 
     made = add("evaluate", _evaluate, "measure a run on other rows")
     made.add_argument("run_folder", metavar="RUN")
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--part", help="train, valid or test, where the data name parts (default: test)")
     made.add_argument("--json", metavar="FILE", help="write the numbers there too")
     _shard_flag(made)
-    _reader_flags(made)
+    reading.add_flags(made)
 
     made = add("predict", _predict, "write the labels of rows, best first, as they are read")
     made.add_argument("run_folder", metavar="RUN")
@@ -120,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--threshold", type=float, default=0.0, help="leave out labels less probable than this")
     made.add_argument("--out", metavar="FILE", help="default: standard output")
     _shard_flag(made)
-    _reader_flags(made, formats=True)
+    reading.add_flags(made, formats=True)
 
     made = add("report", _report, "write one HTML page about one run or several")
     made.add_argument("run_folders", metavar="RUN", nargs="+")
@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--trials", type=int, default=12)
     made.add_argument("--losses", default="", help="comma-separated; default: that of --loss")
     _config_flags(made)
-    _reader_flags(made)
+    reading.add_flags(made)
 
     made = add("plan", _plan, "memory, traffic and time of training with split labels, before it is run")
     add_plan_options(made)
@@ -166,62 +166,6 @@ def _config_flags(made: argparse.ArgumentParser) -> None:
         shown = "none" if default in ((), "") else default
         text = f"{item.metadata['help']} (default: {shown})".replace("%", "%%")
         group.add_argument(f"--{item.name.replace('_', '-')}", dest=f"field_{item.name}", metavar="VALUE", help=text)
-
-
-def _reader_flags(made: argparse.ArgumentParser, formats: bool = False) -> None:
-    from lastlayer.data.read import FORMATS
-
-    group = made.add_argument_group("reading")
-    names = ["--format", "--input-format"]
-    if formats:  # `predict --format jsonl|csv` is the form of the output
-        made.add_argument("--format", dest="output_format", choices=("jsonl", "csv"), default="jsonl")
-        names = ["--input-format"]
-    group.add_argument(*names, dest="reader_format", choices=FORMATS, help="else by name and first line")
-    for name in ("text", "label", "id", "vector"):
-        group.add_argument(f"--{name}-column", dest=f"reader_{name}_column", help="name, or number from 0")
-    group.add_argument("--label-separator", dest="reader_label_separator")
-    group.add_argument("--zero-based", dest="reader_zero_based", choices=("yes", "no"), help="LibSVM feature numbers")
-    group.add_argument("--xml", dest="reader_xml", help="label names of an ARFF file")
-    group.add_argument("--on-error", choices=("raise", "skip"), default="raise", help="at a wrong line")
-
-
-def _reader(arguments: argparse.Namespace) -> dict[str, Any]:
-    found = {name: getattr(arguments, f"reader_{name}") for name in READER}
-    if found["zero_based"] is not None:
-        found["zero_based"] = found["zero_based"] == "yes"
-    return {k: v for k, v in found.items() if v is not None}
-
-
-def _parts(arguments: argparse.Namespace) -> dict[str, Any]:
-    from lastlayer.data import read_parts
-
-    options = {**_reader(arguments), "on_error": arguments.on_error}
-    parts = read_parts(arguments.data, **options)
-    width = next((p.features.shape[1] for p in parts.values() if p.features is not None), None)
-    extra = {k: v for k, v in options.items() if k != "xml"}
-    if width is not None and next(iter(parts.values())).source.get("format") == "svm":
-        extra["n_features"] = width
-    for name in ("valid", "test"):
-        if path := getattr(arguments, name, None):
-            given = read_parts(path, **extra)
-            parts[name] = given.get(name) or next(iter(given.values()))
-            if "all" in parts and name == "test":
-                parts.setdefault("train", parts.pop("all"))
-    for name, data in parts.items():
-        _tell_about(name, data)
-    return parts
-
-
-def _tell_about(name: str, data: Any) -> None:
-    how = ", ".join(f"{k} {v}" for k, v in data.source.items() if k != "columns")
-    for key, value in data.source.get("columns", {}).items():
-        how += f", {key} {value!r}"
-    print(f"{name}: {len(data)} rows, {data.n_labels} labels ({how})", file=sys.stderr)
-    if data.problems.count:
-        print(f"skipped {data.problems.count} wrong line(s):", file=sys.stderr)
-        for message in data.problems.listed[:20]:
-            print(f"  {message}", file=sys.stderr)
-        data.problems.listed[:] = data.problems.listed[:1000]
 
 
 def _config(arguments: argparse.Namespace) -> Any:
@@ -256,7 +200,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from lastlayer.train import train
 
     config = _config(arguments)
-    parts = _parts(arguments)
+    parts = reading.training_parts(arguments)
     progress = not arguments.quiet and sys.stderr.isatty()
     split = {"shard_classes": arguments.shard_classes, "data_parallel": arguments.data_parallel}
     run = train(parts, config, arguments.out, progress=progress, **split)
@@ -268,18 +212,12 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from lastlayer.data import read_parts
     from lastlayer.train import evaluate
     from lastlayer.train.engine import load
 
     model = load(arguments.run_folder, shard_classes=arguments.shard_classes)
-    options = _like_training(arguments, model)
-    parts = read_parts(arguments.data, on_error=arguments.on_error, **options)
-    part = arguments.part or next((p for p in ("test", "all", "valid") if p in parts), "train")
-    if part not in parts:
-        raise UsageError(f"{arguments.data}: has no part {part!r}, only {', '.join(parts)}.")
-    _tell_about(part, parts[part])
-    found = evaluate(arguments.run_folder, parts[part], shard_classes=arguments.shard_classes)
+    part, data = reading.part_to_measure(arguments, model)
+    found = evaluate(arguments.run_folder, data, shard_classes=arguments.shard_classes)
     if found["unknown_labels"]:
         print(f"dropped {found['unknown_labels']} label(s) that the run does not know", file=sys.stderr)
     _say_metrics({"part": part, **found}, arguments.run_folder)
@@ -291,30 +229,19 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _like_training(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """Read feature numbers as the training file's were read."""
-    options = _reader(arguments)
-    if model.reader.get("format") == "svm":
-        options.setdefault("zero_based", model.reader.get("zero_based"))
-        options.setdefault("n_features", model.features.n_features)
-    return options
-
-
 def _predict(arguments: argparse.Namespace) -> int:
-    from lastlayer.data import stream
     from lastlayer.train.engine import load
     from lastlayer.train.measure import TOP, predict
 
     if arguments.k is not None and arguments.k < 1:
         raise UsageError("-k must be at least 1.")
     model = load(arguments.run_folder, shard_classes=arguments.shard_classes)
-    options = _like_training(arguments, model)
     at, problems = 0, None
     with _output(arguments.out) as out:
         writer = csv.writer(out, lineterminator="\n")
         if arguments.output_format == "csv":
             writer.writerow(["row", "id", "rank", "label", "probability"])
-        for data in stream(arguments.data, 512, on_error=arguments.on_error, **options):
+        for data in reading.rows_to_predict(arguments, model):
             found = predict(model.module, model.features(data), _unlabelled(data, model.labels), top=arguments.k or TOP)
             problems = data.problems
             for i in range(len(data)):
@@ -398,7 +325,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     if config.devices > 1:
         raise UsageError("tune runs on one device; leave out --devices.")
-    run = tune(_parts(arguments), config, arguments.out, trials=arguments.trials, losses=losses, say=say)
+    run = tune(
+        reading.training_parts(arguments), config, arguments.out, trials=arguments.trials, losses=losses, say=say
+    )
     _say_metrics(run.metrics(), str(run.path))
     print(f"best run: {run.path}")
     return 0
