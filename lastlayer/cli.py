@@ -222,7 +222,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         print(f"dropped {found['unknown_labels']} label(s) that the run does not know", file=sys.stderr)
     _say_metrics({"part": part, **found}, arguments.run_folder)
     if arguments.json:
-        from lastlayer.train.run_folder import RunFolder
+        from lastlayer.runs import RunFolder
 
         target = Path(arguments.json)
         RunFolder(target.parent).write_json(target.name, {"part": part, **found})
@@ -279,7 +279,7 @@ def _output(path: str | None) -> Iterator[Any]:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from lastlayer.train.run_folder import RunError, RunFolder
+    from lastlayer.runs import RunError, RunFolder
 
     runs = [Path(p) for p in arguments.run_folders]
     for path in runs:

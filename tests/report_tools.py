@@ -50,7 +50,7 @@ def make_run(
     put(folder, "labels.json", {"names": names, "train_counts": hot.sum(0).tolist()})
     put(folder, "metrics.json", metrics(y, hot))
     put(folder, "data.json", {
-        "parts": {"test": {"source": {}, "rows": rows, "labels_a_row": float(hot.sum() / max(rows, 1)),
+        "parts": {"test": {"source": {}, "rows": rows, "labels_per_row": float(hot.sum() / max(rows, 1)),
                            "fingerprint": f"print{seed}-{rows}", "skipped": 0, "listed": []}},
         "hidden": None, "resolved": {"k": 2.6, "monitor": "recall@3", "loss": "lml"}})  # fmt: skip
     put(folder, "environment.json", {"lastlayer": "0", "torch": "2", "command": ["lastlayer", "train", text]})

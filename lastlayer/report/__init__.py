@@ -1,15 +1,16 @@
-"""From run folders to one page: HTML that needs no network, Markdown, or JSON."""
+"""From run folders to one page: self-contained HTML, Markdown, or JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lastlayer.report.folder import ReportError as ReportError
-from lastlayer.report.folder import Run, read
+from lastlayer.runs.contents import Run, read
+from lastlayer.runs.files import RunError, write_atomically
+
+ReportError = RunError  # the name of version 0.1
 
 
 def write(run_dirs: Sequence[str | Path] | str | Path, out: str | Path) -> Path:
@@ -24,13 +25,13 @@ def write(run_dirs: Sequence[str | Path] | str | Path, out: str | Path) -> Path:
         `out`.
 
     Raises:
-        ReportError: A folder is not there or damaged; one line says which file.
+        RunError: A folder is missing or damaged; the message is one line and names the file.
 
     Example:
         >>> from lastlayer import report
         >>> report.write("no/such/run", "report.html")
         Traceback (most recent call last):
-        lastlayer.report.folder.ReportError: no/such/run: must be the folder of a finished run, and is not there. ...
+        lastlayer.runs.files.RunError: no/such/run: must be the folder of a finished run, and is not there. ...
     """
     path = Path(out)
     runs = read([run_dirs] if isinstance(run_dirs, str | Path) else list(run_dirs))
@@ -44,7 +45,7 @@ def write(run_dirs: Sequence[str | Path] | str | Path, out: str | Path) -> Path:
         from lastlayer.report.page import page
 
         text = page(runs)
-    _replace(path, text)
+    write_atomically(path, text.encode("utf-8", "replace"))  # a lone surrogate, which JSON can carry, becomes "?"
     return path
 
 
@@ -64,15 +65,3 @@ def _summary(runs: list[Run]) -> dict[str, Any]:
     from lastlayer.report.digest import summarise
 
     return summarise(runs)[0]
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # Lone surrogates, which JSON can carry, are no text: a question mark stands for them.
-        temporary.write_bytes(text.encode("utf-8", "replace"))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from lastlayer.metrics.average_precision import mean_average_precision
-from lastlayer.report.folder import Held, Run
 from lastlayer.report.numbers import cuts, hot
+from lastlayer.runs.contents import Held, Run
 
 TEST = (
     "Paired bootstrap: the held-out rows are drawn again with replacement ({draws:,} times), the same rows for every "

@@ -7,7 +7,8 @@ from typing import Any
 import lastlayer
 from lastlayer.report import numbers
 from lastlayer.report.compare import compare, p_value
-from lastlayer.report.folder import Run
+from lastlayer.runs.contents import Run
+from lastlayer.runs.files import plain
 
 WORDS = {
     "precision": ("precision", "share of the labels put out that are true"),
@@ -29,7 +30,7 @@ def summarise(runs: list[Run]) -> tuple[dict[str, Any], list[numbers.Analysis | 
         "comparison": compare(runs),
     }
     found["sentences"] = sentences(found)
-    return numbers.plain(found), analyses
+    return plain(found), analyses
 
 
 def _run(run: Run, analysis: numbers.Analysis | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from lastlayer.metrics.calibration import reliability_bins
 from lastlayer.metrics.errors import error_kinds, label_set_errors
-from lastlayer.report.folder import Held, Run
+from lastlayer.runs.contents import Held, Run
 
 CELLS = 8_000_000  # entries of a matrix of rows by labels that the error analysis may hold
 CURVE = 20  # the largest k of the curves
@@ -198,7 +198,11 @@ def facts(run: Run) -> dict[str, Any]:
         "rows": run.metrics.get("rows"),
         "n_labels": len(run.labels),
         "parts": {
-            name: {"rows": p.get("rows"), "labels_a_row": p.get("labels_a_row"), "skipped": p.get("skipped")}
+            name: {
+                "rows": p.get("rows"),
+                "labels_per_row": p.get("labels_per_row", p.get("labels_a_row")),
+                "skipped": p.get("skipped"),
+            }
             for name, p in parts.items()
             if isinstance(p, dict)
         },
@@ -209,19 +213,6 @@ def facts(run: Run) -> dict[str, Any]:
         "environment": {k: v for k, v in run.environment.items() if k != "format"},
         "config": run.config,
     }
-
-
-def plain(value: Any) -> Any:
-    """Turn NumPy numbers into Python's, what is not finite into null, and what JSON has no word for into text."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def _list(values: np.ndarray) -> list[float | None]:

@@ -11,8 +11,8 @@ from pathlib import PurePath
 from typing import Any
 
 from lastlayer.report import digest as words
-from lastlayer.report.folder import Run
 from lastlayer.report.numbers import KINDS, Analysis
+from lastlayer.runs.contents import Run
 
 LABELS = 20_000  # in the table; the rest is in the JSON
 EXAMPLES = 2_000

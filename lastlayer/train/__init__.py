@@ -1,6 +1,6 @@
-"""Train on label sets: Lightning module and data, run folders, checkpoints, the scikit-learn estimator.
+"""Training on label sets: the Lightning module and data, checkpoints, the scikit-learn estimator.
 
-Importing this package imports nothing heavy; the names are found when they are asked for.
+Importing this package imports nothing heavy; a name is imported on first use.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "Config": "config",
-    "ConfigError": "config",
-    "FeatureMap": "features",
-    "LabelSetClassifier": "estimator",
-    "LabelSetData": "module",
-    "LabelSetModule": "module",
-    "LabelSetNetwork": "network",
-    "RunError": "run_folder",
-    "RunFolder": "run_folder",
-    "SafeCheckpointIO": "checkpoint",
-    "evaluate": "measure",
-    "train": "engine",
+    "Config": "lastlayer.train.config",
+    "ConfigError": "lastlayer.train.config",
+    "FeatureMap": "lastlayer.train.features",
+    "LabelSetClassifier": "lastlayer.train.estimator",
+    "LabelSetData": "lastlayer.train.module",
+    "LabelSetModule": "lastlayer.train.module",
+    "LabelSetNetwork": "lastlayer.train.network",
+    "RunError": "lastlayer.runs.files",
+    "RunFolder": "lastlayer.runs.folder",
+    "SafeCheckpointIO": "lastlayer.train.checkpoint",
+    "evaluate": "lastlayer.train.measure",
+    "train": "lastlayer.train.engine",
 }
 __all__ = sorted(_PLACES)
 
@@ -28,4 +28,4 @@ __all__ = sorted(_PLACES)
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(importlib.import_module(_PLACES[name]), name)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lastlayer.train.run_folder import RunError, write_atomically
+from lastlayer.runs import RunError, write_atomically
 
 _KEY = "~"  # marks an encoded value among plain ones
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from lastlayer.runs.files import RunError, read_yaml
+
 _LISTS = {"hidden": int, "at": int, "loggers": str}
 _CHOICES = {
     "labels": ("complete", "incomplete"),
@@ -133,29 +135,11 @@ class Config:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file of fields; tags that build objects, and aliases that expand, are refused."""
-    import yaml
-
-    path = Path(path)
+    """Read a YAML file of fields; tags that construct objects, and aliases, are refused."""
     try:
-        raw = path.read_bytes()
-        if len(raw) > 1 << 20:
-            raise ConfigError(f"{path}: must be smaller than 1 MiB.")
-        text = raw.decode("utf-8")
-        if any(isinstance(t, yaml.AliasToken) for t in yaml.scan(text, Loader=yaml.SafeLoader)):
-            raise ConfigError(f"{path}: must not use aliases.")
-        value = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path}: must be YAML: {' '.join(str(error).split())[:160]}.") from None
-    if value is None:
-        value = {}
-    if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
-        raise ConfigError(f"{path}: must hold fields and values, e.g. `loss: lml`.")
-    return value
+        return read_yaml(Path(path))
+    except RunError as error:
+        raise ConfigError(str(error)) from None
 
 
 def make(values: dict[str, Any], where: str = "config") -> Config:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lastlayer.data import LabelData, load_sample
+from lastlayer.runs import RunFolder
 from lastlayer.train.config import Config
 from lastlayer.train.engine import train
-from lastlayer.train.run_folder import RunFolder
 from lastlayer.train.tune import score
 
 LOSSES = ("lml", "binary", "truncated_entropy", "two_way", "asymmetric", "expected_positive")

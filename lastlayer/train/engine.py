@@ -19,6 +19,7 @@ from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from lastlayer.data import DataError, LabelData, hide_labels, single_positive, split_rows
+from lastlayer.runs import RunError, RunFolder, write_atomically
 from lastlayer.shard import ClassShard
 from lastlayer.train import checkpoint, sharded
 from lastlayer.train import measure as evaluation
@@ -27,7 +28,6 @@ from lastlayer.train.config import load as load_config
 from lastlayer.train.features import FeatureMap
 from lastlayer.train.module import EpochBatches, LabelSetData, LabelSetModule, Resolved
 from lastlayer.train.network import LabelSetNetwork
-from lastlayer.train.run_folder import RunError, RunFolder, write_atomically
 
 EXAMPLES, LONGEST = 2000, 2000
 
@@ -287,7 +287,7 @@ def _about(parts: dict[str, LabelData], config: Config, resolved: Resolved) -> d
         name: {
             "source": data.source,
             "rows": len(data),
-            "labels_a_row": float(data.row_counts().mean()),
+            "labels_per_row": float(data.row_counts().mean()),
             "fingerprint": data.fingerprint(),
             "skipped": data.problems.count,
             "listed": data.problems.listed[:20],

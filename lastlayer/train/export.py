@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lastlayer.runs import RunError
 from lastlayer.train.engine import load, quiet
 from lastlayer.train.module import LabelSetModule
-from lastlayer.train.run_folder import RunError
 
 
 class Exported(nn.Module):

@@ -29,12 +29,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lastlayer import shard as sharding
+from lastlayer.runs import RunError, RunFolder
 from lastlayer.shard import ClassShard, wrap_rows
 from lastlayer.train import checkpoint
 from lastlayer.train.config import Config, ConfigError, loss_function, loss_names
 from lastlayer.train.module import LabelSetModule
 from lastlayer.train.network import LabelSetNetwork
-from lastlayer.train.run_folder import RunError, RunFolder
 
 IN_BLOCKS = 100_000  # labels of a process from which the LML loss never holds the logits
 _MARK = "split over processes"

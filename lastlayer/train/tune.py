@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from lastlayer.data import LabelData
+from lastlayer.runs import RunError, RunFolder, write_atomically
 from lastlayer.train.config import Config, load, make
 from lastlayer.train.engine import prepare, train
 from lastlayer.train.module import Resolved
-from lastlayer.train.run_folder import RunError, RunFolder, write_atomically
 
 
 def propose(config: Config, number: int, losses: Sequence[str], k: float, sparse: bool) -> Config:

@@ -10,7 +10,7 @@ from report_tools import make_run
 import lastlayer as ll
 from lastlayer import report
 from lastlayer.report import compare, numbers
-from lastlayer.report.folder import read
+from lastlayer.runs.contents import read
 
 
 def held_of(path):

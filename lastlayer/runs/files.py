@@ -1,0 +1,109 @@
+"""Single files of a run folder: atomic writes, JSON and YAML that is checked when it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+LARGEST_YAML = 1 << 20
+
+
+class RunError(ValueError):
+    """A run folder that is missing, unfinished or damaged. The message is one line and names the file."""
+
+
+def damaged(path: Path, why: object) -> RunError:
+    """Return the error for a file that is there but cannot be used."""
+    return RunError(f"{path}: damaged: {' '.join(str(why).split())[:200].rstrip('.')}.")
+
+
+def missing(path: Path) -> RunError:
+    """Return the error for a file that must be there."""
+    return RunError(f"{path}: not there. Is {path.parent} a finished run of `lastlayer train`?")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a whole file or nothing: write under a temporary name, flush to disk, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def plain(value: Any) -> Any:
+    """Convert to what JSON can hold: NumPy numbers to Python numbers, non-finite numbers to null, the rest to text."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def to_json(value: dict[str, Any]) -> bytes:
+    """Return a JSON file with the format number."""
+    value = plain({"format": FORMAT, **value})
+    try:
+        return json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False).encode()
+    except UnicodeEncodeError:  # a lone surrogate has no UTF-8, but JSON can escape it
+        return json.dumps(value, indent=1, allow_nan=False).encode()
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON file and check its format number; None if there is no such file."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(path, error) from None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise damaged(path, f"must be an object of format {FORMAT}")
+    return value
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping. Tags that construct objects, and aliases, which can expand, are refused."""
+    import yaml
+
+    try:
+        raw = path.read_bytes()
+        if len(raw) > LARGEST_YAML:
+            raise RunError(f"{path}: must be smaller than 1 MiB.")
+        text = raw.decode("utf-8")
+        if any(isinstance(t, yaml.AliasToken) for t in yaml.scan(text, Loader=yaml.SafeLoader)):
+            raise RunError(f"{path}: must not use aliases.")
+        value = yaml.safe_load(text)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{path}: must be YAML: {' '.join(str(error).split())[:160]}.") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+        raise RunError(f"{path}: must hold fields and values, e.g. `loss: lml`.")
+    return value
