@@ -1,7 +1,7 @@
 """Streaming forms of the metrics: torchmetrics classes whose states add up over batches and processes.
 
 Each class takes the options of its function, and the options of ``torchmetrics.Metric`` besides. Sums are kept in
-float64. Under DDP each process updates with its own rows. Memory does not grow with the number of rows, but for
+float64. Under DDP each process updates with its own rows. Memory does not grow with the number of rows, except for
 `MeanAveragePrecision` and `AUROC` with ``thresholds=None``, which keep all scores.
 """
 
@@ -18,76 +18,39 @@ from lastlayer.metrics import _ranking, _sums, at_k, openset
 from lastlayer.metrics import average_precision as ap
 from lastlayer.metrics import calibration as cal
 from lastlayer.metrics._problems import Per
+from lastlayer.metrics._stream import Stream
 from lastlayer.metrics._sums import Average, Empty, Kind
-
-try:
-    from torchmetrics import Metric
-    from torchmetrics.utilities import dim_zero_cat
-except ImportError as error:
-    raise ImportError(
-        "lastlayer: streaming metrics need torchmetrics, which is not installed. "
-        "Install the extra `lastlayer[train]`, or use the functions, such as lastlayer.recall_at_k."
-    ) from error
 
 RankedAverage = Literal["macro", "micro", "weighted", "none"]
 
 
-class _Stream(Metric):
-    """What all have in common."""
-
-    is_differentiable = False
-    higher_is_better: bool | None = True
-    full_state_update = False
-
-    def _sum(self, name: str, *shape: int) -> None:
-        self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def _add(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            setattr(self, name, getattr(self, name) + value)
-
-
-def _same_classes(metric: Metric, scores: Tensor, n_classes: int) -> None:
-    scores = _check.logits(type(metric).__name__, scores, "scores")
-    if scores.shape[-1] != n_classes:
-        raise ValueError(
-            f"{type(metric).__name__}: `scores` must have n_classes={n_classes} classes, got {scores.shape[-1]}."
-        )
-
-
-class _AtK(_Stream):
-    """A metric at k: sums over rows, or counts of classes."""
+class _AtK(Stream):
+    """A metric at k: sums over rows, or counts per class."""
 
     kind: ClassVar[Kind]
-    gain: Tensor
-    best: Tensor
-    full: Tensor
-    without: Tensor
-    hits: Tensor
-    predicted: Tensor
-    labels: Tensor
+    k: int | Sequence[int]
+    average: Average
+    empty: Empty
+    n_classes: int | None
 
-    def __init__(self, k: Any, empty: Empty, average: Average, n_classes: int | None, options: dict[str, Any]) -> None:
-        super().__init__(**options)
+    def __init__(self, options: dict[str, Any], k: Any, average: Average, empty: Empty, **settings: Any) -> None:
+        given = {"k": k, "average": average, "empty": empty, "n_classes": None}
+        super().__init__(options, **given | settings)
         op = type(self).__name__
         at_k.check_options(op, average, empty)
         if isinstance(k, Tensor):
             raise TypeError(f"{op}: `k` must be a number or a list of numbers, got a tensor. Use the function instead.")
-        if average != "samples" and n_classes is None:
+        if average != "samples" and self.n_classes is None:
             raise ValueError(f"{op}: `n_classes` must be given with average={average!r}, got None.")
-        self.k, self.empty, self.average, self.n_classes = k, empty, average, n_classes
         self.several = _ranking.cuts(op, k, torch.Size(), torch.device("cpu")).several
         q = len(k) if self.several else 1
         if average == "samples":
-            self._sum("gain", q)
-            self._sum("best", q)
-            self._sum("full")
-            self._sum("without")
+            shapes: dict[str, tuple[int, ...]] = {"gain": (q,), "best": (q,), "full": (), "empty": ()}
         else:
-            assert n_classes is not None
-            self._sum("hits", q, n_classes)
-            self._sum("predicted", q, n_classes)
-            self._sum("labels", n_classes)
+            assert self.n_classes is not None
+            shapes = {"hits": (q, self.n_classes), "predicted": (q, self.n_classes), "labels": (self.n_classes,)}
+        for name, shape in shapes.items():
+            self._sum(name, *shape)
 
     def update(self, scores: Tensor, target: Tensor, indices: Tensor | None = None) -> None:
         """Add rows: scores and target (and decoded lists) as the function takes them."""
@@ -104,15 +67,12 @@ class _AtK(_Stream):
             propensities=getattr(self, "propensities", None),
             n_classes=self.n_classes,
         )
-        if isinstance(sums, _sums.RowSums):
-            self._add(gain=sums.gain, best=sums.best, full=sums.full, without=sums.empty)
-        else:
-            self._add(**sums._asdict())
+        self._add(**sums._asdict())
 
     def _check_classes(self, scores: Tensor, target: Tensor, indices: Tensor | None) -> None:
         assert self.n_classes is not None
         if indices is None:
-            _same_classes(self, scores, self.n_classes)
+            self._same_classes(scores, self.n_classes)
             return
         op, rule = type(self).__name__, "classes below n_classes"
         for name, value in (("indices", indices), ("target", target)):
@@ -120,11 +80,9 @@ class _AtK(_Stream):
                 _check.below(op, name, value, self.n_classes, rule, "Classes count from 0.")
 
     def compute(self) -> Tensor:
-        """The metric of all rows so far, as the function returns it."""
-        if self.average == "samples":
-            sums: Any = _sums.RowSums(self.gain, self.best, self.full, self.without)
-        else:
-            sums = _sums.LabelCounts(self.hits, self.predicted, self.labels)
+        """Return the metric of all rows so far, as the function returns it."""
+        form = _sums.RowSums if self.average == "samples" else _sums.LabelCounts
+        sums = form(*(self._state(name) for name in form._fields))
         result = at_k.settle(self.kind, sums, self.average, self.empty)
         return (result if self.several else result.squeeze(0)).to(torch.get_default_dtype())
 
@@ -136,7 +94,7 @@ class PrecisionAtK(_AtK):
 
     Example:
         >>> metric = PrecisionAtK(2)
-        >>> metric.update(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1, 0, 0]]))
+        >>> metric.update(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1.0, 0.0, 0.0]]))
         >>> metric.update(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[0, 1]]))
         >>> metric.compute()
         tensor(0.7500)
@@ -153,7 +111,7 @@ class PrecisionAtK(_AtK):
         n_classes: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(k, empty, average, n_classes, options)
+        super().__init__(options, k, average, empty, n_classes=n_classes)
 
 
 class RecallAtK(PrecisionAtK):
@@ -174,7 +132,7 @@ class RPrecisionAtK(_AtK):
     kind: ClassVar[Kind] = "r_precision"
 
     def __init__(self, k: int | Sequence[int], *, empty: Empty = "skip", **options: Any) -> None:
-        super().__init__(k, empty, "samples", None, options)
+        super().__init__(options, k, "samples", empty)
 
 
 class NDCGAtK(RPrecisionAtK):
@@ -189,7 +147,7 @@ class TopKAccuracy(_AtK):
     kind: ClassVar[Kind] = "accuracy"
 
     def __init__(self, k: int | Sequence[int] = 1, *, empty: Empty = "skip", **options: Any) -> None:
-        super().__init__(k, empty, "samples", None, options)
+        super().__init__(options, k, "samples", empty)
 
 
 class PSPAtK(_AtK):
@@ -206,39 +164,31 @@ class PSPAtK(_AtK):
         empty: Empty = "skip",
         **options: Any,
     ) -> None:
-        super().__init__(k, empty, "samples", None, options)
-        self.register_buffer("propensities", propensities, persistent=False)
+        super().__init__(options, k, "samples", empty, propensities=propensities)
 
 
-class _Ranked(_Stream):
+class _Ranked(Stream):
     """A metric of rankings over rows: all scores in lists, or counts in bins of [0, 1]."""
 
-    scores: list[Tensor]
-    target: list[Tensor]
-    positive: Tensor
-    total: Tensor
+    average: RankedAverage
+    empty: Empty
+    thresholds: int | None
+    n_classes: int | None
 
-    def __init__(
-        self,
-        average: RankedAverage,
-        empty: Empty,
-        thresholds: int | None,
-        n_classes: int | None,
-        options: dict[str, Any],
-    ) -> None:
-        super().__init__(**options)
-        op = type(self).__name__
-        _check.choice(op, "average", average, ("macro", "micro", "weighted", "none"))
-        _check.choice(op, "empty", empty, ("skip", "zero", "one"))
-        self.average, self.empty, self.thresholds, self.n_classes = average, empty, thresholds, n_classes
-        if thresholds is None:
-            self.add_state("scores", [], dist_reduce_fx="cat")
-            self.add_state("target", [], dist_reduce_fx="cat")
+    def __init__(self, options: dict[str, Any], binned: bool, **settings: Any) -> None:
+        super().__init__(options, **settings)
+        op, bins = type(self).__name__, self.thresholds
+        _check.choice(op, "average", self.average, ("macro", "micro", "weighted", "none"))
+        _check.choice(op, "empty", self.empty, ("skip", "zero", "one"))
+        if bins is not None and (isinstance(bins, bool) or not isinstance(bins, int) or bins < 2):
+            raise ValueError(f"{op}: `thresholds` must be None or a whole number of at least 2, got {bins!r}.")
+        if not binned:
+            self._list("scores")
+            self._list("target")
             return
-        if isinstance(thresholds, bool) or not isinstance(thresholds, int) or thresholds < 2:
-            raise ValueError(f"{op}: `thresholds` must be None or a whole number of at least 2, got {thresholds!r}.")
-        self._sum("positive", n_classes or 1, thresholds)
-        self._sum("total", n_classes or 1, thresholds)
+        assert bins is not None
+        self._sum("positive", self.n_classes or 1, bins)
+        self._sum("total", self.n_classes or 1, bins)
 
     def _keep(self, scores: Tensor, target: Tensor) -> None:
         """Store scores and a dense target of the same shape: lists of indices may differ in length."""
@@ -247,19 +197,20 @@ class _Ranked(_Stream):
         labels = _check.target(op, target, scores)
         known = labels.known()
         dense = labels.positive().to(torch.int8)
-        self.scores.append(scores)
-        self.target.append(dense if known is None else torch.where(known, dense, -1))
+        self._state("scores").append(scores)
+        self._state("target").append(dense if known is None else torch.where(known, dense, -1))
 
     def _count(self, scores: Tensor, target: Tensor) -> None:
         assert self.thresholds is not None
-        _same_classes(self, scores, len(self.total))
+        self._same_classes(scores, self.n_classes or 1)
         sums = cal.bin_sums(type(self).__name__, scores, target, None, self.thresholds, "class")
         self._add(positive=sums.right, total=sums.pairs)
 
     def _binned(self) -> tuple[Tensor, Tensor]:
+        positive, total = self._state("positive"), self._state("total")
         if self.average == "micro":
-            return self.positive.sum(0, keepdim=True), self.total.sum(0, keepdim=True)
-        return self.positive, self.total
+            return positive.sum(0, keepdim=True), total.sum(0, keepdim=True)
+        return positive, total
 
     def _settled(self, value: Tensor, count: Tensor) -> Tensor:
         average = "macro" if self.average == "micro" else self.average
@@ -269,10 +220,10 @@ class _Ranked(_Stream):
 class MeanAveragePrecision(_Ranked):
     """Streaming form of :func:`~lastlayer.mean_average_precision`.
 
-    ``per="sample"`` keeps two numbers and is exact. ``per="class"`` must compare rows of different batches: with
+    ``per="sample"`` keeps three numbers and is exact. ``per="class"`` must compare rows of different batches: with
     ``thresholds=None`` it keeps all scores and is exact; with a number it counts in that many bins of equal width on
-    [0, 1], needs `n_classes` and probabilities as scores, and takes ``16 * n_classes * thresholds`` bytes, whatever
-    the number of rows. Scores of one bin then count as equal.
+    [0, 1], needs `n_classes` and probabilities as scores, and takes ``16 * n_classes * thresholds`` bytes, however
+    many rows there are. Scores in the same bin then count as equal.
 
     Args:
         per: ``"class"`` or ``"sample"``.
@@ -284,15 +235,13 @@ class MeanAveragePrecision(_Ranked):
 
     Example:
         >>> metric = MeanAveragePrecision(thresholds=100, n_classes=2)
-        >>> metric.update(torch.tensor([[0.9, 0.2], [0.8, 0.7]]), torch.tensor([[1, 0], [0, 1]]))
-        >>> metric.update(torch.tensor([[0.1, 0.3]]), torch.tensor([[1, 1]]))
+        >>> metric.update(torch.tensor([[0.9, 0.2], [0.8, 0.7]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        >>> metric.update(torch.tensor([[0.1, 0.3]]), torch.tensor([[1.0, 1.0]]))
         >>> metric.compute()
         tensor(0.9167)
     """
 
-    gain: Tensor
-    full: Tensor
-    rows: Tensor
+    per: Per
 
     def __init__(
         self,
@@ -310,12 +259,11 @@ class MeanAveragePrecision(_Ranked):
             raise ValueError(f"{op}: `n_classes` must be given with `thresholds`, got None.")
         if per == "sample" and average != "macro":
             raise ValueError(f"{op}: `average` must be 'macro' with per='sample', got {average!r}.")
-        super().__init__(average, empty, thresholds if per == "class" else None, n_classes, options)
-        self.per = per
+        settings = {"per": per, "average": average, "empty": empty, "thresholds": thresholds, "n_classes": n_classes}
+        super().__init__(options, per == "class" and thresholds is not None, **settings)
         if per == "sample":
-            self._sum("gain")
-            self._sum("full")
-            self._sum("rows")
+            for name in ("gain", "full", "rows"):
+                self._sum(name)
 
     def update(self, scores: Tensor, target: Tensor) -> None:
         """Add rows."""
@@ -328,16 +276,16 @@ class MeanAveragePrecision(_Ranked):
             self._count(scores, target)
 
     def compute(self) -> Tensor:
-        """The metric of all rows so far, as the function returns it."""
+        """Return the metric of all rows so far, as the function returns it."""
         if self.per == "sample":
-            sums = _sums.RowSums(self.gain, self.full, self.full, self.rows - self.full)
+            gain, full, rows = (self._state(name) for name in ("gain", "full", "rows"))
+            sums = _sums.RowSums(gain, full, full, rows - full)
             return _sums.settle_rows(sums, self.empty).to(torch.get_default_dtype())
         if self.thresholds is None:
-            if not len(self.scores):
+            if not len(self._state("scores")):
                 return torch.zeros((), device=self.device)
-            return ap.mean_average_precision(
-                dim_zero_cat(self.scores), dim_zero_cat(self.target), average=self.average, empty=self.empty
-            )
+            scores, target = self._joined("scores"), self._joined("target")
+            return ap.mean_average_precision(scores, target, average=self.average, empty=self.empty)
         positive, total = self._binned()
         return self._settled(ap.binned_average_precision(positive, total), positive.sum(-1))
 
@@ -346,8 +294,8 @@ class AUROC(_Ranked):
     """Streaming form of :func:`~lastlayer.auroc`, over the rows.
 
     With ``thresholds=None`` it keeps all scores and is exact; with a number it counts in that many bins of equal width
-    on [0, 1], needs probabilities as scores, and takes ``16 * n_classes * thresholds`` bytes. Scores of one bin then
-    count as equal.
+    on [0, 1], needs probabilities as scores, and takes ``16 * n_classes * thresholds`` bytes. Scores in the same bin
+    then count as equal.
 
     Args:
         average: As in the function.
@@ -358,8 +306,8 @@ class AUROC(_Ranked):
 
     Example:
         >>> metric = AUROC()
-        >>> metric.update(torch.tensor([0.9, 0.6]), torch.tensor([1, 1]))
-        >>> metric.update(torch.tensor([0.4, 0.7]), torch.tensor([0, 0]))
+        >>> metric.update(torch.tensor([0.9, 0.6]), torch.tensor([1.0, 1.0]))
+        >>> metric.update(torch.tensor([0.4, 0.7]), torch.tensor([0.0, 0.0]))
         >>> metric.compute()
         tensor(0.7500)
     """
@@ -373,7 +321,8 @@ class AUROC(_Ranked):
         n_classes: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(average, empty, thresholds, n_classes, options)
+        settings = {"average": average, "empty": empty, "thresholds": thresholds, "n_classes": n_classes}
+        super().__init__(options, thresholds is not None, **settings)
 
     def update(self, scores: Tensor, target: Tensor) -> None:
         """Add rows."""
@@ -385,32 +334,33 @@ class AUROC(_Ranked):
             self._count(scores, target)
 
     def compute(self) -> Tensor:
-        """The metric of all rows so far, as the function returns it."""
+        """Return the metric of all rows so far, as the function returns it."""
         if self.thresholds is None:
-            if not len(self.scores):
+            if not len(self._state("scores")):
                 return torch.zeros((), device=self.device)
-            return openset.auroc(
-                dim_zero_cat(self.scores), dim_zero_cat(self.target), average=self.average, empty=self.empty
-            )
+            scores, target = self._joined("scores"), self._joined("target")
+            return openset.auroc(scores, target, average=self.average, empty=self.empty)
         return self._settled(*openset.binned_area(*self._binned()))
 
 
-class LabelCalibrationError(_Stream):
+class LabelCalibrationError(Stream):
     """Streaming form of :func:`~lastlayer.label_calibration_error`; :meth:`bins` is the reliability diagram so far.
 
     ``per="class"`` needs `n_classes`.
 
     Example:
         >>> metric = LabelCalibrationError(k=1, n_bins=10)
-        >>> metric.update(torch.tensor([[0.9, 0.7], [0.8, 0.6]]), torch.tensor([[1, 0], [1, 0]]))
+        >>> metric.update(torch.tensor([[0.9, 0.7], [0.8, 0.6]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
         >>> metric.compute()
         tensor(0.1500)
     """
 
     higher_is_better = False
-    pairs: Tensor
-    confidence: Tensor
-    right: Tensor
+    k: int | None
+    n_bins: int
+    per: cal.PerPair
+    norm: cal.Norm
+    n_classes: int | None
 
     def __init__(
         self,
@@ -422,47 +372,44 @@ class LabelCalibrationError(_Stream):
         n_classes: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(options, k=k, n_bins=n_bins, per=per, norm=norm, n_classes=n_classes)
         op = type(self).__name__
         _check.choice(op, "norm", norm, ("l1", "l2", "max"))
         _check.choice(op, "per", per, ("pair", "class"))
         if per == "class" and n_classes is None:
             raise ValueError(f"{op}: `n_classes` must be given with per='class', got None.")
-        self.k, self.n_bins, self.per, self.norm = k, n_bins, per, norm
         for name in cal.BinSums._fields:
             self._sum(name, (n_classes or 1) if per == "class" else 1, n_bins)
 
     def update(self, scores: Tensor, target: Tensor) -> None:
         """Add rows."""
         if self.per == "class":
-            _same_classes(self, scores, len(self.pairs))
+            self._same_classes(scores, self.n_classes or 1)
         sums = cal.bin_sums(type(self).__name__, scores, target, self.k, self.n_bins, self.per)
         self._add(**sums._asdict())
 
     def compute(self) -> Tensor:
-        """The error of all rows so far."""
+        """Return the error of all rows so far."""
         return cal.calibration_error(self._sums(), self.norm).to(torch.get_default_dtype())
 
     def bins(self) -> cal.ReliabilityBins:
-        """The reliability diagram of the rows this process has seen."""
+        """Return the reliability diagram of the rows that this process has seen."""
         sums = self._sums()
         return cal.diagram(
             sums if self.per == "class" else cal.BinSums(*(s[0] for s in sums)), torch.get_default_dtype()
         )
 
     def _sums(self) -> cal.BinSums:
-        return cal.BinSums(self.pairs, self.confidence, self.right)
+        return cal.BinSums(*(self._state(name) for name in cal.BinSums._fields))
 
 
-class MeanMaxConfidence(_Stream):
+class MeanMaxConfidence(Stream):
     """Streaming form of :func:`~lastlayer.mean_max_confidence`."""
 
     higher_is_better = None
-    peak: Tensor
-    rows: Tensor
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(options)
         self._sum("peak")
         self._sum("rows")
 
@@ -472,5 +419,5 @@ class MeanMaxConfidence(_Stream):
         self._add(peak=openset.mean_max_confidence(scores).double() * rows, rows=rows)
 
     def compute(self) -> Tensor:
-        """The mean over all rows so far."""
-        return (self.peak / self.rows.clamp(min=1)).to(torch.get_default_dtype())
+        """Return the mean over all rows so far."""
+        return (self._state("peak") / self._state("rows").clamp(min=1)).to(torch.get_default_dtype())

@@ -8,38 +8,29 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torchmetrics.utilities import dim_zero_cat
 
 from lastlayer import _check
 from lastlayer.metrics import _ranking, _sums, angle, errors, graph, tree
+from lastlayer.metrics._stream import Stream
 from lastlayer.metrics._sums import Empty, RowSums
-from lastlayer.metrics.stream import _Stream
 
 if TYPE_CHECKING:
     from lastlayer.hierarchy import LabelTree
 
 
-class _Rows(_Stream):
+class _Rows(Stream):
     """A mean over rows (or images) at one or several cuts."""
 
-    gain: Tensor
-    best: Tensor
-    full: Tensor
-    without: Tensor
+    empty: Empty
 
-    def __init__(self, n_cuts: int, empty: Empty, options: dict[str, Any]) -> None:
-        super().__init__(**options)
-        self.empty: Empty = _check.choice(type(self).__name__, "empty", empty, ("skip", "zero", "one"))
-        self._sum("gain", n_cuts)
-        self._sum("best", n_cuts)
-        self._sum("full")
-        self._sum("without")
-
-    def _add_rows(self, sums: RowSums) -> None:
-        self._add(gain=sums.gain, best=sums.best, full=sums.full, without=sums.empty)
+    def __init__(self, options: dict[str, Any], n_cuts: int, **settings: Any) -> None:
+        super().__init__(options, **settings)
+        _check.choice(type(self).__name__, "empty", self.empty, ("skip", "zero", "one"))
+        for name, shape in {"gain": (n_cuts,), "best": (n_cuts,), "full": (), "empty": ()}.items():
+            self._sum(name, *shape)
 
     def _settled(self) -> Tensor:
-        return _sums.settle_rows(RowSums(self.gain, self.best, self.full, self.without), self.empty)
+        return _sums.settle_rows(RowSums(*(self._state(name) for name in RowSums._fields)), self.empty)
 
 
 class TreeAccuracy(_Rows):
@@ -53,30 +44,37 @@ class TreeAccuracy(_Rows):
         tensor(0.5000)
     """
 
+    label_tree: LabelTree
+
     def __init__(self, label_tree: LabelTree, *, empty: Empty = "skip", **options: Any) -> None:
-        super().__init__(1, empty, options)
-        self.label_tree = label_tree
+        super().__init__(options, 1, label_tree=label_tree, empty=empty)
 
     def update(self, index: Tensor, target: Tensor) -> None:
         """Add rows: chosen nodes and true classes."""
-        self._add_rows(tree.accuracy_sums(type(self).__name__, index, target, self.label_tree))
+        self._add(**tree.accuracy_sums(type(self).__name__, index, target, self.label_tree)._asdict())
 
     def compute(self) -> Tensor:
-        """The metric of all rows so far."""
+        """Return the metric of all rows so far."""
         return self._settled().squeeze(0).to(torch.get_default_dtype())
 
 
-class TreeSpecificity(TreeAccuracy):
+class TreeSpecificity(_Rows):
     """Streaming form of :func:`~lastlayer.tree_specificity`, which documents the options."""
 
+    label_tree: LabelTree
+    hits_only: bool
+
     def __init__(self, label_tree: LabelTree, *, hits_only: bool = True, empty: Empty = "skip", **options: Any) -> None:
-        super().__init__(label_tree, empty=empty, **options)
-        self.hits_only = hits_only
+        super().__init__(options, 1, label_tree=label_tree, hits_only=hits_only, empty=empty)
 
     def update(self, index: Tensor, target: Tensor) -> None:
         """Add rows: chosen nodes and true classes."""
         sums = tree.specificity_sums(type(self).__name__, index, target, self.label_tree, self.hits_only)
-        self._add_rows(sums)
+        self._add(**sums._asdict())
+
+    def compute(self) -> Tensor:
+        """Return the metric of all rows so far."""
+        return self._settled().squeeze(0).to(torch.get_default_dtype())
 
 
 class GraphRecallAtK(_Rows):
@@ -89,10 +87,16 @@ class GraphRecallAtK(_Rows):
         tensor([0.5000, 0.5000])
     """
 
+    k: int | Sequence[int]
+    iou: float
+
     def __init__(self, k: int | Sequence[int], *, iou: float = 0.5, empty: Empty = "skip", **options: Any) -> None:
+        self._begin(options, k, iou=iou, empty=empty)
+
+    def _begin(self, options: dict[str, Any], k: int | Sequence[int], **settings: Any) -> None:
         cuts = _ranking.cuts(type(self).__name__, k, torch.Size(), torch.device("cpu"))
-        super().__init__(cuts.at.shape[-1], empty, options)
-        self.k, self.iou, self.several = k, iou, cuts.several
+        _Rows.__init__(self, options, cuts.at.shape[-1], k=k, **settings)
+        self.several = cuts.several
 
     def update(
         self,
@@ -106,10 +110,10 @@ class GraphRecallAtK(_Rows):
         """Add images: predicted and true relations, and where and what their objects are."""
         places = (boxes, labels, target_boxes, target_labels)
         found = graph.find(type(self).__name__, index, target, self.k, *places, self.iou)
-        self._add_rows(graph.over_images(found, found.real))
+        self._add(**graph.over_images(found, found.real)._asdict())
 
     def compute(self) -> Tensor:
-        """The recall over all images so far."""
+        """Return the recall over all images so far."""
         value = self._settled().to(torch.get_default_dtype())
         return value if self.several else value.squeeze(0)
 
@@ -129,8 +133,7 @@ class GraphZeroShotRecallAtK(GraphRecallAtK):
     def __init__(
         self, k: int | Sequence[int], seen: Tensor, *, iou: float = 0.5, empty: Empty = "skip", **options: Any
     ) -> None:
-        super().__init__(k, iou=iou, empty=empty, **options)
-        self.register_buffer("seen", graph.triplets(type(self).__name__, "seen", seen), persistent=False)
+        self._begin(options, k, seen=graph.triplets(type(self).__name__, "seen", seen), iou=iou, empty=empty)
 
     def update(  # type: ignore[override]  # classes are needed here, and boxes are not
         self,
@@ -144,14 +147,17 @@ class GraphZeroShotRecallAtK(GraphRecallAtK):
         """Add images: predicted and true relations, and what and where their objects are."""
         places = (boxes, labels, target_boxes, target_labels)
         found, new = graph.find_new(type(self).__name__, index, target, self.k, self.seen, *places, self.iou)
-        self._add_rows(graph.over_images(found, new))
+        self._add(**graph.over_images(found, new)._asdict())
 
 
-class GraphMeanRecallAtK(_Stream):
+class GraphMeanRecallAtK(Stream):
     """Streaming form of :func:`~lastlayer.graph_mean_recall_at_k`, which documents the options."""
 
-    recall: Tensor
-    images: Tensor
+    k: int | Sequence[int]
+    n_predicates: int
+    iou: float
+    average: Literal["macro", "none"]
+    empty: Empty
 
     def __init__(
         self,
@@ -163,12 +169,11 @@ class GraphMeanRecallAtK(_Stream):
         empty: Empty = "skip",
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(options, k=k, n_predicates=n_predicates, iou=iou, average=average, empty=empty)
         op = type(self).__name__
         _check.choice(op, "average", average, ("macro", "none"))
         _check.choice(op, "empty", empty, ("skip", "zero", "one"))
         cuts = _ranking.cuts(op, k, torch.Size(), torch.device("cpu"))
-        self.k, self.n_predicates, self.iou, self.average, self.empty = k, n_predicates, iou, average, empty
         self.several = cuts.several
         self._sum("recall", cuts.at.shape[-1], n_predicates)
         self._sum("images", n_predicates)
@@ -189,18 +194,19 @@ class GraphMeanRecallAtK(_Stream):
         self._add(recall=recall, images=images)
 
     def compute(self) -> Tensor:
-        """The mean recall over all images so far."""
-        value = _sums.settle_groups(self.recall / self.images.clamp(min=1), self.images, self.average, self.empty)
+        """Return the mean recall over all images so far."""
+        recall, images = self._state("recall"), self._state("images")
+        value = _sums.settle_groups(recall / images.clamp(min=1), images, self.average, self.empty)
         value = value.to(torch.get_default_dtype())
         return value if self.several else value.squeeze(0)
 
 
-class RotationError(_Stream):
+class RotationError(Stream):
     """Streaming form of :func:`~lastlayer.rotation_error`: the mean or the median angle.
 
-    The mean keeps two numbers. The median keeps one number a rotation and is exact; with `bins` it counts angles in
-    that many bins of equal width on [0, pi] and is right to half a bin, whatever the number of rotations. For the share
-    within an angle average ``rotation_error(a, b) < limit``.
+    The mean keeps two numbers. The median keeps one number per rotation and is exact; with `bins` it counts angles
+    in that many bins of equal width on [0, pi] and is right to half a bin, however many rotations there are. For the
+    share of rotations within an angle, average ``rotation_error(a, b) < limit``.
 
     Args:
         reduction: ``"mean"`` or ``"median"``.
@@ -217,11 +223,11 @@ class RotationError(_Stream):
     """
 
     higher_is_better = False
+    plot_upper_bound = None
     function: Callable[..., Tensor] = staticmethod(angle.rotation_error)
-    angles: list[Tensor]
-    total: Tensor
-    count: Tensor
-    counts: Tensor
+    reduction: Literal["mean", "median"]
+    degrees: bool
+    bins: int | None
 
     def __init__(
         self,
@@ -231,19 +237,18 @@ class RotationError(_Stream):
         bins: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(options, reduction=reduction, degrees=degrees, bins=bins)
         op = type(self).__name__
         _check.choice(op, "reduction", reduction, ("mean", "median"))
         if bins is not None and (reduction == "mean" or isinstance(bins, bool) or not isinstance(bins, int)):
             raise TypeError(f"{op}: `bins` must be None, or a whole number for the median, got {bins!r}.")
         if bins is not None and bins < 1:
             raise ValueError(f"{op}: `bins` must be at least 1, got {bins}. 1800 are a tenth of a degree each.")
-        self.reduction, self.degrees, self.bins = reduction, degrees, bins
         if reduction == "mean":
             self._sum("total")
             self._sum("count")
         elif bins is None:
-            self.add_state("angles", [], dist_reduce_fx="cat")
+            self._list("angles")
         else:
             self._sum("counts", bins)
 
@@ -253,28 +258,29 @@ class RotationError(_Stream):
         if self.reduction == "mean":
             self._add(total=found.double().sum(), count=torch.tensor(len(found), device=found.device))
         elif self.bins is None:
-            self.angles.append(found)
+            self._state("angles").append(found)
         else:
             place = (found * (self.bins / math.pi)).long().clamp(max=self.bins - 1)
             self._add(counts=torch.bincount(place, minlength=self.bins))
 
     def compute(self) -> Tensor:
-        """The mean or median of all rotations so far; 0 for none."""
+        """Return the mean or median of all rotations so far; 0 for none."""
         if self.reduction == "mean":
-            value = self.total / self.count.clamp(min=1)
+            value = self._state("total") / self._state("count").clamp(min=1)
         elif self.bins is not None:
-            value = self._binned()
+            value = self._binned(self._state("counts"), self.bins)
         else:
-            value = angle.median(dim_zero_cat(self.angles)) if len(self.angles) else torch.zeros((), device=self.device)
+            some = len(self._state("angles")) > 0
+            value = angle.median(self._joined("angles")) if some else torch.zeros((), device=self.device)
         return (torch.rad2deg(value) if self.degrees else value).to(torch.get_default_dtype())
 
-    def _binned(self) -> Tensor:
+    @staticmethod
+    def _binned(counts: Tensor, bins: int) -> Tensor:
         """The mean of the middles of the bins that hold the two middle angles."""
-        assert self.bins is not None
-        total = self.counts.sum()
+        total = counts.sum()
         ranks = torch.stack([((total - 1) / 2).floor(), (total / 2).floor()]) + 1
-        place = torch.searchsorted(self.counts.cumsum(0), ranks)
-        return torch.where(total > 0, (place + 0.5).mean() * (math.pi / self.bins), 0)
+        place = torch.searchsorted(counts.cumsum(0), ranks)
+        return torch.where(total > 0, (place + 0.5).mean() * (math.pi / bins), 0)
 
 
 class AngularError(RotationError):
@@ -283,12 +289,12 @@ class AngularError(RotationError):
     function: Callable[..., Tensor] = staticmethod(angle.angular_error)
 
 
-class LabelSetErrorsMetric(_Stream):
+class LabelSetErrorsMetric(Stream):
     """Streaming form of :func:`~lastlayer.label_set_errors`, which documents the options.
 
-    The best threshold of a class compares all rows, so all scores are kept, with the labels and the predictions in a
-    byte each: for very many classes give a sample of the rows. The result is a dictionary of numbers, the value of the
-    metric and the gain of each kind of error; :meth:`analysis` is the whole analysis, over all processes.
+    The best threshold of a class compares all rows, so all scores are kept, with one byte each for the label and the
+    prediction: with very many classes, give it a sample of the rows. The result is a dictionary of numbers: the value
+    of the metric and the gain of each kind of error. :meth:`analysis` is the whole analysis, over all processes.
 
     Example:
         >>> metric = LabelSetErrorsMetric()
@@ -300,9 +306,14 @@ class LabelSetErrorsMetric(_Stream):
         1
     """
 
-    scores: list[Tensor]
-    target: list[Tensor]
-    said: list[Tensor]
+    plot_lower_bound = None
+    plot_upper_bound = None
+    k: int | None
+    threshold: float | Tensor
+    tree: LabelTree | None
+    metric: errors.Metric | Callable[[Tensor, Tensor, Tensor], float]
+    names: Sequence[str] | None
+    top: int
 
     def __init__(
         self,
@@ -315,37 +326,36 @@ class LabelSetErrorsMetric(_Stream):
         top: int = 20,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        settings = {"k": k, "threshold": threshold, "tree": tree, "metric": metric, "names": names, "top": top}
+        super().__init__(options, **settings)
         errors.check_metric(type(self).__name__, metric)
-        self.k, self.tree, self.metric, self.names, self.top = k, tree, metric, names, top
-        self.threshold: float | Tensor = threshold
         for name in ("scores", "target", "said"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+            self._list(name)
 
     def update(self, scores: Tensor, target: Tensor, predicted: Tensor | None = None) -> None:
         """Add rows: scores and target, and the predictions as index lists where they are not made from the scores."""
         k = self.k if predicted is None else None
         sets = errors.label_sets(type(self).__name__, scores, target, k, self.threshold, predicted)
-        self.scores.append(sets.scores)
-        self.target.append(torch.where(sets.known, sets.true.to(torch.int8), -1))
-        self.said.append(sets.said.to(torch.uint8))
+        self._state("scores").append(sets.scores)
+        self._state("target").append(torch.where(sets.known, sets.true.to(torch.int8), -1))
+        self._state("said").append(sets.said.to(torch.uint8))
 
     def compute(self) -> dict[str, Tensor]:
-        """The value of the metric and the gain of each kind, of all rows so far; empty before any row."""
-        if not len(self.scores):
+        """Return the value of the metric and the gain of each kind, of all rows so far; empty before any row."""
+        if not len(self._state("scores")):
             return {}
         found = self._found()
         numbers = {"value": found.value, **{kind.name: kind.gain for kind in found.kinds}}
         return {name: torch.tensor(number, device=self.device) for name, number in numbers.items()}
 
     def analysis(self) -> errors.LabelSetErrors:
-        """The analysis of the rows of all processes so far; every process must call it."""
-        if not len(self.scores):
+        """Return the analysis of the rows of all processes so far; every process must call it."""
+        if not len(self._state("scores")):
             raise ValueError(f"{type(self).__name__}: `analysis` must be called after `update`, got no rows.")
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
             return self._found()
 
     def _found(self) -> errors.LabelSetErrors:
-        target = dim_zero_cat(self.target)
-        sets = errors.LabelSets(dim_zero_cat(self.scores), target > 0, target >= 0, dim_zero_cat(self.said) > 0)
+        scores, target, said = (self._joined(name) for name in ("scores", "target", "said"))
+        sets = errors.LabelSets(scores, target > 0, target >= 0, said > 0)
         return errors.analysed(type(self).__name__, sets, self.tree, self.metric, self.names, self.top)
