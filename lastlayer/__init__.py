@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import Any
 
-from lastlayer.config import show_config as show_config
 from lastlayer.decode.graph import DecodeGraph as DecodeGraph
 from lastlayer.decode.graph import decode_graph as decode_graph
 from lastlayer.decode.reject import DecodeReject as DecodeReject
@@ -26,6 +25,7 @@ from lastlayer.head.quasibinary import QuasibinaryHead as QuasibinaryHead
 from lastlayer.head.sphere import SphericalHead as SphericalHead
 from lastlayer.hierarchy import LabelTree as LabelTree
 from lastlayer.hierarchy import TreeStatistics as TreeStatistics
+from lastlayer.installation import show_config as show_config
 from lastlayer.loss.incomplete import AssumeNegativeLoss as AssumeNegativeLoss
 from lastlayer.loss.incomplete import EntropyMaxLoss as EntropyMaxLoss
 from lastlayer.loss.incomplete import ExpectedPositiveLoss as ExpectedPositiveLoss

@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    from lastlayer.plan import parser as add_plan_options
+    from lastlayer.capacity import parser as add_plan_options
 
     top = _Parser(prog="lastlayer", description="Train, evaluate and look at models that put out label sets.")
     commands = top.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
@@ -334,7 +334,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from lastlayer.plan import report
+    from lastlayer.capacity import report
 
     print(report(arguments))
     return 0

@@ -12,7 +12,7 @@ import lastlayer as ll
 
 ROOT = Path(ll.__file__).parent
 STAGES = ("project", "loss", "head", "decode", "metrics", "train", "report")
-CORE = ("_check", "_module", "shard", "hierarchy", "config", *STAGES[:5], "_triton", "_native")
+CORE = ("_check", "_module", "shard", "hierarchy", "installation", *STAGES[:5], "_triton", "_native")
 MAY_IMPORT = {  # by first component below lastlayer
     "project": {"_check", "_module", "shard"},
     "loss": {"_check", "_module", "shard", "project"},

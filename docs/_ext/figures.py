@@ -117,7 +117,7 @@ def gate(page: dict[str, Any]) -> Figure:
 
 
 def million(page: dict[str, Any]) -> Figure:
-    from lastlayer.plan import Problem, plan
+    from lastlayer.capacity import Problem, plan
 
     figure, axes = plt.subplots(figsize=(6.4, 3.8))
     labels = [10**e * m for e in (4, 5, 6) for m in (1, 2, 5)] + [10**7]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lastlayer as ll
-from lastlayer import plan
+from lastlayer import capacity
 from lastlayer import shard as sharding
 from lastlayer.shard import ClassShard
 
@@ -368,8 +368,8 @@ def check_reject_traffic() -> None:
     """The lists of each rank, and one number a row for the evidence: two for a log-density."""
     shard = ClassShard.split(400)
     scores = torch.randn(6, shard.size)
-    lists = [plan.Collective("all_gather", 6 * 3 * 4), plan.Collective("all_gather", 6 * 3 * 8)]
-    one = plan.Collective("all_reduce", 6 * 4)
+    lists = [capacity.Collective("all_gather", 6 * 3 * 4), capacity.Collective("all_gather", 6 * 3 * 8)]
+    one = capacity.Collective("all_reduce", 6 * 4)
     for by, evidence in (("confidence", [one]), ("distance", [one]), ("log_density", [one, one])):
         with counted() as sent:
             ll.decode_reject(scores, 0.5, k=3, by=by, shard=shard)
@@ -559,17 +559,17 @@ def check_resharding() -> None:
 
 
 @contextmanager
-def counted() -> Iterator[list[plan.Collective]]:
+def counted() -> Iterator[list[capacity.Collective]]:
     """Every collective of the process, by the functions of torch.distributed themselves."""
-    found: list[plan.Collective] = []
+    found: list[capacity.Collective] = []
     all_reduce, all_gather = dist.all_reduce, dist.all_gather
 
     def count_reduce(value: Tensor, *args: Any, **options: Any) -> Any:
-        found.append(plan.Collective("all_reduce", value.nbytes))
+        found.append(capacity.Collective("all_reduce", value.nbytes))
         return all_reduce(value, *args, **options)
 
     def count_gather(parts: Any, value: Tensor, *args: Any, **options: Any) -> Any:
-        found.append(plan.Collective("all_gather", value.nbytes))
+        found.append(capacity.Collective("all_gather", value.nbytes))
         return all_gather(parts, value, *args, **options)
 
     dist.all_reduce, dist.all_gather = count_reduce, count_gather
@@ -595,20 +595,20 @@ def check_traffic() -> None:
             value = float(k) if known else 5.0
             with counted() as sent:
                 ll.lml(leaf, k, shard=shard).sum().backward()
-            passes = sent.count(plan.Collective("all_reduce", 5 * count * each))
+            passes = sent.count(capacity.Collective("all_reduce", 5 * count * each))
             assert 1 <= passes <= 5
-            assert sent == plan.lml_traffic(count, value, 4, passes=passes, bytes_each=each, known=known)
+            assert sent == capacity.lml_traffic(count, value, 4, passes=passes, bytes_each=each, known=known)
         leaf = logits.clone().requires_grad_()
         with counted() as sent:
             ll.lml_loss(leaf, index, 5, shard=shard).backward()
-        passes = sent.count(plan.Collective("all_reduce", 5 * count * each))
-        assert sent == plan.lml_loss_traffic(count, 5, 4, passes=passes, bytes_each=each)
+        passes = sent.count(capacity.Collective("all_reduce", 5 * count * each))
+        assert sent == capacity.lml_loss_traffic(count, 5, 4, passes=passes, bytes_each=each)
         leaves = [t.clone().requires_grad_() for t in (features, weight)]
         with counted() as sent:
             ll.linear_lml_loss(leaves[0], leaves[1], index, 5, shard=shard).backward()
-        passes = sent.count(plan.Collective("all_reduce", 7 * count * each))
+        passes = sent.count(capacity.Collective("all_reduce", 7 * count * each))
         assert 1 <= passes <= 5
-        formula = plan.linear_traffic(count, size, 5, 4, passes=passes, bytes_each=each, feature_bytes=each)
+        formula = capacity.linear_traffic(count, size, 5, 4, passes=passes, bytes_each=each, feature_bytes=each)
         assert sent == formula, (sent, formula)
         assert [m.sent(4) for m in (*sent[:2], sent[-2])] == [3 * 6 * count * each] * 2 + [1.5 * 3 * count * each]
 
@@ -632,7 +632,7 @@ def check_warm_start() -> None:
         return ll.linear_lml_loss(features, part, target, 5, shard=shard)
 
     moved = features + 0.01 * torch.randn(count, size).double()
-    traffic = {lml_loss: plan.lml_loss_traffic, linear: plan.linear_traffic}
+    traffic = {lml_loss: capacity.lml_loss_traffic, linear: capacity.linear_traffic}
     for function, formula in traffic.items():
         thresholds = sharding.Thresholds()
         warm, sent = shard.starting_at(thresholds), {}

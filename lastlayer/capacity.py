@@ -1,7 +1,8 @@
-"""A capacity calculator for class-sharded training: memory, bytes on the wire and time of a step, before it is run.
+"""Capacity of class-sharded training: memory, bytes sent and time of one step, computed before anything runs.
 
-The collectives are those of `shard.py`, `project/lml.py` and `head/linear.py`, message by message; a test compares
-them with what four processes send. Times are estimates from the rates given, or measured with ``--measure``.
+The collectives are those of the sharded search and losses, message by message; a test compares them with what four
+processes send. Times are estimates from the given rates, or from rates measured with ``--measure``. The command is
+``lastlayer plan``.
 """
 
 from __future__ import annotations
@@ -10,40 +11,37 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
-from typing import Literal, NamedTuple
-
-import torch
-
-from lastlayer.head.linear import list_sizes
-from lastlayer.shard import digit_bits, gathers
+from typing import Any, Literal, NamedTuple
 
 BYTES = {"float32": 4, "bfloat16": 2}
-STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # float32 numbers an optimizer keeps for each weight
-LIST_COPIES = 4  # of the lists of the largest logits, in float32: sorted, with their places
-TILE = 1 << 27  # bytes of the logits of a block on a GPU, as in head/linear.py
-PRODUCTS = 4  # the logits, the logits again in backward, the gradients of features and weight
-TOUCHES = {"forward": 2, "backward": 5}  # numbers read and written for each logit, counted in the code
-WORK = 4  # bytes of the numbers a row is reduced in
+STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # float32 numbers that the optimizer keeps per weight
+LIST_COPIES = 4  # of the lists of the largest logits, in float32: sorted, with their positions
+TILE = 1 << 27  # bytes of one block of logits on a GPU, as in the fused linear loss
+PRODUCTS = 4  # the logits, the logits again in the backward pass, the gradients of features and weight
+TOUCHES = {"forward": 2, "backward": 5}  # numbers read and written per logit, counted in the code
+WORK = 4  # bytes of the numbers that a row is reduced in
 
 
 class Collective(NamedTuple):
-    """One message: what each rank contributes, in bytes."""
+    """One message: the number of bytes that each rank contributes."""
 
     kind: Literal["all_reduce", "all_gather"]
     bytes: int
 
     def sent(self, ranks: int) -> float:
-        """Bytes that leave one rank, in a ring."""
+        """Bytes that leave one rank of a ring."""
         if self.kind == "all_gather":
             return self.bytes * (ranks - 1)
         return 2 * self.bytes * (ranks - 1) / ranks
 
 
 def start_traffic(rows: int, k: float, ranks: int, bytes_each: int = 4, known: bool = True) -> list[Collective]:
-    """The search for two order statistics: one gather, or counts of digits; `known` is whether k is a Python number."""
+    """The search for two order statistics: one gather, or digit counts; `known`: whether k is a Python number."""
+    from lastlayer.shard import digit_bits, gathers
+
     limit = math.floor(k) + 1
     if known and gathers(limit, ranks, bytes_each):
         return [Collective("all_gather", rows * limit * bytes_each)]
@@ -63,7 +61,7 @@ def lml_traffic(
     backward: bool = True,
     warm: bool = False,
 ) -> list[Collective]:
-    """The collectives of ``lml(logits, k, shard=...)`` and its backward; `warm` is from known thresholds."""
+    """The collectives of ``lml(logits, k, shard=...)`` and its backward pass; `warm` starts from known thresholds."""
     one = rows * bytes_each
     if warm:  # the first pass comes with the counts
         found = [Collective("all_reduce", 8 * one), *[Collective("all_reduce", 5 * one)] * (passes - 1)]
@@ -78,7 +76,7 @@ def lml_traffic(
 def lml_loss_traffic(
     rows: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4, warm: bool = False
 ) -> list[Collective]:
-    """The collectives of ``lml_loss(logits, target, k, shard=...)`` and its backward."""
+    """The collectives of ``lml_loss(logits, target, k, shard=...)`` and its backward pass."""
     one = rows * bytes_each
     found = lml_traffic(rows, k, ranks, passes=passes, bytes_each=bytes_each, backward=False, warm=warm)
     found += [Collective("all_reduce", one)] * 2  # the loss, and the number of labels
@@ -96,7 +94,7 @@ def linear_traffic(
     feature_bytes: int = 4,
     warm: bool = False,
 ) -> list[Collective]:
-    """The collectives of ``linear_lml_loss(..., shard=...)`` and its backward, for k up to 1 % of a rank's classes."""
+    """The collectives of ``linear_lml_loss(..., shard=...)``, both passes; k is at most 1 % of a rank's classes."""
     one = rows * bytes_each
     return [
         Collective("all_gather", 6 * one),
@@ -109,29 +107,29 @@ def linear_traffic(
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be trained, and on what."""
+    """The training problem and the machine."""
 
     labels: int
     features: int
     rows: int
     devices: int
     k: float = 5
-    labels_a_row: int = 16
+    labels_per_row: int = 16
     dtype: str = "bfloat16"
     optimizer: str = "adam"
     passes: int = 3
-    memory: float = 80e9  # bytes a device
-    flops: float = 4e14  # a second, in matrix products
-    bandwidth: float = 3e12  # bytes a second, of device memory
-    link: float = 5e10  # bytes a second that leave a device
-    latency: float = 3e-5  # seconds a collective
+    memory: float = 80e9  # bytes per device
+    flops: float = 4e14  # operations per second, in matrix products
+    bandwidth: float = 3e12  # bytes per second, of device memory
+    link: float = 5e10  # bytes per second that leave a device
+    latency: float = 3e-5  # seconds per collective
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer, for one device and one step."""
+    """The result, for one device and one step."""
 
-    classes_a_device: int
+    classes_per_device: int
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -149,11 +147,11 @@ class Plan:
 
 
 def plan(problem: Problem) -> Plan:
-    """Compute memory, traffic and time of a training step of ``ShardedLinear.loss``.
+    """Compute the memory, traffic and time of one training step with ``ShardedLinear.loss``.
 
     Example:
         >>> found = plan(Problem(labels=100_000_000, features=768, rows=4096, devices=64))
-        >>> found.classes_a_device, found.fits
+        >>> found.classes_per_device, found.fits
         (1562500, True)
     """
     p = problem
@@ -170,7 +168,7 @@ def plan(problem: Problem) -> Plan:
     blocks = logits * sum(TOUCHES.values()) * size / p.bandwidth
     sending = wire / p.link + len(messages) * p.latency
     return Plan(
-        classes_a_device=classes,
+        classes_per_device=classes,
         weight_bytes=weights,
         gradient_bytes=weights,
         optimizer_bytes=classes * (p.features + 1) * 4 * STATES[p.optimizer],
@@ -189,10 +187,12 @@ def plan(problem: Problem) -> Plan:
 
 
 def _activations(p: Problem, classes: int) -> int:
-    """Bytes of the rows, their lists of the largest logits, and a block; or of logits and gradient within one."""
+    """Bytes of the rows, their lists of the largest logits, and one block; or of logits and gradient if they fit."""
+    from lastlayer.head.linear import list_sizes
+
     size = BYTES[p.dtype]
     logits = p.rows * classes * size
-    row = p.features * (3 * size + WORK) + p.labels_a_row * (8 + 4 * WORK) + 32 * WORK
+    row = p.features * (3 * size + WORK) + p.labels_per_row * (8 + 4 * WORK) + 32 * WORK
     if p.devices == 1 and logits <= TILE:
         return p.rows * row + 2 * logits
     lists = LIST_COPIES * min(classes, list_sizes(classes, math.floor(p.k) + 1)[2])
@@ -200,12 +200,12 @@ def _activations(p: Problem, classes: int) -> int:
 
 
 def _memory(p: Problem, classes: int) -> int:
-    """Bytes of a device: for each class weight, gradient, optimizer, with the bias; and the activations."""
+    """Bytes on one device: weight, gradient and optimizer state per class, with the bias, and the activations."""
     return classes * (p.features + 1) * (2 * BYTES[p.dtype] + 4 * STATES[p.optimizer]) + _activations(p, classes)
 
 
 def _largest(p: Problem) -> int:
-    """The most classes that a device can hold."""
+    """The largest number of classes that one device can hold."""
     low, high = 0, 1 + int(p.memory)
     while high - low > 1:
         middle = (low + high) // 2
@@ -214,7 +214,9 @@ def _largest(p: Problem) -> int:
 
 
 def measured(problem: Problem) -> Problem:
-    """Replace the rates by those of this machine: matrix products and copies; the link stays as given."""
+    """Replace the rates of matrix products and copies by those of this machine; the link stays as given."""
+    import torch
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     side = 4096 if device.type == "cuda" else 512
     dtype = getattr(torch, problem.dtype) if device.type == "cuda" else torch.float32
@@ -228,8 +230,9 @@ def measured(problem: Problem) -> Problem:
     )
 
 
-def _seconds(function: object, device: torch.device, repeats: int = 10) -> float:
-    assert callable(function)
+def _seconds(function: Callable[[], Any], device: Any, repeats: int = 10) -> float:
+    import torch
+
     function()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -242,23 +245,23 @@ def _seconds(function: object, device: torch.device, repeats: int = 10) -> float
 
 
 def text(problem: Problem, found: Plan) -> str:
-    """Say the plan in words."""
+    """Return the plan as a table."""
     p = problem
     lines = [
-        f"{p.labels:,} labels x {p.features} features, {p.rows:,} rows a step, {p.devices} device(s), "
+        f"{p.labels:,} labels x {p.features} features, {p.rows:,} rows per step, {p.devices} device(s), "
         f"{p.dtype}, {p.optimizer}, k = {p.k:g}",
         "",
-        f"classes a device         {found.classes_a_device:>16,}",
-        f"memory a device          {_bytes(found.memory_bytes):>16}   of {_bytes(p.memory)}: "
+        f"classes per device       {found.classes_per_device:>16,}",
+        f"memory per device        {_bytes(found.memory_bytes):>16}   of {_bytes(p.memory)}: "
         + ("fits" if found.fits else "DOES NOT FIT"),
         f"  weight                 {_bytes(found.weight_bytes):>16}",
         f"  gradient               {_bytes(found.gradient_bytes):>16}",
         f"  optimizer              {_bytes(found.optimizer_bytes):>16}",
         f"  rows and one block     {_bytes(found.activation_bytes):>16}   logits and gradient would be "
         f"{_bytes(found.materialised_bytes)}",
-        f"collectives a step       {found.collectives:>16,}",
-        f"sent a device and step   {_bytes(found.wire_bytes):>16}",
-        f"time of a step           {_time(found.step_seconds):>16}   products {_time(found.product_seconds)}, "
+        f"collectives per step     {found.collectives:>16,}",
+        f"sent per device and step {_bytes(found.wire_bytes):>16}",
+        f"time per step            {_time(found.step_seconds):>16}   products {_time(found.product_seconds)}, "
         f"blocks {_time(found.block_seconds)}, wire {_time(found.wire_seconds)}",
         f"largest that fits        {found.largest_labels:>16,}   labels on these devices",
     ]
@@ -278,24 +281,35 @@ def _time(seconds: float) -> str:
 
 
 def parser(add_to: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the options of ``lastlayer plan``, or add them to one."""
+    """Return a parser for the options of ``lastlayer plan``, or add them to a given one."""
     found = add_to or argparse.ArgumentParser("lastlayer plan", description=(__doc__ or "").splitlines()[0])
-    found.add_argument("--labels", type=_count, required=True, help="classes of all devices together, e.g. 1e8")
-    found.add_argument("--features", type=_count, required=True, help="size of a feature vector")
-    found.add_argument("--rows", type=_count, required=True, help="rows a step (of one data-parallel replica)")
+    found.add_argument(
+        "--labels", type=_count, required=True, help="number of classes on all devices together, e.g. 1e8"
+    )
+    found.add_argument("--features", type=_count, required=True, help="length of a feature vector")
+    found.add_argument("--rows", type=_count, required=True, help="rows per step (of one data-parallel replica)")
     found.add_argument("--devices", type=_count, required=True, help="devices that share the classes")
-    found.add_argument("--k", type=_positive, default=5.0, help="labels a row, the k of the loss")
-    found.add_argument("--labels-a-row", type=_count, default=16, help="width of the index lists")
-    found.add_argument("--dtype", choices=sorted(BYTES), default="bfloat16", help="of weights and features")
-    found.add_argument("--optimizer", choices=sorted(STATES), default="adam")
-    found.add_argument("--passes", type=_count, default=3, help="passes of the search")
-    found.add_argument("--memory", type=_positive, default=80.0, help="GB a device")
-    found.add_argument("--tflops", type=_positive, default=400.0, help="10^12 operations a second in matrix products")
-    found.add_argument("--bandwidth", type=_positive, default=3000.0, help="GB/s of device memory")
-    found.add_argument("--link", type=_positive, default=50.0, help="GB/s that leave a device")
-    found.add_argument("--latency", type=_positive, default=30.0, help="microseconds a collective")
-    found.add_argument("--measure", action="store_true", help="measure products and memory on this machine")
-    found.add_argument("--json", action="store_true", help="print numbers instead of words")
+    found.add_argument(
+        "--k", type=_positive, default=5.0, help="expected labels per row, the k of the loss (default: 5)"
+    )
+    found.add_argument("--labels-per-row", type=_count, default=16, help="width of the index lists (default: 16)")
+    found.add_argument("--labels-a-row", dest="labels_per_row", type=_count, help=argparse.SUPPRESS)  # its name in 0.1
+    found.add_argument(
+        "--dtype", choices=sorted(BYTES), default="bfloat16", help="type of weights and features (default: bfloat16)"
+    )
+    found.add_argument("--optimizer", choices=sorted(STATES), default="adam", help="default: adam")
+    found.add_argument("--passes", type=_count, default=3, help="passes of the threshold search (default: 3)")
+    found.add_argument("--memory", type=_positive, default=80.0, help="GB per device (default: 80)")
+    found.add_argument(
+        "--tflops", type=_positive, default=400.0, help="10^12 operations per second in matrix products (default: 400)"
+    )
+    found.add_argument("--bandwidth", type=_positive, default=3000.0, help="GB/s of device memory (default: 3000)")
+    found.add_argument("--link", type=_positive, default=50.0, help="GB/s that leave a device (default: 50)")
+    found.add_argument("--latency", type=_positive, default=30.0, help="microseconds per collective (default: 30)")
+    found.add_argument(
+        "--measure", action="store_true", help="measure matrix products and memory bandwidth on this machine"
+    )
+    found.add_argument("--json", action="store_true", help="print the numbers as JSON")
     return found
 
 
@@ -314,14 +328,14 @@ def _positive(word: str) -> float:
 
 
 def report(options: argparse.Namespace) -> str:
-    """Return what ``lastlayer plan`` prints for parsed options."""
+    """Return the output of ``lastlayer plan`` for parsed options."""
     problem = Problem(
         labels=options.labels,
         features=options.features,
         rows=options.rows,
         devices=options.devices,
         k=options.k,
-        labels_a_row=options.labels_a_row,
+        labels_per_row=options.labels_per_row,
         dtype=options.dtype,
         optimizer=options.optimizer,
         passes=options.passes,

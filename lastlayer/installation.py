@@ -1,4 +1,4 @@
-"""What runs where on this machine, and why."""
+"""Which implementations this installation can run, and why not the others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True)
 class Configuration:
-    """Which implementations this installation has; its `str` is a short table.
+    """Which implementations this installation can run; ``str`` of it is a short table.
 
     Args:
         lastlayer: The version of the package.
         torch: The version of torch.
-        threads: The threads torch uses on the CPU, and the compiled kernel with it.
+        threads: The number of CPU threads of torch and of the compiled kernel.
         native: The compiled CPU kernel: its instruction set, or why it cannot run.
         triton: The GPU kernels: the device they run on, or why they cannot run.
     """
@@ -31,11 +31,11 @@ class Configuration:
 
 
 def show_config() -> Configuration:
-    """Say which implementations are in use, and why the others are not.
+    """Return which implementations are in use, and why the others are not.
 
     Returns:
-        The versions, the number of threads, and the state of the compiled CPU kernel and of the GPU kernels. Nothing
-        is printed: print the result.
+        The versions, the number of threads, and the state of the compiled CPU kernel and of the GPU kernels. Print
+        it to read it.
 
     Example:
         >>> show_config().torch == torch.__version__

@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from lastlayer.plan import Collective, Problem, lml_traffic, main, measured, plan, start_traffic
+from lastlayer.capacity import Collective, Problem, lml_traffic, main, measured, plan, start_traffic
 
 SMALL = ["--labels", "1e6", "--features", "512", "--rows", "1024", "--devices", "8"]
 
 
 def test_by_hand():
     found = plan(Problem(labels=1000, features=9, rows=2, devices=4, k=5, optimizer="adam", dtype="float32", passes=2))
-    assert found.classes_a_device == 250
+    assert found.classes_per_device == 250
     assert found.weight_bytes == found.gradient_bytes == 250 * 10 * 4
     assert found.optimizer_bytes == 250 * 10 * 8
     # counts and the start 48 B gathered each, two passes of 56 B, the result 24 B, the features' gradient 72 B
@@ -49,11 +49,12 @@ def test_start_takes_the_shorter_way():
 
 def test_command(capsys):
     assert main(SMALL) == 0
-    assert "classes a device                  125,000" in capsys.readouterr().out
-    assert main([*SMALL, "--json", "--memory", "0.5"]) == 0
+    assert "classes per device                125,000" in capsys.readouterr().out
+    assert main([*SMALL, "--json", "--memory", "0.5", "--labels-a-row", "7"]) == 0  # the flag of version 0.1
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["fits"] is False
     assert found["problem"]["labels"] == 10**6
+    assert found["problem"]["labels_per_row"] == 7
 
 
 def test_measured_rates_are_of_this_machine():
