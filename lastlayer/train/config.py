@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from lastlayer.runs.files import RunError, read_yaml
+from lastlayer.train.losses import LOSSES, problem_with
 
 _LISTS = {"hidden": int, "at": int, "loggers": str}
 _CHOICES = {
@@ -35,10 +35,6 @@ _BOUNDS = {
     "seed": (0, 2**31 - 1), "patience": (0, math.inf), "valid_fraction": (0, 0.9), "test_fraction": (0, 0.9),
     "keep": (0, 1), "count_weight": (0, math.inf), "bootstrap": (0, 100_000), "max_parameters": (1, math.inf),
 }  # fmt: skip
-
-
-# Losses whose scale falls with the number of labels: the learning rate of SGD would have to follow.
-_SMALL = ("expected_positive", "quasibinary", "smooth_topk_svm")
 
 
 class ConfigError(ValueError):
@@ -105,7 +101,8 @@ class Config:
             object.__setattr__(self, item.name, _checked(item.name, getattr(self, item.name), kinds[item.name]))
         if self.valid_fraction + self.test_fraction >= 1:
             raise ConfigError("`valid_fraction` and `test_fraction` must sum to less than 1.")
-        _loss_is_known(self.loss, self.loss_options)
+        if problem := problem_with(self.loss, self.loss_options):
+            raise ConfigError(problem)
 
     def settled(self, sparse: bool) -> Config:
         """Return the config with optimiser, learning rate and weight decay chosen.
@@ -113,7 +110,7 @@ class Config:
         A linear model on sparse rows learns by plain SGD: Adam gives rare features steps as large as those of common
         ones, and they fit noise (bibtex: recall@5 of held-out rows 58 with AdamW, 66 with SGD).
         """
-        linear = sparse and not self.hidden and self.loss not in _SMALL and self.k != "predicted"
+        linear = sparse and not self.hidden and not LOSSES[self.loss].scale_falls and self.k != "predicted"
         optimizer = self.optimizer if self.optimizer != "auto" else "sgd" if linear else "adamw"
         rate, decay = ("10.0", "1e-05") if optimizer == "sgd" else ("0.005" if self.hidden else "0.05", "0.01")
         return dataclasses.replace(
@@ -256,38 +253,3 @@ def _literal(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def loss_names() -> list[str]:
-    """The names of losses that take logits and a target, as far as this installation has them."""
-    import lastlayer
-
-    out = []
-    for name in dir(lastlayer):
-        if name.endswith("_loss") and callable(function := getattr(lastlayer, name)):
-            parameters = list(inspect.signature(function).parameters.values())
-            needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-            if needed in (["logits", "target"], ["logits", "target", "k"]):
-                out.append(name.removesuffix("_loss"))
-    return sorted(out)
-
-
-def loss_function(name: str) -> Any:
-    """Return the loss of that name."""
-    import lastlayer
-
-    return getattr(lastlayer, f"{name}_loss")
-
-
-def _loss_is_known(name: str, options: dict[str, Any]) -> None:
-    names = loss_names()
-    if name not in names:
-        raise ConfigError(f"`loss` must be one of {', '.join(names)}, got {name!r}.")
-    allowed = [
-        p
-        for p in inspect.signature(loss_function(name)).parameters
-        if p not in ("logits", "target", "k", "mask", "shard", "reduction", "generator", "observed")
-    ]
-    for option in options:
-        if option not in allowed:
-            raise ConfigError(f"`loss_options` of {name} must be among {', '.join(allowed) or 'none'}, got {option!r}.")

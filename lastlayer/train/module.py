@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +17,9 @@ from lastlayer.data import LabelData
 from lastlayer.decode.top_k import decode_top_k
 from lastlayer.head.linear import ShardedLinear
 from lastlayer.shard import ClassShard, reduce, total
-from lastlayer.train.config import Config, ConfigError, loss_function
+from lastlayer.train.config import Config, ConfigError
+from lastlayer.train.losses import LOSSES, loss_function
 from lastlayer.train.network import Input, LabelSetNetwork
-
-# Losses whose sigmoid estimates each label by itself; the others only order the labels of a row.
-_SIGMOID = {
-    "binary", "asymmetric", "assume_negative", "expected_positive", "hill", "splc", "entropy_max", "large",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class Resolved:
         observed = share if config.observed == "auto" else float(config.observed)
         probability = config.probability
         if probability == "auto":
-            probability = "sigmoid" if config.loss in _SIGMOID else "lml"
+            probability = LOSSES[config.loss].probability
         at = tuple(a for a in config.at if a <= n) or (1,)
         monitor = config.monitor
         if monitor == "auto":
@@ -194,10 +189,10 @@ class LabelSetModule(pl.LightningModule):
         self.network, self.config, self.resolved, self.total_steps = network, config, resolved, max(total_steps, 1)
         self.function = loss_function(resolved.loss)
         self.options = dict(config.loss_options)
-        parameters = inspect.signature(self.function).parameters
-        self.takes_k = "k" in parameters and parameters["k"].default is parameters["k"].empty
+        facts = LOSSES[resolved.loss]
+        self.takes_k = facts.k != "none"
         self.labelled_alone = False  # rows without a label have no loss
-        if "observed" in parameters:
+        if facts.observed:
             self.options["observed"] = resolved.observed
             if config.labels == "incomplete" and resolved.observed:
                 self.labelled_alone, self.options["reduction"] = True, "none"
@@ -207,7 +202,7 @@ class LabelSetModule(pl.LightningModule):
         if self.shard is not None:
             self.options["shard"] = self.shard
         self.k: Any = resolved.k
-        if self.takes_k and str(parameters["k"].annotation) in ("int", "<class 'int'>"):
+        if facts.k == "whole":
             if resolved.k is None:
                 raise ConfigError(f"`k` must be a number for the loss {resolved.loss}, which takes whole numbers.")
             self.k = max(round(resolved.k), 1)
@@ -296,7 +291,7 @@ class LabelSetModule(pl.LightningModule):
         share = None if self.data is None else self.share_of_rows(batch["target"])
         if self.in_blocks:
             value = self.loss_in_blocks(batch["input"], batch["target"])
-        elif share is not None and self.resolved.loss == "two_way":
+        elif share is not None and LOSSES[self.resolved.loss].needs_batch:
             return self._noted(self._two_way(batch["input"], batch["target"], share))
         else:
             value, _ = self.loss(batch["input"], batch["target"])
@@ -313,7 +308,7 @@ class LabelSetModule(pl.LightningModule):
 
     def share_of_rows(self, target: Tensor) -> Tensor:
         """By how much the mean over this process's rows counts, so that the mean over processes is that of all rows."""
-        every = self.resolved.loss in ("binary", "asymmetric") or bool(self.options.get("observed"))
+        every = LOSSES[self.resolved.loss].every_row or bool(self.options.get("observed"))
         counts = target.new_tensor(len(target)) if every else (target >= 0).any(-1).sum()
         here = counts.double().view(1, 1)
         assert self.data is not None

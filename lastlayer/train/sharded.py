@@ -11,7 +11,6 @@ writes the run folder, which is an ordinary one. Without torchrun it is a world 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import shutil
 import warnings
@@ -32,7 +31,8 @@ from lastlayer import shard as sharding
 from lastlayer.runs import RunError, RunFolder
 from lastlayer.shard import ClassShard, wrap_rows
 from lastlayer.train import checkpoint
-from lastlayer.train.config import Config, ConfigError, loss_function, loss_names
+from lastlayer.train.config import Config, ConfigError
+from lastlayer.train.losses import LOSSES
 from lastlayer.train.module import LabelSetModule
 from lastlayer.train.network import LabelSetNetwork
 
@@ -135,8 +135,8 @@ def run_folder(path: str | Path) -> RunFolder:
 
 def check(config: Config) -> None:
     """Refuse what cannot be split."""
-    if "shard" not in inspect.signature(loss_function(config.loss)).parameters:
-        able = [n for n in loss_names() if "shard" in inspect.signature(loss_function(n)).parameters]
+    if not LOSSES[config.loss].sharded:
+        able = [name for name, loss in LOSSES.items() if loss.sharded]
         raise ConfigError(f"`loss` must be one of {', '.join(able)} with split classes, got {config.loss!r}.")
     if config.k == "predicted":
         raise ConfigError("`k` must be a number or auto with split classes, got 'predicted'.")

@@ -6,7 +6,7 @@ from train_tools import make_rows
 import lastlayer as ll
 from lastlayer.data import DataError, LabelData
 from lastlayer.train import Config, ConfigError, FeatureMap, LabelSetNetwork, RunError, RunFolder, evaluate, train
-from lastlayer.train.config import load, loss_names, make
+from lastlayer.train.config import load, make
 from lastlayer.train.engine import load as load_run
 from lastlayer.train.engine import prepare
 from lastlayer.train.measure import measure, notes, predict
@@ -266,12 +266,6 @@ def test_the_optimiser_follows_the_model():
 def test_monitor_must_exist():
     with pytest.raises(ConfigError, match="`monitor` must be one of"):
         Resolved.of(Config(monitor="recall@77"), make_rows(20))
-
-
-def test_known_losses():
-    assert {"lml", "binary", "two_way", "asymmetric", "expected_positive", "hill", "multihot_softmax"} <= set(
-        loss_names()
-    )
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "features.json", "labels.json", "data.json", "config.yaml"])

@@ -1,0 +1,52 @@
+"""The table of the losses says what the functions do."""
+
+import inspect
+
+import pytest
+
+import lastlayer as ll
+from lastlayer.train import Config, ConfigError
+from lastlayer.train.losses import LOSSES, loss_function
+
+# Parameters that the trainer sets itself, or that are tensors and no setting of a run.
+OURS = {"logits", "target", "k", "observed", "shard", "reduction", "data_group", "mask", "generator"}
+TENSORS = {"weight", "pos_weight", "row_weight", "pseudo_target", "log_normalizer"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_facts_are_those_of_the_function(name):
+    facts, function = LOSSES[name], loss_function(name)
+    assert function is getattr(ll, f"{name}_loss")
+    parameters = inspect.signature(function).parameters
+    needs_k = "k" in parameters and parameters["k"].default is inspect.Parameter.empty
+    assert facts.k == (("whole" if parameters["k"].annotation == "int" else "real") if needs_k else "none")
+    assert facts.sharded == ("shard" in parameters)
+    assert facts.observed == ("observed" in parameters)
+    assert facts.options == {n: p.default for n, p in parameters.items() if n not in OURS | TENSORS}
+
+
+def test_no_loss_of_logits_and_target_is_missing():
+    found = []
+    for name in dir(ll):
+        if name.endswith("_loss"):
+            parameters = inspect.signature(getattr(ll, name)).parameters.values()
+            needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+            if needed in (["logits", "target"], ["logits", "target", "k"]):
+                found.append(name.removesuffix("_loss"))
+    assert sorted(found) == sorted(LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        ("nope", "", "`loss` must be one of assume_negative, asymmetric"),
+        ("lml", "tau=2", "`loss_options` of lml must be among temperature, impl, got 'tau'"),
+        ("warp", "exact=2", "exact must be true or false, got 2"),
+        ("lml", "temperature=hot", "temperature must be a number, got 'hot'"),
+        ("lml", "temperature=0", "temperature must be positive, got 0"),
+        ("two_way", "per=1", "per must be a word, got 1"),
+    ],
+)
+def test_messages(loss, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Config(loss=loss, loss_options=options)
