@@ -235,4 +235,4 @@ def test_an_unsplit_run_is_not_resumed_split(tmp_path):
 
 def test_plan_is_a_command(capsys):
     assert main(["plan", "--labels=1e6", "--features=512", "--rows=1024", "--devices=2"]) == 0
-    assert "classes a device" in capsys.readouterr().out
+    assert "classes per device" in capsys.readouterr().out
