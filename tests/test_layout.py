@@ -12,11 +12,12 @@ import lastlayer as ll
 
 ROOT = Path(ll.__file__).parent
 STAGES = ("project", "loss", "head", "decode", "metrics", "train", "report")
-CORE = ("_check", "_module", "shard", "hierarchy", "installation", *STAGES[:5], "_triton", "_native")
+CORE = ("_check", "_module", "shard", "_threshold", "hierarchy", "installation", *STAGES[:5], "_triton", "_native")
 MAY_IMPORT = {  # by first component below lastlayer
-    "project": {"_check", "_module", "shard"},
-    "loss": {"_check", "_module", "shard", "project"},
-    "head": {"_check", "_module", "shard", "project", "loss"},
+    "_threshold": {"_check", "shard"},
+    "project": {"_check", "_module", "shard", "_threshold"},
+    "loss": {"_check", "_module", "shard", "_threshold", "project"},
+    "head": {"_check", "_module", "shard", "_threshold", "project", "loss"},
     "decode": {"_check", "_module", "shard", "project", "hierarchy"},
     "metrics": {"_check", "_module", "shard", "hierarchy"},
 }

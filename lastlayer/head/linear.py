@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
+from lastlayer._threshold import dispatch, search
 from lastlayer.loss.lml import lml_loss
 from lastlayer.project import lml as projection
 from lastlayer.shard import (
@@ -446,13 +447,13 @@ def _search(
     k = torch.where(solvable, k, n / 2)
     if known is None:
         near_end = limited(shard, limit - 1)
-        center, lo, hi, near = projection.bracket(scan.top[:, :limit], k, n, solvable & ~few, near_end)
+        center, lo, hi, near = search.bracket(scan.top[:, :limit], k, n, solvable & ~few, near_end)
         # Without the order statistics: as if every y were small.
         center = torch.where(few & solvable, mass.logsumexp(-1, keepdim=True) - k.log(), center)
-        lo, hi = torch.where(few, -projection.FAR, lo), torch.where(few, projection.FAR, hi)
+        lo, hi = torch.where(few, -search.FAR, lo), torch.where(few, search.FAR, hi)
     else:
         center, few, near = -known, torch.ones_like(few), -known
-        lo, hi = torch.full_like(known, -projection.FAR), torch.full_like(known, projection.FAR)
+        lo, hi = torch.full_like(known, -search.FAR), torch.full_like(known, search.FAR)
     peak_of_few = torch.zeros_like(center)
     delta, log_mass = torch.zeros_like(center), torch.zeros_like(center)
     lost = solvable & overflow
@@ -460,7 +461,7 @@ def _search(
     for _ in range(_PASSES):
         peak = torch.where(few | done, peak_of_few, (-(near - center).abs()).amax(-1, keepdim=True))
         (*sums, squares, deep) = reduce(_small_sums(scan, center, delta, peak), "sum", shard)
-        step, lo, hi, close = projection.advance(sums, peak, k, lo, hi)
+        step, lo, hi, close = search.advance(sums, peak, k, lo, hi)
         close = close & (deep == 0) & (sums[0] + sums[1] > 0)
         step = torch.where(done, 0, step)
         t = torch.where(close, step, 0)
@@ -477,8 +478,8 @@ def _search(
 
 
 def _small_sums(scan: _Scan, center: Tensor, delta: Tensor, peak: Tensor) -> list[Tensor]:
-    """Return the sums of :func:`~lastlayer.project.lml.small_parts` and of h^2, and whether the series is valid."""
-    a, b, above, residual, bend = projection.small_parts(scan.top - center, peak, delta)
+    """Return the sums of `search.small_parts` and of h^2, and whether the series is valid."""
+    a, b, above, residual, bend = search.small_parts(scan.top - center, peak, delta)
     squares = (a + b).square() * peak.exp()
     depth = (scan.floor - center) + delta
     rest = scan.tail(_STEP, depth, peak)
@@ -490,7 +491,7 @@ def _small_sums(scan: _Scan, center: Tensor, delta: Tensor, peak: Tensor) -> lis
 
 def _unseen(scan: _Scan, rows: _Rows) -> None:
     """Fill in the sums of :func:`_silent` and :func:`_leak` over the finite logits of this rank."""
-    z = torch.where(scan.top.isfinite(), projection.points(scan.top, rows.center, rows.delta), -torch.inf)
+    z = torch.where(scan.top.isfinite(), search.points(scan.top, rows.center, rows.delta), -torch.inf)
     depth = torch.where(rows.delta.isfinite(), (scan.floor - rows.center) + rows.delta, -torch.inf)
     silent, leak = scan.tail(_UNSEEN, depth, rho=rows.rho)
     rows.silent = _silent(z, rows.rho).sum(-1, keepdim=True) + silent
@@ -516,9 +517,9 @@ def _solve_lost(layer: _Layer, lost: Tensor, k: Tensor, rows: _Rows, shard: Clas
     most = int(reduce(k.new_full((1, 1), layer.n), "max", shard))  # the same pieces on every rank
     for part in which.split(max(1, _tile(k) // 4 // max(most, 1))):  # with a dozen temporaries
         x = layer.of_rows(part).logits(slice(None))
-        impl = projection.choose("linear_lml_loss", "auto", x, shard)
+        impl = dispatch.choose("linear_lml_loss", "auto", x, shard)
         _, center, delta = projection.apply(x, k[part], None, 1.0, "nu", shard, impl)
-        z = projection.points(x.to(layer.work), center, delta)
+        z = search.points(x.to(layer.work), center, delta)
         live = x.isfinite() & delta.isfinite()
         rows.center[part], rows.delta[part] = center, delta
         rows.log_mass[part] = _log_mass(z, 1.0, shard)
@@ -551,7 +552,7 @@ def _settle(
     _solve_lost(layer, lost, k, rows, shard)
     if shard is not None:
         shard.note(rows.delta - rows.center)
-    z = projection.points(rows.labels, rows.center, rows.delta)
+    z = search.points(rows.labels, rows.center, rows.delta)
     held = rows.index >= 0
     live = held & rows.labels.isfinite() & rows.delta.isfinite()
     positive = held & (torch.arange(held.shape[-1], device=held.device) < labels)
@@ -806,9 +807,9 @@ def _solve_weighted(x: Tensor, share: Tensor, k: Tensor, shard: ClassShard | Non
     for _ in range(4 * _PASSES):
         peak = reduce(-(x - center).abs(), "max", shard)
         peak = torch.where(solvable, peak, 0)
-        parts = projection.small_parts(x - center, peak, delta)
+        parts = search.small_parts(x - center, peak, delta)
         sums = reduce([share * part for part in parts], "sum", shard)
-        step, lo, hi, close = projection.advance(sums, peak, k, lo, hi)
+        step, lo, hi, close = search.advance(sums, peak, k, lo, hi)
         step = torch.where(done, 0, step)
         moved = torch.where(done | close, center, center - (delta + step))
         delta = (delta + step) + (moved - center)

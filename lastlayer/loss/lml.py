@@ -12,9 +12,10 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
 from lastlayer._module import FunctionModule
+from lastlayer._threshold import autograd, dispatch, search
+from lastlayer._threshold.dispatch import Impl
 from lastlayer.loss import _rows
 from lastlayer.project import lml as projection
-from lastlayer.project.lml import Impl
 from lastlayer.shard import ClassShard, local_part, reduce, total, unwrap
 
 
@@ -69,7 +70,7 @@ def lml_loss(
     at_once = reduction in ("mean", "sum") and _wants_gradient(logits)
     x, k, mask, divisor, _, chosen = projection.enter(op, logits, k, -1, temperature, mask, shard, impl, number=at_once)
     labels = _check.target(op, local_part(target), x, shard)
-    if impl == "auto" and projection.transformed():
+    if impl == "auto" and autograd.transformed():
         chosen = "torch"
     if chosen == "triton" and rho == 1 and labels.index is not None:
         # Of index lists the kernel takes the labels' terms away again; they may be infinite.
@@ -105,7 +106,7 @@ def _weight(labels: Labels, rho: float, reduction: Reduction, x: Tensor, impl: I
     work = _check.work_dtype(x)
     if impl == "triton" and labels.index is not None:  # there a row without a label says nothing by itself
         if rho == 0 and reduction == "mean":
-            return projection.kernels("triton").weight_of_mean(labels.index)
+            return dispatch.kernels("triton").weight_of_mean(labels.index)
         rows = x.shape[:-1].numel() if reduction == "mean" else 1
         return torch.full((), 1 / max(rows, 1), dtype=torch.float32, device=x.device)
     weight = _contributes(labels, rho, work, None).to(work)
@@ -117,7 +118,7 @@ def _wants_gradient(logits: Any) -> bool:
     return (
         torch.is_grad_enabled()
         and getattr(logits, "requires_grad", False)
-        and not (torch.compiler.is_compiling() or projection.transformed())
+        and not (torch.compiler.is_compiling() or autograd.transformed())
     )
 
 
@@ -164,7 +165,7 @@ def lml_fenchel_young_loss(
         size = torch.minimum(size, (labels.dense >= 0).sum(-1, keepdim=True).to(size.dtype))
     _, center, delta = projection.apply(x, size, mask, 1.0, "nu", None, impl)
 
-    scores = projection.scores(x, mask, 1.0)
+    scores = search.scores(x, mask, 1.0)
     z = _live_points(scores, center, delta)
     nu = (delta - center).squeeze(-1)
     # softplus(z) - z over the labels is softplus(-z): what is left is small where the fit is good.
@@ -190,7 +191,7 @@ def _plain(
 ) -> Tensor:
     """Return the loss a row in plain torch: the fallback, and what the kernels are checked against."""
     _, center, delta = projection.apply(logits, k, mask, temperature, "nu", shard, "torch")
-    z = _live_points(projection.scores(logits, mask, temperature), center, delta)
+    z = _live_points(search.scores(logits, mask, temperature), center, delta)
     loss = labels.sum_over_positives(lambda z: -F.logsigmoid(z), z)
     if rho > 0:
         loss = loss + _unseen(z, rho, labels)
@@ -199,7 +200,7 @@ def _plain(
 
 def _live_points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
     """Return ``x + nu`` with no gradient where x or nu is infinite."""
-    z = projection.points(x, center, delta)
+    z = search.points(x, center, delta)
     return torch.where(x.isfinite() & delta.isfinite(), z, z.detach())
 
 
@@ -250,7 +251,7 @@ class _LMLLoss(torch.autograd.Function):
         arguments = (logits, k, mask, temperature, rho, index, dense)
         if torch.compiler.is_compiling():
             return torch.ops.lastlayer.lml_loss_forward(*arguments, impl)
-        return projection.kernels(impl).loss_forward(*arguments)
+        return dispatch.kernels(impl).loss_forward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -268,22 +269,22 @@ class _LMLLoss(torch.autograd.Function):
             arguments = (logits, mask, ctx.temperature, ctx.rho, index, dense, center, delta, log_mass, pull, grads[0])
             if torch.compiler.is_compiling():
                 grad_logits, grad_k = torch.ops.lastlayer.lml_loss_backward(*arguments, ctx.impl)
-            elif projection.batched(grads[0]):  # linear in the gradient, one number a row
+            elif autograd.batched(grads[0]):  # linear in the gradient, one number a row
                 one = torch.ones_like(delta.squeeze(-1))
-                found = projection.kernels(ctx.impl).loss_backward(*arguments[:-1], one)
+                found = dispatch.kernels(ctx.impl).loss_backward(*arguments[:-1], one)
                 grad_logits, grad_k = (grads[0].unsqueeze(-1) * f for f in found)
             else:
-                grad_logits, grad_k = projection.kernels(ctx.impl).loss_backward(*arguments)
+                grad_logits, grad_k = dispatch.kernels(ctx.impl).loss_backward(*arguments)
         return grad_logits, grad_k, None, None, None, None, None, None
 
 
-_LMLLossBackward = projection.without_transforms(_LMLLoss)
+_LMLLossBackward = autograd.without_transforms(_LMLLoss)
 
 
 def _by_kernel(x: Tensor, k: Any, *rest: Any) -> tuple[Tensor, ...]:
-    if torch.compiler.is_compiling() or projection.transformed():
+    if torch.compiler.is_compiling() or autograd.transformed():
         return _LMLLoss.apply(x, k, *rest)
-    return _LMLLossBackward.apply(x, k, *rest) if projection.recorded(x, k) else _LMLLoss.forward(x, k, *rest)
+    return _LMLLossBackward.apply(x, k, *rest) if autograd.recorded(x, k) else _LMLLoss.forward(x, k, *rest)
 
 
 class _LMLReducedLoss(torch.autograd.Function):
@@ -306,7 +307,7 @@ class _LMLReducedLoss(torch.autograd.Function):
         impl: Impl,
     ) -> Tensor:
         arguments = (logits, k, mask, temperature, rho, index, dense)
-        kernels = projection.kernels(impl)
+        kernels = dispatch.kernels(impl)
         if impl == "triton":
             loss, *rows, ctx.grad = kernels.loss_forward_with_grad(*arguments, weight)
         else:
@@ -321,10 +322,10 @@ class _LMLReducedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, k, mask, index, dense, weight, center, delta, log_mass, pull = ctx.saved_tensors
         k = ctx.k if k is None else k
-        if torch.is_grad_enabled() or projection.transformed(*grads):
+        if torch.is_grad_enabled() or autograd.transformed(*grads):
             grad_logits, grad_k = _plain_gradients(ctx, logits, k, mask, index, dense, grads[0] * weight)
             return grad_logits, grad_k, None, None, None, None, None, None, None
-        kernels = projection.kernels(ctx.impl)
+        kernels = dispatch.kernels(ctx.impl)
         grad, ctx.grad = ctx.grad, None  # handed over once; a second backward pass computes it again
         if grad is not None:
             grad_logits = kernels.scale_rows_(grad, grads[0])
@@ -347,7 +348,7 @@ def _op_forward(
     dense: Tensor | None,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return projection.kernels(impl).loss_forward(logits, k, mask, temperature, rho, index, dense)
+    return dispatch.kernels(impl).loss_forward(logits, k, mask, temperature, rho, index, dense)
 
 
 @_op_forward.register_fake
@@ -380,7 +381,7 @@ def _op_backward(
     grad: Tensor,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    kernels = projection.kernels(impl)
+    kernels = dispatch.kernels(impl)
     return kernels.loss_backward(logits, mask, temperature, rho, index, dense, center, delta, log_mass, pull, grad)
 
 

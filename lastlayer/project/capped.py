@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer.project.lml import _may_stop, enter, scores
+from lastlayer._threshold.search import may_stop, scores
+from lastlayer.project.lml import enter
 from lastlayer.shard import ClassShard, kth_largest, reduce, unwrap
 
 Kind = Literal["softmax", "sparsemax"]
@@ -171,7 +172,7 @@ def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | Non
         count = torch.minimum(count, k.ceil() - 1)  # more is rounding
         more = count > before
         delta = torch.where(more, mass.log() - (k - count).log(), delta)
-        if _may_stop(d) and not bool(more.any()):
+        if may_stop(d) and not bool(more.any()):
             break
         before = torch.maximum(count, before)
     return delta
@@ -198,7 +199,7 @@ def _search_sparsemax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | N
         good = same | ((active > 0) & (newton >= lo) & (newton <= hi) & (number < 12 or number % 3 < 2))
         delta = torch.where(done | (active == 0) & (excess == 0), delta, torch.where(good, newton, (lo + hi) / 2))
         done, before = done | same, (torch.where(good, active, -1), count)
-        if _may_stop(d) and bool(done.all()):
+        if may_stop(d) and bool(done.all()):
             break
     return delta
 

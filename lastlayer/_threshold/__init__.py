@@ -1,0 +1,1 @@
+"""One threshold per row: its search in plain torch, the choice of an implementation, and what autograd needs."""
