@@ -100,6 +100,9 @@ from lastlayer.metrics.openset import auroc as auroc
 from lastlayer.metrics.openset import mean_max_confidence as mean_max_confidence
 from lastlayer.metrics.tree import tree_accuracy as tree_accuracy
 from lastlayer.metrics.tree import tree_specificity as tree_specificity
+from lastlayer.project.balanced import LMLBalanced as LMLBalanced
+from lastlayer.project.balanced import lml_balanced as lml_balanced
+from lastlayer.project.balanced import lml_balanced_duals as lml_balanced_duals
 from lastlayer.project.capped import CappedSoftmax as CappedSoftmax
 from lastlayer.project.capped import CappedSparsemax as CappedSparsemax
 from lastlayer.project.capped import capped_softmax as capped_softmax

@@ -148,6 +148,27 @@ def check_capped() -> None:
             compare(function, split, rows(), 3, mask=torch.arange(N) % 7 != 2, temperature=2.0)
 
 
+def check_balanced() -> None:
+    torch.manual_seed(4)
+    x, weight = torch.randn(2, 9, N, dtype=torch.float64).mul(3), torch.randn(2, 9, N, dtype=torch.float64)
+    k = torch.rand(9, dtype=torch.float64) + 1
+    capacity = torch.rand(N, dtype=torch.float64) + 0.2
+    for at_most in (False, True):
+        limits = capacity * k.sum() / capacity.sum() * (1.3 if at_most else 1)
+        results = []
+        for split in [None, *splits()[:3]]:
+            cut = (lambda v: v) if split is None else split.cut
+            leaves = [cut(x).clone().requires_grad_(), k.clone().requires_grad_(), cut(limits).clone().requires_grad_()]
+            y = ll.lml_balanced(*leaves, at_most=at_most, shard=None if split is None else split.shard)
+            (y * cut(weight)).sum().backward()
+            results.append((split, [y.detach(), leaves[0].grad, leaves[2].grad], leaves[1].grad))
+        (_, whole, grad_k), *parts = results
+        for split, part, part_k in parts:
+            for here, all_classes in zip(part, whole, strict=True):
+                torch.testing.assert_close(here, split.cut(all_classes), rtol=1e-7, atol=1e-8)
+            torch.testing.assert_close(part_k, grad_k, rtol=1e-7, atol=1e-8)
+
+
 def check_truncated_entropy() -> None:
     x, ties = rows()[[0, 1, 4, 8]], rows()[[2, 3]]  # which of equal rivals is dropped shows in the gradient alone
     for split in splits():

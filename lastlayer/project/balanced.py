@@ -1,0 +1,454 @@
+"""Balanced assignment: rows with `k` labels each, columns with a capacity each, every entry at most 1."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lastlayer import _check
+from lastlayer.project.lml import lml_threshold
+from lastlayer.shard import ClassShard, reduce, replicate, spread
+
+_ALTERNATIONS = 3  # exact row and column thresholds in turn; then Newton's method, which ends quadratically
+_STEPS = 60  # bounds the search; the hardest case of the tests' grid takes 20
+_TOLERANCE = 1e-11  # of a column's sum, relative to its capacity
+_ACCEPTED = 1e-6  # columns that are further off than this mean that there is no solution
+_AGREEMENT = 1e-5  # how far the two totals may be apart: float32 capacities do not add up exactly
+_DENSE = 1024  # the smaller side up to which Newton's system is solved directly
+_INNER = 500  # bounds the conjugate gradients
+_INNER_TOLERANCE = 1e-13
+
+
+def lml_balanced(
+    logits: Tensor,
+    k: float | Tensor,
+    capacity: float | Tensor | None = None,
+    *,
+    at_most: bool = False,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    shard: ClassShard | None = None,
+) -> Tensor:
+    r"""Project a matrix of logits onto the assignments with given row and column sums and entries of at most 1.
+
+    .. math::
+        \min_{0 < y < 1} \; -\langle x, y \rangle - H_b(y) \quad \text{subject to} \quad
+        \sum_j y_{ij} = k_i, \quad \sum_i y_{ij} = c_j
+
+    The solution is :math:`y_{ij} = \sigma(x_{ij} + \nu_i + \mu_j)`: each row (token, paper) gets exactly `k` columns
+    (experts, reviewers) in expectation, each column exactly its capacity, and no pair is counted twice. Optimal
+    transport (Sinkhorn) has no such cap: its entries may exceed 1.
+
+    Args:
+        logits: The scores :math:`x`, shape ``(..., rows, columns)``; ``-inf`` rules a pair out.
+        k: The sum of each row; a number, or a tensor that broadcasts to ``(..., rows)``. Differentiable.
+        capacity: The sum of each column; a number, or a tensor that broadcasts to ``(..., columns)``. Differentiable.
+            ``None`` shares the sum of `k` equally. The capacities must add up to the sum of `k`, or reach it with
+            `at_most`.
+        at_most: Whether `capacity` is an upper limit: columns that stay below it are free (:math:`\mu_j = 0`).
+        mask: Boolean, True where a pair may be chosen; broadcasts to the shape of `logits`.
+        temperature: Divides the logits.
+        shard: This rank's slice of the columns, when they are split over processes; `capacity` then holds this
+            rank's columns.
+
+    Returns:
+        The assignment, of the shape and dtype of `logits`. The search runs in float64. A matrix without a solution
+        (sums that do not match, more than a row or column can hold) becomes NaN; other matrices of the batch are
+        unaffected.
+
+    Example:
+        >>> lml_balanced(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), k=1)  # both prefer the first column
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+    """
+    x, nu, mu, fixed = _duals("lml_balanced", logits, k, capacity, at_most, mask, temperature, shard)
+    return torch.where(nu.isnan(), nu, _points(x, nu, mu, fixed).sigmoid()).to(logits.dtype)
+
+
+def lml_balanced_duals(
+    logits: Tensor,
+    k: float | Tensor,
+    capacity: float | Tensor | None = None,
+    *,
+    at_most: bool = False,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    shard: ClassShard | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Compute the dual variables :math:`\nu` and :math:`\mu` of :func:`lml_balanced`; both are differentiable.
+
+    .. math:: y_{ij} = \sigma(x_{ij} / T + \nu_i + \mu_j)
+
+    A moving average of ``mu`` is the bias that balances the columns when rows arrive one at a time.
+
+    Args:
+        logits: The scores, shape ``(..., rows, columns)``.
+        k: The sum of each row.
+        capacity: The sum of each column, or ``None`` for equal shares.
+        at_most: Whether `capacity` is an upper limit.
+        mask: Boolean, True where a pair may be chosen.
+        temperature: Divides the logits.
+        shard: This rank's slice of the columns.
+
+    Returns:
+        ``(nu, mu)`` of shapes ``(..., rows)`` and ``(..., columns)`` and of the dtype of `logits`. Without `at_most`
+        a constant can move between the two; the mean of ``mu`` over its finite entries is 0. A row that takes
+        nothing has ``-inf``, and one that takes everything ``+inf``; likewise for columns.
+
+    Example:
+        >>> nu, mu = lml_balanced_duals(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), k=1)
+        >>> mu
+        tensor([-1.,  1.])
+    """
+    _, nu, mu, _ = _duals("lml_balanced_duals", logits, k, capacity, at_most, mask, temperature, shard)
+    nu = replicate(nu, shard)
+    return nu.squeeze(-1).to(logits.dtype), mu.squeeze(-2).to(logits.dtype)
+
+
+def _duals(
+    op: str,
+    logits: Tensor,
+    k: float | Tensor,
+    capacity: float | Tensor | None,
+    at_most: bool,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    shard: ClassShard | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Check the arguments; return scores, nu ``(..., rows, 1)``, mu ``(..., 1, columns)`` and the fixed pairs."""
+    logits = _check.logits(op, logits)
+    if logits.ndim < 2:
+        raise ValueError(f"{op}: `logits` must have rows and columns, got shape {tuple(logits.shape)}.")
+    mask = _check.mask(op, mask, logits)
+    divisor = _check.temperature(op, temperature)
+    rows, columns = logits.shape[-2:]
+    _check_sums(op, k, capacity, rows, columns, at_most, shard)
+    x = logits.double()
+    if not isinstance(divisor, float):
+        divisor = spread(divisor, shard).double().expand(logits.shape[:-2])[..., None, None]
+    live = logits > -torch.inf if mask is None else mask & (logits > -torch.inf)
+    x = torch.where(live, x, 0) / divisor
+    sums = _check.cardinality(op, k, logits, shard).double()  # (..., rows, 1)
+    limits = _column_sums(op, capacity, sums, logits, shard)
+    if not at_most:  # sums that agree to rounding agree
+        room = reduce(limits, "sum", shard)
+        given = spread(sums.sum(-2, keepdim=True), shard)
+        ratio = torch.where(room > 0, given / room.where(room > 0, 1), 1)
+        limits = limits * torch.where((ratio - 1).abs() <= _AGREEMENT, ratio, torch.nan)
+    function = _Duals if torch.compiler.is_compiling() else _DualsForwardMode
+    return x, *function.apply(x, live, sums, limits, at_most, shard)
+
+
+def _check_sums(
+    op: str, k: Any, capacity: Any, rows: int, columns: int, at_most: bool, shard: ClassShard | None
+) -> None:
+    """Refuse what Python numbers already show to have no solution."""
+    if capacity is None or isinstance(capacity, Tensor):
+        return
+    if isinstance(capacity, bool) or not isinstance(capacity, numbers.Real):
+        raise TypeError(f"{op}: `capacity` must be a number or a tensor, got {type(capacity).__name__}.")
+    if not 0 <= float(capacity) < float("inf"):
+        raise ValueError(f"{op}: `capacity` must be at least 0 and finite, got {capacity}.")
+    if isinstance(k, Tensor) or not isinstance(k, numbers.Real) or shard is not None:
+        return
+    have, need = columns * float(capacity), rows * float(k)
+    if have < need * (1 - 1e-6) or (not at_most and have > need * (1 + 1e-6)):
+        rule = "at least" if at_most else "equal to"
+        raise ValueError(
+            f"{op}: `capacity` times {columns} columns must be {rule} `k` times {rows} rows, {need:g}, got {have:g}. "
+            + ("Raise it." if at_most else "Leave it out for equal shares, or use `at_most=True`.")
+        )
+    if not at_most and float(capacity) > rows:
+        raise ValueError(f"{op}: `capacity` must be at most the number of rows, {rows}, got {capacity}.")
+
+
+def _column_sums(op: str, capacity: Any, sums: Tensor, logits: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return the capacities in float64, shape ``(..., 1, columns)``."""
+    shape = (*logits.shape[:-2], 1, logits.shape[-1])
+    if capacity is None:
+        n = reduce(sums.new_ones(1, logits.shape[-1]), "sum", shard)
+        return (spread(sums.sum(-2, keepdim=True), shard) / n).expand(shape)
+    if not isinstance(capacity, Tensor):
+        return torch.full((), float(capacity), dtype=torch.float64, device=logits.device).expand(shape)
+    if capacity.is_complex() or capacity.dtype == torch.bool:
+        raise TypeError(f"{op}: `capacity` must be real, got a tensor of {capacity.dtype}.")
+    wide = capacity.to(device=logits.device, dtype=torch.float64)
+    try:
+        wide = wide if wide.ndim == 0 else wide.unsqueeze(-2)
+        return wide.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: `capacity` must broadcast to {(*shape[:-2], shape[-1])}, one number per column, "
+            f"got shape {tuple(capacity.shape)}."
+        ) from None
+
+
+def _points(x: Tensor, nu: Tensor, mu: Tensor, fixed: Tensor) -> Tensor:
+    """Return ``x + nu + mu``, infinite for the pairs that are fixed."""
+    free = fixed == 0
+    z = x + torch.where(free, nu, 0) + torch.where(free, mu, 0)
+    return torch.where(free, z, torch.where(fixed > 0, torch.inf, -torch.inf).to(z.dtype))
+
+
+def _thresholds(x: Tensor, live: Tensor, sums: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return what to add to each row of `x` for it to sum to `sums`, ``(..., rows, 1)``; 0 where nothing is live."""
+    nu = lml_threshold(torch.where(live, x, -torch.inf), sums.squeeze(-1), shard=shard).unsqueeze(-1)
+    return torch.where(reduce(live.to(x.dtype), "max", shard) > 0, nu, 0)
+
+
+def _solve(
+    x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, at_most: bool, shard: ClassShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(nu, mu, fixed)``: alternate, then Newton's method on the columns, with the rows solved exactly.
+
+    With exact rows the dual is a convex function of mu whose third derivative is bounded by its second: a step of
+    length ``log(1 + d) / d``, with d the largest change of a logit, always decreases it (Sun and Tran-Dinh, 2019).
+    No line search is needed. `fixed` is 1 and -1 for the pairs that the sums alone decide.
+    """
+    given, room = sums.sum(-2, keepdim=True), reduce(limits, "sum", shard)
+    agree = room >= given * (1 - _ACCEPTED) if at_most else (room - given).abs() <= _ACCEPTED * given
+    fixed, ends, sums, limits = _decide(live, sums, limits, at_most, shard)
+    live = fixed == 0
+    possible = agree & _fits(live, sums, limits, at_most, shard)
+    nu, mu = torch.zeros_like(sums), torch.zeros_like(limits)
+    best, found = torch.full_like(room, torch.inf), (nu, mu)
+    for step in range(_STEPS):
+        nu = _thresholds(x + mu, live, sums, shard)
+        z = torch.where(live, x + nu + mu, -torch.inf)
+        excess = z.sigmoid().sum(-2, keepdim=True) - limits
+        bound = (mu < 0) | (excess > 0) if at_most else torch.ones_like(mu, dtype=torch.bool)
+        off = torch.where(bound & live.any(-2, keepdim=True), excess.abs() / limits, 0)
+        residual = reduce(off, "max", shard)
+        better = residual < best
+        best = torch.where(better, residual, best)
+        found = torch.where(better, nu, found[0]), torch.where(better, mu, found[1])
+        if bool(((best <= _TOLERANCE) | ~possible).all()):
+            break
+        moved = _thresholds((x + nu).mT, live.mT, limits.mT, None).mT
+        if step >= _ALTERNATIONS:
+            h = z.sigmoid() * (-z).sigmoid()
+            _, change = _system(h, torch.zeros_like(sums), torch.where(bound, -excess, 0), bound, shard)
+            width = reduce(change, "max", shard) - reduce(change, "min", shard)
+            newton = mu + change * torch.where(width > 0, width.log1p() / width, 1)
+            moved = torch.where(newton.isfinite(), newton, moved)
+        mu = moved.clamp(max=0) if at_most else moved - _mean(moved, shard)
+    possible = possible & (best <= _ACCEPTED)
+    nu, mu = (torch.where(end == 0, dual, end * torch.inf) for end, dual in zip(ends, found, strict=True))
+    return torch.where(possible, nu, torch.nan), torch.where(possible, mu, torch.nan), fixed
+
+
+def _decide(
+    live: Tensor, sums: Tensor, limits: Tensor, at_most: bool, shard: ClassShard | None
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Fix the pairs of rows and columns that take nothing or everything, until none is left.
+
+    Returns ``fixed`` (1, -1, or 0 for free), the same per row and per column, and what is left of the sums. A dual
+    variable of a fixed row is infinite; with two infinities of opposite sign the sum would say nothing.
+    """
+    fixed = torch.where(live, 0, -1).to(torch.int8)
+    row_end, column_end = torch.zeros_like(sums), torch.zeros_like(limits)
+    tiny = 1e-12
+    for _ in range(sum(live.shape[-2:]) + 1):
+        free = fixed == 0
+        n = reduce(free.to(sums.dtype), "sum", shard)
+        end = torch.where(sums <= tiny, -1.0, torch.where(sums >= n - tiny, 1.0, 0.0)) * (n > 0)
+        row_end = row_end + end
+        now = torch.where(free, end, 0)
+        sums = torch.where(end > 0, sums - n, sums)
+        limits = limits - (now > 0).sum(-2, keepdim=True)
+        free = free & (now == 0)
+        m = free.sum(-2, keepdim=True).to(sums.dtype)
+        full = 0.0 if at_most else torch.where(limits >= m - tiny, 1.0, 0.0)
+        end = torch.where(limits <= tiny, -1.0, full) * (m > 0)
+        column_end = column_end + end
+        now = now + torch.where(free, end, 0)
+        limits = torch.where(end > 0, limits - m, limits)
+        sums = sums - reduce((free & (end > 0)).to(sums.dtype), "sum", shard)
+        fixed = fixed + now.to(torch.int8)
+        if not bool(reduce((now != 0).to(sums.dtype).flatten(-2), "max", shard).any()):
+            break
+    return fixed, (row_end.clamp(-1, 1), column_end.clamp(-1, 1)), sums, limits
+
+
+def _fits(free: Tensor, sums: Tensor, limits: Tensor, at_most: bool, shard: ClassShard | None) -> Tensor:
+    """Which matrices can hold what is left of the sums, ``(..., 1, 1)``; necessary, not sufficient."""
+    tiny = 1e-9
+    n, m = reduce(free.to(sums.dtype), "sum", shard), free.sum(-2, keepdim=True)
+    fits = ((sums >= -tiny) & (sums <= n + tiny)).all(-2, keepdim=True)
+    wrong = (limits < -tiny) | (limits.isnan()) | (False if at_most else limits > m + tiny)
+    return fits & (reduce(wrong.to(sums.dtype), "max", shard) == 0)
+
+
+def _mean(mu: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return the mean of the finite entries, ``(..., 1, 1)``."""
+    finite = mu.isfinite()
+    added, n = reduce([torch.where(finite, mu, 0), finite.to(mu.dtype)], "sum", shard)
+    return added / n.clamp(min=1)
+
+
+def _system(h: Tensor, v: Tensor, w: Tensor, bound: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+    """Solve ``r a + h b = v``, ``h' a + c b = w`` for a ``(..., rows, 1)`` and b ``(..., 1, columns)``.
+
+    r and c are the row and column sums of h; b is 0 where a column is not bound. If all are bound, (1, -1) solves the
+    homogeneous system, and b has mean 0.
+    """
+    r, c = reduce(h, "sum", shard), h.sum(-2, keepdim=True)
+    over_r = torch.where(r > 0, 1 / r.where(r > 0, 1), 0)
+    kept = bound & (c > 0)
+    held, w = torch.where(kept, h, 0), torch.where(kept, w, 0)
+    right = w - (held * (over_r * v)).sum(-2, keepdim=True)
+    if shard is not None or min(h.shape[-2:]) > _DENSE:
+        b = _conjugate_gradients(held, over_r, torch.where(kept, c, 1), right, shard)
+    elif h.shape[-1] <= h.shape[-2]:
+        b = _laplacian_solve((h * over_r).mT @ h, kept, bound.all(-1, keepdim=True), right.mT).mT
+    else:  # the same with the roles of rows and columns exchanged
+        over_c = torch.where(kept, 1 / c.where(kept, 1), 0)
+        links = (held * over_c) @ held.mT
+        leak = (h - held).sum(-1, keepdim=True)
+        a = _laplacian_solve(links, r > 0, bound.all(-1, keepdim=True), v - held @ (over_c * w).mT, leak)
+        b = over_c * (w - (held * a).sum(-2, keepdim=True))
+    return over_r * (v - reduce(held * b, "sum", shard)), b
+
+
+def _laplacian_solve(links: Tensor, kept: Tensor, closed: Tensor, right: Tensor, leak: Tensor | float = 0.0) -> Tensor:
+    """Solve ``(D - links) s = right`` on the kept nodes, D being such that rows of a closed system sum to 0.
+
+    The diagonal is added up from the links, not subtracted: it stays exact where links are many orders apart.
+    """
+    kept = kept.reshape(*links.shape[:-1], 1)
+    links = links - torch.diag_embed(links.diagonal(dim1=-2, dim2=-1))
+    degree = links.sum(-1, keepdim=True) + leak
+    both = kept & kept.mT
+    gauge = torch.where(closed & both, degree.mean((-2, -1), keepdim=True) / links.shape[-1], 0)
+    degree = torch.where(kept & (degree > 0), degree * (1 + 1e-14), 1)
+    matrix = torch.diag_embed(degree.squeeze(-1)) - torch.where(both, links, 0) + gauge
+    return torch.linalg.solve_ex(matrix, torch.where(kept, right, 0)).result
+
+
+def _conjugate_gradients(held: Tensor, over_r: Tensor, c: Tensor, right: Tensor, shard: ClassShard | None) -> Tensor:
+    """Solve ``(c - h' h / r) b = right`` by conjugate gradients, preconditioned with c."""
+
+    def dot(p: Tensor, q: Tensor) -> Tensor:
+        return reduce(p * q, "sum", shard)
+
+    b, rest = torch.zeros_like(right), right
+    scaled = rest / c
+    direction, size = scaled, dot(rest, scaled)
+    enough = _INNER_TOLERANCE**2 * size
+    for _ in range(_INNER):
+        if bool((size <= enough).all()):
+            break
+        image = c * direction - (held * (over_r * reduce(held * direction, "sum", shard))).sum(-2, keepdim=True)
+        curvature = dot(direction, image)
+        length = torch.where((curvature > 0) & (size > enough), size / curvature.where(curvature > 0, 1), 0)
+        b, rest = b + length * direction, rest - length * image
+        scaled = rest / c
+        smaller = dot(rest, scaled)
+        direction = scaled + torch.where(size > 0, smaller / size.where(size > 0, 1), 0) * direction
+        size = smaller
+    return b
+
+
+@torch.library.custom_op("lastlayer::balanced_duals", mutates_args=())
+def _op(x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, at_most: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return _solve(x, live, sums, limits, at_most, None)
+
+
+@_op.register_fake
+def _(x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, at_most: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(sums.shape), x.new_empty(limits.shape), x.new_empty(x.shape, dtype=torch.int8)
+
+
+class _Duals(torch.autograd.Function):
+    """``(x, k, capacity) -> (nu, mu, fixed)``; the derivatives are those of the two sums, solved for the duals."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, at_most: bool, shard: ClassShard | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if shard is not None:
+            return _solve(x, live, sums, limits, at_most, shard)
+        return torch.ops.lastlayer.balanced_duals(x, live, sums, limits, at_most)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, _, _, _, ctx.at_most, ctx.shard = inputs
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(x, *output)
+        ctx.save_for_forward(x, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        h, bound, finite = _curvature(ctx)
+        grad_nu = reduce(grads[0], "sum", ctx.shard)
+        grad_mu = torch.where(finite, grads[1], 0)
+        if not ctx.at_most:  # the mean of mu was taken from mu and given to nu
+            surplus = grad_nu.sum(-2, keepdim=True) - reduce(grad_mu, "sum", ctx.shard)
+            n = reduce(finite.to(h.dtype), "sum", ctx.shard).clamp(min=1)
+            grad_mu = grad_mu + torch.where(finite, surplus / n, 0)
+        a, b = _system(h, grad_nu, grad_mu, bound, ctx.shard)
+        return -h * (a + b), None, a, b, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        tensors = [
+            value.unsqueeze(0) if where is None else value.movedim(where, 0)
+            for value, where in zip(inputs[:4], in_dims[:4], strict=True)
+        ]
+        batch = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))
+        tensors = [t.expand(*batch, *t.shape[-2:]) for t in tensors]
+        return _DualsForwardMode.apply(*tensors, *inputs[4:]), (0, 0, 0)
+
+
+class _DualsForwardMode(_Duals):
+    """As `_Duals`, with forward-mode derivatives."""
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor | None, _: Any, sums_t: Tensor | None, limits_t: Tensor | None, *__: Any) -> Any:
+        h, bound, finite = _curvature(ctx)
+        v, w = h.new_zeros(*h.shape[:-1], 1), h.new_zeros(*h.shape[:-2], 1, h.shape[-1])
+        if x_t is not None:
+            v, w = v - reduce(h * x_t, "sum", ctx.shard), w - (h * x_t).sum(-2, keepdim=True)
+        v, w = v if sums_t is None else v + sums_t, w if limits_t is None else w + limits_t
+        nu_t, mu_t = _system(h, v, w, bound, ctx.shard)
+        if ctx.at_most:
+            return nu_t, mu_t, None
+        mean = _mean(torch.where(finite, mu_t, torch.inf), ctx.shard)
+        return nu_t + mean, torch.where(finite, mu_t - mean, 0), None
+
+
+def _curvature(ctx: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``y (1 - y)``, which columns are at their capacity, and which mu are finite."""
+    x, nu, mu, fixed = ctx.saved_tensors
+    z = _points(x, nu, mu, fixed)
+    h = torch.where(fixed == 0, z.sigmoid() * (-z).sigmoid(), 0)
+    bound = mu < 0 if ctx.at_most else torch.ones_like(mu, dtype=torch.bool)
+    return torch.where(nu.isnan(), nu, h), bound, mu.isfinite()
+
+
+class LMLBalanced(nn.Module):
+    """Module form of :func:`lml_balanced`, which documents the arguments."""
+
+    def __init__(
+        self,
+        k: float | Tensor,
+        capacity: float | Tensor | None = None,
+        *,
+        at_most: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.k, self.capacity, self.at_most, self.temperature = k, capacity, at_most, temperature
+
+    def forward(self, logits: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the balanced assignment of `logits`."""
+        return lml_balanced(
+            logits, self.k, self.capacity, at_most=self.at_most, mask=mask, temperature=self.temperature
+        )
+
+    def extra_repr(self) -> str:
+        """Show the arguments."""
+        return f"k={self.k}, capacity={self.capacity}, at_most={self.at_most}, temperature={self.temperature}"

@@ -1,0 +1,205 @@
+"""The balanced assignment: rows and columns exact, entries at most 1, derivatives of the solution."""
+
+import pytest
+import torch
+
+import lastlayer as ll
+
+DOUBLE = torch.float64
+
+
+def matrix(rows, columns, spread=2.0, bias=1.0, seed=0, dtype=DOUBLE):
+    generator = torch.Generator().manual_seed(seed)
+    x = spread * torch.randn(rows, columns, generator=generator, dtype=DOUBLE)
+    return (x + bias * torch.randn(columns, generator=generator, dtype=DOUBLE)).to(dtype)
+
+
+def capacities(columns, total, seed=0):
+    c = torch.rand(columns, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE) + 0.5
+    return c * total / c.sum()
+
+
+def test_golden():
+    # Two rows, two columns, one each: y_11 = y_22 = s(d) and y_12 = y_21 = s(-d). The duals cancel everything but
+    # z_11 + z_22 - z_12 - z_21 = 4 d.
+    x = torch.tensor([[3.0, 1.0], [0.5, 0.5]], dtype=DOUBLE)
+    d = torch.tensor((3.0 + 0.5 - 1.0 - 0.5) / 4, dtype=DOUBLE)
+    y = ll.lml_balanced(x, 1)
+    torch.testing.assert_close(y, torch.stack([d.sigmoid(), (-d).sigmoid(), (-d).sigmoid(), d.sigmoid()]).view(2, 2))
+    nu, mu = ll.lml_balanced_duals(x, 1)
+    torch.testing.assert_close((x + nu[:, None] + mu).sigmoid(), y)
+    assert abs(mu.mean()) < 1e-12
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+@pytest.mark.parametrize("shape", [(4, 4), (7, 5), (5, 9), (64, 8), (16, 96), (200, 32)])
+def test_rows_and_columns_are_exact(shape, at_most):
+    """In float32, over spreads, biases, sizes of k, real k per row and uneven capacities."""
+    rows, columns = shape
+    for spread in (0.5, 12.0):
+        for bias in (0.0, 6.0):
+            for seed, k in enumerate((1.0, 1.37, columns / 2, None)):
+                x = matrix(rows, columns, spread, bias, seed, torch.float32)
+                generator = torch.Generator().manual_seed(seed)
+                per_row = 0.5 + torch.rand(rows, generator=generator, dtype=DOUBLE) * (columns / 2 - 0.5)
+                sums = per_row if k is None else torch.full((rows,), k, dtype=DOUBLE)
+                c = capacities(columns, sums.sum().item() * (1.25 if at_most else 1.0), seed)
+                if (c >= rows).any():
+                    c = torch.full_like(c, c.mean().item())
+                y = ll.lml_balanced(x, sums if k is None else k, c, at_most=at_most).double()
+                off = (y.sum(0) - c) / c
+                assert ((y.sum(1) - sums).abs() / sums).max() < 1e-6
+                assert (off.clamp(min=0) if at_most else off.abs()).max() < 1e-6
+                assert y.min() >= 0
+                assert y.max() <= 1
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+def test_is_the_optimum(at_most):
+    cp = pytest.importorskip("cvxpy")
+    x, k = matrix(4, 3), 1.2
+    c = capacities(3, 4 * k * (1.3 if at_most else 1), 1)
+    v = cp.Variable((4, 3))
+    columns = cp.sum(v, axis=0) <= c.numpy() if at_most else cp.sum(v, axis=0) == c.numpy()
+    objective = cp.Minimize(-cp.sum(cp.multiply(x.numpy(), v)) - cp.sum(cp.entr(v) + cp.entr(1 - v)))
+    cp.Problem(objective, [cp.sum(v, axis=1) == k, columns]).solve(solver=cp.CLARABEL)
+    torch.testing.assert_close(ll.lml_balanced(x, k, c, at_most=at_most), torch.tensor(v.value), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+@pytest.mark.parametrize("shape", [(4, 3), (3, 4)])
+def test_derivatives(shape, at_most):
+    x = matrix(*shape).requires_grad_()
+    k = (0.7 + torch.rand(shape[0], generator=torch.Generator().manual_seed(1), dtype=DOUBLE)).requires_grad_()
+    c = capacities(shape[1], k.sum().item() * (1.3 if at_most else 1)).requires_grad_()
+
+    def function(x, k, c):
+        scaled = c if at_most else c * k.sum() / c.sum()
+        return ll.lml_balanced(x, k, scaled, at_most=at_most), *ll.lml_balanced_duals(x, k, scaled, at_most=at_most)
+
+    assert torch.autograd.gradcheck(function, (x, k, c), check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x, k, c: function(x, k, c)[0], (x, k, c), fast_mode=True)
+
+
+def test_backward_is_that_of_an_unrolled_search():
+    x, c = matrix(12, 6), capacities(6, 12 * 1.5)
+    weight = matrix(12, 6, seed=3)
+
+    def unrolled(x):
+        mu = torch.zeros(6, dtype=DOUBLE)
+        for _ in range(200):
+            nu = ll.lml_threshold(x + mu, 1.5)
+            mu = ll.lml_threshold((x + nu[:, None]).T, c)
+        return (x + ll.lml_threshold(x + mu, 1.5)[:, None] + mu).sigmoid()
+
+    grads = []
+    for function in (unrolled, lambda x: ll.lml_balanced(x, 1.5, c)):
+        leaf = x.clone().requires_grad_()
+        (function(leaf) * weight).sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-8)
+
+
+def test_large_systems_are_solved_step_by_step(monkeypatch):
+    x = matrix(30, 20).requires_grad_()
+    direct = ll.lml_balanced(x, 2)
+    expected = torch.autograd.grad((direct * matrix(30, 20, seed=1)).sum(), x)[0]
+    monkeypatch.setattr("lastlayer.project.balanced._DENSE", 8)
+    y = ll.lml_balanced(x, 2)
+    torch.testing.assert_close(y, direct, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(
+        torch.autograd.grad((y * matrix(30, 20, seed=1)).sum(), x)[0], expected, rtol=1e-7, atol=1e-9
+    )
+
+
+def test_rows_and_columns_that_take_nothing_or_everything():
+    x = matrix(3, 4)
+    y = ll.lml_balanced(x, torch.tensor([0.0, 4.0, 1.0]), torch.tensor([1.0, 2.0, 1.0, 1.0]))
+    assert y.tolist() == [[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]]
+    leaf = x.clone().requires_grad_()
+    y = ll.lml_balanced(leaf, torch.tensor([0.0, 2.0, 2.0]), torch.tensor([0.0, 2.0, 1.0, 1.0]))
+    assert y[0].tolist() == [0] * 4
+    assert y[:, 0].tolist() == [0] * 3
+    assert y[1:, 1].tolist() == [1, 1]
+    torch.testing.assert_close(y.sum(1), torch.tensor([0.0, 2.0, 2.0], dtype=DOUBLE))
+    y[1, 2].backward()
+    assert leaf.grad.isfinite().all()
+    assert leaf.grad[0].eq(0).all()
+
+
+def test_mask_and_infinite_logits():
+    x, mask = matrix(6, 4), torch.ones(6, 4, dtype=torch.bool)
+    mask[0, :2] = mask[3, 1] = False
+    y = ll.lml_balanced(x, 1.5, mask=mask)
+    assert y[~mask].eq(0).all()
+    torch.testing.assert_close(y.sum(0), torch.full((4,), 2.25, dtype=DOUBLE))
+    torch.testing.assert_close(ll.lml_balanced(x.masked_fill(~mask, -torch.inf), 1.5), y)
+
+
+def test_what_has_no_solution_is_nan_and_nothing_else():
+    x = torch.stack([matrix(3, 4), matrix(3, 4, seed=1)])
+    k = torch.tensor([[1.0, 1.0, 9.0], [1.0, 1.0, 2.0]])
+    y = ll.lml_balanced(x, k)
+    assert y[0].isnan().all()
+    torch.testing.assert_close(y[1], ll.lml_balanced(x[1], k[1]))
+    assert ll.lml_balanced(x[0], 1.0, torch.tensor([1.0, 1.0, 1.0, 1.0])).isnan().all()  # 4 is not 3
+    assert ll.lml_balanced(x[0], torch.tensor(1.0), torch.tensor([0.5] * 4), at_most=True).isnan().all()
+    assert ll.lml_balanced(x[0], 1.0, torch.tensor([-1.0, 2.0, 1.0, 1.0])).isnan().all()
+    mask = torch.tensor([[True, False, False, False]] * 2 + [[True] * 4])
+    assert ll.lml_balanced(x[0], 1.0, torch.tensor([1.0, 1.0, 0.5, 0.5]), mask=mask).isnan().all()
+
+
+def test_one_column_and_empty_batches():
+    assert ll.lml_balanced(torch.zeros(3, 1), torch.tensor([0.2, 0.5, 0.3])).squeeze(-1).tolist() == pytest.approx(
+        [0.2, 0.5, 0.3]
+    )
+    assert ll.lml_balanced(torch.zeros(0, 3, 4), 1).shape == (0, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"k": 1, "capacity": 2.0},
+            ValueError,
+            "`capacity` times 4 columns must be equal to `k` times 3 rows, 3, got 8",
+        ),
+        (
+            {"k": 1, "capacity": 0.5, "at_most": True},
+            ValueError,
+            "must be at least `k` times 3 rows, 3, got 2. Raise it",
+        ),
+        ({"k": 1, "capacity": -1.0}, ValueError, "`capacity` must be at least 0 and finite, got -1"),
+        ({"k": 1, "capacity": "1"}, TypeError, "`capacity` must be a number or a tensor, got str"),
+        ({"k": 1, "capacity": torch.ones(3)}, ValueError, "one number per column, got shape \\(3,\\)"),
+        ({"k": 1, "capacity": torch.ones(4, dtype=torch.bool)}, TypeError, "`capacity` must be real"),
+        ({"k": 5}, ValueError, "`k` must be between 0 and n_classes=4, got 5"),
+    ],
+)
+def test_messages(options, error, text):
+    with pytest.raises(error, match=text):
+        ll.lml_balanced(torch.randn(3, 4), **options)
+    with pytest.raises(ValueError, match="`logits` must have rows and columns"):
+        ll.lml_balanced(torch.randn(4), 1)
+
+
+def test_half_precision_transforms_and_module():
+    x = matrix(6, 4)
+    y = ll.lml_balanced(x.bfloat16(), 2)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), ll.lml_balanced(x, 2), rtol=2e-2, atol=1e-2)
+    batch = torch.stack([matrix(6, 4, seed=s) for s in range(3)])
+    mapped = torch.func.vmap(lambda x: ll.lml_balanced(x, 2))(batch)
+    torch.testing.assert_close(mapped, torch.stack([ll.lml_balanced(b, 2) for b in batch]), rtol=1e-9, atol=1e-9)
+    module = ll.LMLBalanced(2, at_most=False, temperature=0.5)
+    torch.testing.assert_close(module(x), ll.lml_balanced(x / 0.5, 2))
+    assert "k=2" in repr(module)
+
+
+@pytest.mark.slow
+def test_compiles():
+    function = torch.compile(ll.lml_balanced, fullgraph=True, backend="aot_eager")
+    x = matrix(6, 4).requires_grad_()
+    weight = matrix(6, 4, seed=2)
+    expected = torch.autograd.grad((ll.lml_balanced(x, 1.5) * weight).sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad((function(x, 1.5) * weight).sum(), x)[0], expected)
