@@ -26,7 +26,7 @@ typedef struct {
     REAL *copy, *e, *out;
     REAL temperature, pivot;
     REAL c, s, t, scale, shift, rho, rest, weight; /* rest = 1 - rho */
-    int kind, threads, narrow; /* narrow: exp(c - x) is in range for all scores */
+    int kind, threads;
     struct sums *parts;
     /* The search. nu is kept as a distance `at` from -c, and its bounds with it: far from 0 a sum would lose digits. */
     int state, passes;
@@ -208,16 +208,25 @@ FN void NAME(census_part)(NAME(row) * row, int64_t first, int64_t last, struct s
     }                                                                                                              \
     }
 
-/* The scores from i on; beyond the row `pad`. */
-INLINE VEC NAME(scores)(const REAL *x, int64_t i, int64_t n, REAL pad) {
+/* c - x from i on; beyond the row EXP_HIGH, which weighs nothing. (No score does for that: next to a large c the
+   number c - EXP_HIGH rounds to c itself.) */
+INLINE VEC NAME(below)(const REAL *x, int64_t i, int64_t n, REAL c) {
     VEC found;
     REAL padded[LANES];
     if (i + LANES > n) {
-        for (int j = 0; j < LANES; j++) padded[j] = i + j < n ? x[i + j] : pad;
-        x = padded, i = 0;
+        for (int j = 0; j < LANES; j++) padded[j] = i + j < n ? x[i + j] : c;
+        memcpy(&found, padded, sizeof found);
+        found = c - found;
+        for (int j = (int)(n - i); j < LANES; j++) found[j] = EXP_HIGH;
+        return found;
     }
     memcpy(&found, x + i, sizeof found);
-    return found;
+    return c - found;
+}
+
+/* Whether exp(c - x) is in range for all scores, so that the exponential needs no limits. */
+INLINE int NAME(narrow)(const NAME(row) * row) {
+    return row->c - row->low < EXP_HIGH && row->c - row->high > EXP_LOW;
 }
 
 INLINE VEC NAME(limited)(VEC x) {
@@ -242,12 +251,12 @@ INLINE VEC NAME(kept)(const REAL *e) {
 FN void NAME(start_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict x = row->x;
     REAL *restrict e = row->e;
-    REAL c = row->c, none = c - EXP_HIGH; /* weighs nothing */
+    REAL c = row->c;
     int64_t n = row->n;
-    if (row->narrow)
-        SUM_PART(NAME(keep)(NAME(vector_exp)(c - NAME(scores)(x, i, n, none)), e + i), SUM_PLAIN)
+    if (NAME(narrow)(row))
+        SUM_PART(NAME(keep)(NAME(vector_exp)(NAME(below)(x, i, n, c)), e + i), SUM_PLAIN)
     else
-        SUM_PART(NAME(keep)(NAME(vector_exp)(NAME(limited)(c - NAME(scores)(x, i, n, none))), e + i), SUM_EXACT)
+        SUM_PART(NAME(keep)(NAME(vector_exp)(NAME(limited)(NAME(below)(x, i, n, c))), e + i), SUM_EXACT)
 }
 
 /* The sums at exp(-nu) = s exp(c). */
@@ -264,6 +273,20 @@ FN void NAME(write_y_part)(NAME(row) * row, int64_t first, int64_t last, struct 
     (void)sums;
     PRAGMA(omp simd)
     for (int64_t i = first; i < last; i++) out[i] = e[i] < EXP_CEILING ? R(1.0) / (R(1.0) + e[i] * s) : R(0.0);
+}
+
+/* The same from c and t alone: without `e`, and for a t of any size. A short t is a factor, since rounding x - c + t
+   would show in the sum. A long one means a c whose neighbours are further apart than that, and so are the scores. */
+FN void NAME(write_hard_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    REAL *restrict out = row->out;
+    REAL c = row->c, far = NAME(abs)(row->t) > R(1.0) ? row->t : R(0.0), s = (REAL)exp((double)far - (double)row->t);
+    (void)sums;
+    PRAGMA(omp simd)
+    for (int64_t i = first; i < last; i++) {
+        REAL z = (c - x[i]) - far, e = NAME(exp)(z, EXP_LOW, -EXP_LOW); /* a k as small as that shows in the sum */
+        out[i] = z < -EXP_LOW ? R(1.0) / (R(1.0) + e * s) : R(0.0);
+    }
 }
 
 FN void NAME(write_log_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
@@ -431,45 +454,49 @@ INLINE struct sums NAME(pass)(NAME(row) * row, NAME(part) part) {
 
 #ifdef WITH_HARD
 
-/* The sums of a pass in logarithms: all parts are scaled by the largest, exp(peak), so that they do not underflow
-   across a wide gap. a = sum y^2 (1 - y), b = sum y (1 - y)^2, f = the signed small parts w, square = sum of the
-   signed w^2 (3 - 2 w). */
-FN struct sums NAME(hard_sums)(const double *restrict x, int64_t n, double c, double peak) {
+/* The sums of a pass in logarithms at the points d + at: all parts are scaled by the largest, exp(peak), so that they
+   do not underflow across a wide gap. a = sum y^2 (1 - y), b = sum y (1 - y)^2, f = the signed small parts w,
+   square = sum of the signed w^2 (3 - 2 w). */
+FN struct sums NAME(hard_sums)(const double *restrict d, int64_t n, double at, double peak) {
     LIMITS
     double a = 0, b = 0, f = 0, cubic = 0, above = 0, unit = exp(peak);
     PRAGMA(omp simd reduction(+ : a, b, f, cubic, above))
     for (int64_t i = 0; i < n; i++) {
-        double d = x[i] - c, tail = NAME(exp)(-NAME(abs)(d) - peak, low, high), over = 1.0 / (1.0 + tail * unit);
+        double z = d[i] + at, tail = NAME(exp)(-NAME(abs)(z) - peak, low, high), over = 1.0 / (1.0 + tail * unit);
         double w = tail * unit * over, part = tail * over, o = 1.0 - w;
         double outer = part * o * o, inner = part * o * w, bend = part * w * (3.0 - 2.0 * w);
-        a += d > 0 ? outer : inner;
-        b += d > 0 ? inner : outer;
-        f += d > 0 ? -part : part;
-        cubic += d > 0 ? -bend : bend;
-        above += d > 0 ? 1.0 : 0.0;
+        a += z > 0 ? outer : inner;
+        b += z > 0 ? inner : outer;
+        f += z > 0 ? -part : part;
+        cubic += z > 0 ? -bend : bend;
+        above += z > 0 ? 1.0 : 0.0;
     }
     return (struct sums){.a = a, .b = b, .f = f, .square = cubic, .above = above};
 }
 
-/* The search that holds on any row: exact bounds from two order statistics, sums in logarithms. nu = t - c. */
-FN void NAME(solve_hard)(double *x, int64_t n, double k, double *center, double *last) {
+/* The search that holds on any row: exact bounds from two order statistics, sums in logarithms. nu = t - c. The center
+   stays where it is, between those two, and the scores become distances from it: where k is not whole it is a score
+   itself, and t is short however large the scores are. */
+FN void NAME(solve_hard)(double *x, int64_t n, double k, double *center, double *t) {
     int64_t upper_rank = (int64_t)ceil(k), lower_rank = (int64_t)floor(k) + 1;
     double upper = kth_largest(x, n, upper_rank), lower = upper;
     if (lower_rank != upper_rank) {
         lower = x[upper_rank];
         for (int64_t i = upper_rank; i < n; i++) lower = x[i] > lower ? x[i] : lower;
     }
-    double middle = lower + (upper - lower) / 2;
-    double lo = log(k - (double)upper_rank + 1) - log((double)n - k) - (upper - middle);
-    double hi = log(k) - log((double)lower_rank - k) + (middle - lower);
-    double c = middle - (lo + hi) / 2, slack = 8 * DBL_EPSILON * (1 + fabs(c) + fabs(lo) + fabs(hi));
-    lo += c - middle - slack, hi += c - middle + slack;
-    *last = 0;
+    double c = lower / 2 + upper / 2;
+    double lo = log(k - (double)(upper_rank - 1)) - log((double)n - k) - (upper - c);
+    double hi = log(k) - log((double)lower_rank - k) + (c - lower);
+    double at = (lo + hi) / 2, slack = 8 * DBL_EPSILON * (1 + fabs(lo) + fabs(hi));
+    lo -= slack, hi += slack;
+    for (int64_t i = 0; i < n; i++) x[i] -= c;
     for (int i = 0; i < 64; i++) {
         double peak = -INFINITY;
-        for (int64_t j = 0; j < n; j++) peak = fmax(peak, -fabs(x[j] - c));
-        struct sums m = NAME(hard_sums)(x, n, c, peak);
+        for (int64_t j = 0; j < n; j++) peak = fmax(peak, -fabs(x[j] + at));
+        struct sums m = NAME(hard_sums)(x, n, at, peak);
         double surplus = m.above - k, exponent = surplus == 0 ? 0 : peak, unit = exp(exponent);
+        /* Inside a gap that wide, which side is nearer is a matter of rounding: y is 0 or 1, and log y right to eps. */
+        if (surplus == 0 && -peak > 1e12) break;
         double f = surplus + m.f * unit, cubic = surplus + m.square * unit, r = f / ((m.a + m.b) * unit);
         double root = sqrt(cubic * cubic + 4 * (m.a * unit) * (m.b * unit));
         double safe = cubic > 0 ? log(2) + log(m.a) + exponent - log(cubic + root)
@@ -477,18 +504,16 @@ FN void NAME(solve_hard)(double *x, int64_t n, double k, double *center, double 
         if ((safe < 0) != (f > 0)) safe = 0;
         double halley = -r / (1 - r * ((m.b - m.a) / (m.a + m.b)) / 2);
         if (fabs(r) < 0.5 && 0.42 * fabs(r * r * r) <= DBL_EPSILON / 2) {
-            *last = halley;
+            at += halley;
             break;
         }
         double step = fabs(r) < 1 && fabs(halley) > fabs(safe) ? halley : safe;
-        lo = fmax(lo, (f < 0 ? safe : log1p(-fmin(r, 1))) - 4 * DBL_EPSILON);
-        hi = fmin(hi, (f > 0 ? safe : -log1p(fmax(r, -1))) + 4 * DBL_EPSILON);
-        if (!(step >= lo && step <= hi)) step = (lo + hi) / 2;
-        double moved = c - step;
-        lo += moved - c, hi += moved - c;
-        c = moved;
+        lo = fmax(lo, at + (f < 0 ? safe : log1p(-fmin(r, 1))) - 4 * DBL_EPSILON * (1 + fabs(at)));
+        hi = fmin(hi, at + (f > 0 ? safe : -log1p(fmax(r, -1))) + 4 * DBL_EPSILON * (1 + fabs(at)));
+        at = at + step >= lo && at + step <= hi ? at + step : (lo + hi) / 2;
     }
     *center = c;
+    *t = at;
 }
 
 #endif
@@ -544,9 +569,8 @@ FN void NAME(look)(NAME(row) * row) {
         row->c = (REAL)(c - row->at);
         double moved = (double)row->c - c;
         row->lo += moved, row->hi += moved, row->at = 0;
-        row->narrow = row->c - row->low < EXP_HIGH && row->c - row->high > EXP_LOW;
         row->m = NAME(pass)(row, NAME(start_part));
-        if (!row->narrow || row->m.a + row->m.b > row->m.f / 4) return; /* else plain sums will not do */
+        if (!NAME(narrow)(row) || row->m.a + row->m.b > row->m.f / 4) return; /* else plain sums will not do */
     }
     row->s = (REAL)exp(-row->at);
     row->m = NAME(pass)(row, NAME(search_part));
@@ -557,7 +581,8 @@ FN void NAME(move)(NAME(row) * row) {
     double k = row->k + row->top; /* the passes count the infinite scores in */
     row->state = take_step(&row->m, k, row->at, &row->lo, &row->hi, EPS, slack, SMALLEST_SUM, &row->step);
     if (row->state != HARD) row->at += row->step;
-    if (row->state == OPEN && row->passes == 16) row->state = HARD;
+    int stuck = fabs(row->at) > FAR && (REAL)((double)row->c - row->at) == row->c; /* c is too large to be moved */
+    if (row->state == OPEN && (stuck || row->passes == 16)) row->state = HARD;
 }
 
 /* nu = t - c as a pair whose second part is small: a long t would be rounded where it shows. */
@@ -635,11 +660,10 @@ FN void NAME(write)(const struct call *call, NAME(row) * row, int64_t index) {
         NAME(pass)(row, NAME(write_log_part));
         return;
     }
-    if (row->state == HARD) { /* no `e` yet */
-        NAME(pass)(row, NAME(start_part));
-        row->s = (REAL)exp(-(double)row->t);
-    }
-    NAME(pass)(row, NAME(write_y_part));
+    /* What the search in plain sums left behind belongs to its own last center: `e`, `s`, `at`, the bounds and the sums.
+       A hard row has another, and is written from the scores with c and t, which `finish` has set; nothing else is
+       read. The loss and the backward passes take such a row from c and t alone, too. */
+    NAME(pass)(row, row->state == HARD ? NAME(write_hard_part) : NAME(write_y_part));
 }
 
 FN void NAME(forward_rows)(const struct call *call, int64_t index, int count, struct space *space) {

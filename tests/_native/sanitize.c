@@ -62,7 +62,6 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
         call.out = out, call.grad = logits, call.grad_delta = row[5];
         bad += lastlayer_run(&call, type, FORWARD);
         for (int64_t i = 0; i < rows && n && call.kind == KIND_Y; i++) {
-            if (i / 8 % 8 == 7) continue; /* so far apart that no number lies between: only memory is checked */
             double sum = 0, limit = 1e-5 * (1 + (double)n);
             for (int64_t j = 0; j < n; j++) sum += get(out, type, i * n + j);
             bad += fabs(sum - get(k, type, i)) > limit; /* nan rows pass */

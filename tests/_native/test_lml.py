@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,76 @@ def test_meets_the_sum_and_the_solution(name, n, dtype):
 def test_saturated_rows(isa, gap, dtype):
     x = torch.randn(60, 50, dtype=dtype) / 4 + torch.where(torch.arange(50) < 5, gap / 2, -gap / 2)
     compare(x, torch.full((60,), 5.0, dtype=dtype))
+
+
+def two_levels(gap, top, k, n, dtype):
+    """Rows of 0 with the first `top` at `gap`, and y across a gap so wide that the other side is at 0 or 1."""
+    high = (torch.arange(n) < top).double()
+    return (gap * high).to(dtype), high * min(k / top, 1.0) + (1 - high) * max(k - top, 0.0) / (n - top)
+
+
+# At a k that is not whole the solution lies beside the gap, not inside it: the last centre of the search, from which
+# the gap could be crossed without limits to the exponential, is not the one at which the row is written.
+BESIDE = [(10, 1, 0.5), (10, 2, 2.5), (10, 8, 7.75), (1500, 1, 0.5), (1500, 3, 3.0625), (1500, 1498, 1497.5)]
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "top", "k"), BESIDE)
+def test_gaps_beside_the_solution(isa, n, top, k, dtype):
+    gaps = torch.arange(60, 200, 10) if dtype == torch.float32 else torch.arange(450, 1500, 70)
+    for gap in gaps.tolist():
+        x, y = two_levels(gap, top, k, n, dtype)
+        assert_close = partial(torch.testing.assert_close, rtol=2e-6, atol=1e-20)
+        assert_close(plain.lml(x, k, impl="native"), y.to(dtype))
+        assert_close(plain.lml(-x, n - k, impl="native"), (1 - y).to(dtype))
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gaps_beside_the_solution_by_every_way_in(dtype):
+    gap = 120.0 if dtype == torch.float32 else 1100.0
+    cases = [two_levels(gap, top, k, 10, dtype) for _, top, k in BESIDE[:3]]
+    x, y = (torch.stack(part).to(dtype) for part in zip(*cases, strict=True))
+    k = torch.tensor([k for _, _, k in BESIDE[:3]], dtype=dtype)
+    wide = torch.cat([x, torch.full_like(x, 500.0)], -1)
+    mask = torch.arange(20) < 10
+    assert_close = partial(torch.testing.assert_close, rtol=2e-6, atol=1e-20)
+    assert_close(plain.lml(x, k, impl="native"), y)
+    assert_close(plain.lml(wide, k, mask=mask, impl="native")[:, :10], y)
+    assert_close(plain.lml(x / 4, k, temperature=0.25, impl="native"), y)
+    assert_close(plain.lml_at_most(x + 300, k, impl="native"), y)
+    assert_close(torch.func.vmap(partial(plain.lml, impl="native"))(x, k), y)
+    assert_close(plain.log_lml(x, k, impl="native").exp(), y)
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1e7, 1e10, 1e16, 1e30])
+def test_huge_scores(isa, size, dtype):
+    """Scores whose neighbours are further apart than y is wide, where ties alone share."""
+    x = size * torch.tensor([[3.0, 2.0, 1.0, -1.0, -2.0]], dtype=dtype)
+    ties = size * torch.tensor([[1.0, 1.0, 1.0, -1.0, 0.5]], dtype=dtype)
+    for rows in (1, 40):  # alone, and in a tile
+        for k, y in ((2, [1, 1, 0, 0, 0]), (2.5, [1, 1, 0.5, 0, 0]), (0.25, [0.25, 0, 0, 0, 0]), (4, [1, 1, 1, 1, 0])):
+            found = plain.lml(x.expand(rows, -1), k, impl="native")
+            torch.testing.assert_close(found, torch.tensor([y], dtype=dtype).expand(rows, -1), rtol=2e-6, atol=0)
+        found = plain.lml(ties.expand(rows, -1), 2, impl="native")
+        torch.testing.assert_close(found[:, :3], torch.full_like(found[:, :3], 2 / 3), rtol=2e-6, atol=0)
+        assert (found[:, 3:] == 0).all()
+    cold = plain.lml(torch.randn(200, 5, dtype=dtype), 2, temperature=1 / size, impl="native")
+    torch.testing.assert_close(cold.sum(-1), torch.full_like(cold[:, 0], 2))
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiny_k(isa, dtype):
+    x = torch.randn(3, 50, 30, dtype=dtype) * torch.tensor([1, 30, 300.0]).view(3, 1, 1)
+    for k in (1e-6, 1e-8, 1e-30):
+        y = plain.lml(x, k, impl="native")
+        torch.testing.assert_close(y, k * x.softmax(-1), rtol=1e-5, atol=max(1e-20 * k, 1e-37))
+    y = 1 - plain.lml(x, torch.tensor(30, dtype=dtype) - 2.0**-18, impl="native").double()
+    torch.testing.assert_close(y.sum(-1), torch.full_like(y[..., 0], 2.0**-18), rtol=0, atol=3e-6)
 
 
 @built
