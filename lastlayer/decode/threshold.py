@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lastlayer import _check, shard
+from lastlayer import _check, _ranked, shard
 from lastlayer._cuts import best_cuts
 from lastlayer._module import FunctionModule
-from lastlayer.decode.top_k import Decoded, choose, ordered, usable, whole
+from lastlayer.decode.top_k import Decoded, choose, longest, usable, whole
 from lastlayer.shard import ClassShard, local_part, unwrap
 
 
@@ -57,7 +57,7 @@ def decode_threshold(
         raise ValueError(f"{op}: `at_least` must not be above `at_most`, got {least} and {most}.")
     above = x.to(_check.work_dtype(x)) > _levels(op, threshold, x)
     counts = _count(above, shard)
-    width = most if most is not None else max(int(counts.max()) if counts.numel() else 0, least)
+    width = max(longest(op, counts, most), least)
     found = choose(torch.where(above, x, -torch.inf), scores, width, shard)
     if least == 0:
         return found
@@ -65,7 +65,8 @@ def decode_threshold(
     spare = torch.arange(least, device=x.device) < (least - counts).unsqueeze(-1)
     index = torch.cat([found.index, torch.where(spare, rest.index, -1)], -1)
     score = torch.cat([found.score, torch.where(spare, rest.score, -torch.inf)], -1)
-    return Decoded(*ordered(index, score, width))
+    score, index = _ranked.ordered(score, index, width)
+    return Decoded(index, score)
 
 
 def _count(above: Tensor, part: ClassShard | None) -> Tensor:

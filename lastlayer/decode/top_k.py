@@ -6,14 +6,11 @@ import numbers
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lastlayer import _check, shard
+from lastlayer import _check, _ranked, shard
 from lastlayer._module import FunctionModule
 from lastlayer.shard import ClassShard, local_part, unwrap
-
-_LAST = torch.iinfo(torch.int64).max
 
 
 class Decoded(NamedTuple):
@@ -68,8 +65,19 @@ def decode_top_k(
     if isinstance(counts, int):
         width = counts if most is None else min(counts, most)
         return choose(x, scores, width, shard)
-    width = most if most is not None else int(counts.max()) if counts.numel() else 0
-    return cut(choose(x, scores, width, shard), counts)
+    return cut(choose(x, scores, longest(op, counts, most), shard), counts)
+
+
+def longest(op: str, counts: Tensor, at_most: int | None) -> int:
+    """The width of lists of the given lengths."""
+    if at_most is not None:
+        return at_most
+    if not _ranked.readable(counts):
+        raise ValueError(
+            f"{op}: `at_most` must be given where the lengths of lists cannot be read (meta tensors, traces, vmap), "
+            "got None. Pass the largest number of classes per row."
+        )
+    return int(counts.max()) if counts.numel() else 0
 
 
 def _counts(op: str, k: float | Tensor | str, x: Tensor, part: ClassShard | None) -> int | Tensor:
@@ -109,60 +117,13 @@ def usable(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 def choose(x: Tensor, scores: Tensor, width: int, part: ClassShard | None = None) -> Decoded:
     """Take the `width` best entries of `x`, with the scores at their places."""
-    index = best(x, width)
+    value, index = _ranked.top_k(x, width)
     if part is None:
         return Decoded(index, _at(scores, index))
-    value = shard.gather(_at(x, index), part)
+    value = shard.gather(value, part)
     index = shard.gather(torch.where(index < 0, -1, index + part.start), part)
-    return Decoded(*ordered(index, value, width))
-
-
-def ordered(index: Tensor, value: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Order candidates by their values, ties by index, keep `width` of them."""
-    index, order = torch.where(index < 0, _LAST, index).sort(-1)
-    value, order = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    index = index.gather(-1, order)
-    index = torch.where(index == _LAST, -1, index)
-    missing = max(width - index.shape[-1], 0)
-    index = F.pad(index[..., :width], (0, missing), value=-1)
-    return index, F.pad(value[..., :width], (0, missing), value=-torch.inf)
-
-
-def best(x: Tensor, width: int) -> Tensor:
-    """The places of the `width` largest entries, largest first, ties by the lowest place; -1 for ``-inf`` and nan."""
-    size = min(width, x.shape[-1])
-    if torch.compiler.is_compiling():
-        x = torch.where(x.isnan(), -torch.inf, x)
-        index = _with_lowest(x, x.topk(size, -1).values[..., -1:], size) if size else x.topk(0, -1).indices
-    else:
-        x, index = _top(x, size)
-    index = index.sort(-1).values
-    value, order = x.gather(-1, index).sort(dim=-1, descending=True, stable=True)
-    index = torch.where(value > -torch.inf, index.gather(-1, order), -1)
-    return F.pad(index, (0, width - size), value=-1)
-
-
-def _top(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """As `topk`, which looks at each entry once, with nan and ties mended only where there are any."""
-    more = min(size + 1, x.shape[-1])
-    value, index = x.topk(more, -1)
-    if bool(value[..., :1].isnan().any()):  # nan counts as the largest
-        x = torch.where(x.isnan(), -torch.inf, x)
-        value, index = x.topk(more, -1)
-    index = index[..., :size].contiguous()
-    if 0 < size < more:
-        # Where the last place cuts a tie, topk takes any of the equal entries.
-        torn = (value[..., size - 1] == value[..., size]) & (value[..., size] > -torch.inf)
-        if bool(torn.any()):
-            index[torn] = _with_lowest(x[torn], value[torn][..., size - 1 : size], size)
-    return x, index
-
-
-def _with_lowest(x: Tensor, last: Tensor, size: int) -> Tensor:
-    n = x.shape[-1]
-    lowest_first = torch.arange(n - 1, -1, -1, dtype=torch.int32, device=x.device)
-    key = torch.where(x > last, n, torch.where(x == last, lowest_first, -1))
-    return key.topk(size, -1).indices
+    value, index = _ranked.ordered(value, index, width)
+    return Decoded(index, value)
 
 
 def _at(scores: Tensor, index: Tensor) -> Tensor:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer import _check, shard
+from lastlayer import _check, _ranked, shard
 from lastlayer.shard import ClassShard
 
 BUDGET = 1 << 22  # entries of a temporary; a chunk is as many rows as fit, at least one
-_LAST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,8 @@ def cuts(op: str, k: Any, batch: torch.Size, device: torch.device) -> Cuts:
                 f"{op}: `k` as a tensor must hold one number a row, shape {tuple(batch)}, got shape {tuple(k.shape)}. "
                 "For several k at once give a list."
             )
+        if not _ranked.readable(k):
+            raise TypeError(f"{op}: `k` must be a number where its values cannot be read (meta tensors, traces, vmap).")
         at = k.to(device=device, dtype=torch.int64)
         at = (at.expand(batch) if at.ndim else at).reshape(-1, 1)
         return Cuts(at, max(int(at.max()), 1) if at.numel() else 1, False)
@@ -125,7 +126,7 @@ def rank(
         if labels.dense is not None:
             count = shard.reduce(count.unsqueeze(-1), "sum", part).squeeze(-1)
     if part is not None or indices is not None:
-        index, hit = _ordered(values, index, hit, k.most)
+        _, index, hit = _ranked.ordered(values, index, k.most, hit)
     if labels.index is not None:
         hit = _member(index, labels.index)
     return Ranking(index, hit, count, labels)
@@ -148,34 +149,8 @@ def _index_labels(op: str, target: Any, scores: Tensor) -> _check.Labels:
 def _best(scores: Tensor, labels: _check.Labels, k: int) -> tuple[Tensor, Tensor]:
     if len(scores) == 0:
         return scores.new_empty(0, k), torch.empty(0, k, dtype=torch.int64, device=scores.device)
-    parts = [top(candidates(scores[c], rows_of(labels, c)), k) for c in chunks(len(scores), scores.shape[-1])]
+    parts = [_ranked.top_k(candidates(scores[c], rows_of(labels, c)), k) for c in chunks(len(scores), scores.shape[-1])]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the `k` best scores of each row and their classes, best first, ties to the lowest index.
-
-    A score of -inf is never chosen: the index is -1 there, and beyond the number of classes. No score may be nan.
-    """
-    n, size = scores.shape[-1], min(k, scores.shape[-1])
-    values, index = scores.topk(size, -1)
-    if 0 < size < n:  # which of several equal scores topk takes is not defined where the last place cuts a tie
-        last = values[:, -1:]
-        torn = (scores == last).sum(-1) > (values == last).sum(-1)
-        rows = (torn & (last.squeeze(-1) > -torch.inf)).nonzero().squeeze(-1)
-        if len(rows):
-            tied, last = scores[rows], last[rows]
-            lowest_first = torch.arange(n - 1, -1, -1, dtype=torch.int32, device=scores.device)
-            key = torch.where(tied > last, n, torch.where(tied == last, lowest_first, -1))
-            index[rows] = key.topk(size, -1).indices
-    index = index.sort(-1).values
-    values, order = scores.gather(-1, index).sort(dim=-1, descending=True, stable=True)
-    index = index.gather(-1, order).masked_fill(values == -torch.inf, -1)
-    missing = k - size
-    return (
-        torch.nn.functional.pad(values, (0, missing), value=-torch.inf),
-        torch.nn.functional.pad(index, (0, missing), value=-1),
-    )
 
 
 def _given(op: str, scores: Tensor, target: Any, indices: Any) -> tuple[_check.Labels, Tensor, Tensor]:
@@ -196,18 +171,6 @@ def _given(op: str, scores: Tensor, target: Any, indices: Any) -> tuple[_check.L
     labels = _index_labels(op, target, scores)
     values, index = matrix(scores), matrix(indices).long()
     return labels, torch.where(values.isnan() | (index < 0), -torch.inf, values), index
-
-
-def _ordered(values: Tensor, index: Tensor, hit: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Order candidates by score, ties by class, and keep `k`."""
-    index = torch.where(values == -torch.inf, _LAST, index)
-    index, order = index.sort(-1)
-    values, hit = values.gather(-1, order), hit.gather(-1, order)
-    order = values.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    index, hit = index.gather(-1, order), hit.gather(-1, order)
-    missing = k - index.shape[-1]
-    index = torch.nn.functional.pad(index.masked_fill(index == _LAST, -1), (0, max(missing, 0)), value=-1)
-    return index, torch.nn.functional.pad(hit, (0, max(missing, 0)), value=False)
 
 
 def _member(index: Tensor, lists: Tensor) -> Tensor:

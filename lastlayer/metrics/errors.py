@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer import _check
+from lastlayer import _check, _ranked
 from lastlayer._cuts import best_cuts
 from lastlayer.metrics import _ranking, _set_scores
 from lastlayer.metrics._cooccurrence import CoOccurrence, label_cooccurrence_of
@@ -293,7 +293,7 @@ def _hot(index: Tensor, n: int) -> Tensor:
 def _best(x: Tensor, counts: Tensor) -> Tensor:
     """The best classes of each row, as many as it says."""
     most = int(counts.max()) if counts.numel() else 0
-    _, index = _ranking.top(x, most)
+    _, index = _ranked.top_k(x, most)
     inside = torch.arange(most, device=x.device) < counts[:, None]
     return _hot(torch.where(inside, index, -1), x.shape[-1])
 

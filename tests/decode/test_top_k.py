@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from lastlayer import Decoded, DecodeTopK, decode_top_k, lml
+from lastlayer import Decoded, DecodeTopK, decode_threshold, decode_top_k, lml
 
 INF = float("inf")
 
@@ -115,3 +117,23 @@ def test_module():
 def test_messages(arguments, error, text):
     with pytest.raises(error, match=text):
         decode_top_k(*arguments)
+
+
+def test_without_values():
+    """On meta tensors and under transforms the lists have the right shape; values are the same under vmap."""
+    for scores in (torch.zeros(3, 5, device="meta"), torch.zeros(3, 1, device="meta")):
+        for found in (decode_top_k(scores, 2), decode_top_k(scores, "auto", at_most=2)):
+            assert found.index.is_meta
+            assert found.index.shape == found.score.shape == (3, 2)
+        assert decode_threshold(scores, at_most=4, at_least=1).index.shape == (3, 4)
+    with pytest.raises(ValueError, match=r"decode_top_k: `at_most` must be given where the lengths of lists cannot be"):
+        decode_top_k(scores, "auto")
+    with pytest.raises(ValueError, match=r"decode_threshold: `at_most` must be given where"):
+        decode_threshold(scores)
+    scores = torch.randint(-2, 3, (20, 7)).float()
+    scores[torch.rand(20, 7) < 0.2] = torch.nan
+    assert torch.equal(torch.vmap(lambda row: decode_top_k(row, 3).index)(scores), decode_top_k(scores, 3).index)
+    with FakeTensorMode() as mode:
+        assert decode_top_k(mode.from_tensor(scores), 3).index.shape == (20, 3)
+    traced = make_fx(lambda s: decode_top_k(s, 3).index)(torch.randn(20, 7))
+    assert torch.equal(traced(scores), decode_top_k(scores, 3).index)

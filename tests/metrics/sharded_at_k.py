@@ -86,7 +86,7 @@ def check_structures_merge(rank: int) -> None:
     found = ll.label_set_errors(scores, target)
     torch.testing.assert_close(errors.compute()["value"], torch.tensor(found.value))
     assert errors.analysis() == found
-    assert len(errors.scores) == 1  # its own rows again
+    assert len(errors._state("scores")) == 1  # its own rows again
 
 
 def run(rank: int, store: str, results: Any) -> None:

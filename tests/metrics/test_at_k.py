@@ -10,6 +10,7 @@ from tools import DEVICE
 from torch import Tensor
 
 import lastlayer as ll
+from lastlayer import _ranked
 from lastlayer.metrics import _ranking
 
 AT_K = [
@@ -214,7 +215,7 @@ def test_index_lists_equal_multi_hot(metric):
 def test_decoded_lists_equal_scores(metric):
     scores, target = data(ties=True)
     target = lists(target)
-    values, indices = _ranking.top(scores, 8)
+    values, indices = _ranked.top_k(scores, 8)
     shuffle = torch.randperm(8, device=DEVICE)  # the lists need not be in order
     result = metric(values[:, shuffle], target, KS, indices=indices[:, shuffle])
     torch.testing.assert_close(result, metric(scores, target, KS), rtol=0, atol=0)
@@ -291,7 +292,7 @@ def test_ties_go_to_the_lowest_class(dtype):
     torch.manual_seed(1)
     scores = torch.randint(0, 3, (50, 300), device=DEVICE).to(dtype)
     for k in (1, 7, 150, 300, 310):
-        _, index = _ranking.top(scores, k)
+        _, index = _ranked.top_k(scores, k)
         expected = scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
         assert (index[:, : min(k, 300)] == expected).all()
         assert (index[:, 300:] == -1).all()
@@ -384,3 +385,14 @@ def test_propensity_messages():
         ll.propensity([1], 5)
     with pytest.raises(ValueError, match="propensity: `n_rows` must be between 1"):
         ll.propensity(torch.ones(1), 0)
+
+
+@pytest.mark.parametrize("metric", AT_K)
+def test_without_values(metric):
+    scores = torch.zeros(4, 6, device="meta")
+    for target in (scores, torch.zeros(4, 2, dtype=torch.int64, device="meta")):
+        result = metric(scores, target, [1, 9])
+        assert result.is_meta
+        assert result.shape == (2,)
+    with pytest.raises(TypeError, match=f"{metric.__name__}: `k` must be a number where its values cannot be read"):
+        metric(scores, scores, torch.zeros(4, dtype=torch.int64, device="meta"))
