@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,64 +18,137 @@ _WARM_PASSES = 3  # from a known threshold; after that the search begins again w
 _PASSES = 10  # a bound on the search; the worst row of tests/accuracy.py takes 7
 
 
-def solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
-    """Return ``(center, delta)``, ``nu = delta - center``, each of shape ``(..., 1)``.
+class Feasible(NamedTuple):
+    """What remains to be solved in each row once its infinite scores are counted; shape ``(..., 1)`` each."""
 
-    Rows without a finite nu have an infinite delta: ``-inf`` where k is used up, ``+inf`` where it takes every class
-    that is left, and nan where it cannot be met.
+    k: Tensor  # left for the finite scores; half their number in a row without a solution
+    n: Tensor  # the number of finite scores
+    solvable: Tensor  # whether there is a finite nu
+    end: Tensor  # nu where there is none: -inf if k is used up, inf if k takes every class, nan if k is infeasible
+
+
+class Start(NamedTuple):
+    """Where a search begins: at ``nu = -center``, with ``lo <= nu + center <= hi``."""
+
+    center: Tensor
+    lo: Tensor
+    hi: Tensor
+
+
+class Sums(NamedTuple):
+    """What a step of the search knows of all classes."""
+
+    parts: Sequence[Tensor]  # the five sums of `small_parts`; more may follow
+    peak: Tensor  # the parts are divided by exp(peak)
+    exact: Tensor | None = None  # False where the sums are approximate, so that the search must go on
+
+
+class Found(NamedTuple):
+    """Where a search ended: ``nu = delta - center``."""
+
+    center: Tensor
+    delta: Tensor
+    done: Tensor
+    sums: Sums  # those of the last pass
+    step: Tensor  # the last step, which these sums do not include
+
+
+def solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+    """Return ``(center, delta)`` with ``nu = delta - center``, each of shape ``(..., 1)``.
+
+    A row without a finite nu has the delta of :attr:`Feasible.end`.
     """
     known = None if shard is None else shard.known(x.shape[:-1], x.dtype)
-    found = None if known is None else _search(x, k, shard, known)
-    found = _search(x, k, shard, None) if found is None else found
-    assert found is not None
+    found = None if known is None else _solve_from(known, x, k, shard)
+    center, delta = _solve(x, k, shard) if found is None else found
     if shard is not None:
-        shard.note(found[1] - found[0])
-    return found
+        shard.note(delta - center)
+    return center, delta
 
 
-def _search(x: Tensor, k: Tensor, shard: ClassShard | None, known: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Search from order statistics, or from a known nu; None where the latter does not end soon."""
-    finite = x.isfinite()
-    flags = [flag.to(x.dtype) for flag in (finite, x == torch.inf, x.isnan())]
-    x = torch.where(finite, x, -torch.inf)  # weighs nothing
-    sums: tuple[Tensor, ...] = ()
-    if known is None:
-        n, n_top, n_nan = reduce(flags, "sum", shard)
-    else:  # the first pass comes with the counts
-        n, n_top, n_nan, *sums = reduce([*flags, *small_parts(x + known, *[torch.zeros_like(known)] * 2)], "sum", shard)
+def _solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+    """Search from order statistics."""
+    left = feasible(k, *reduce(kinds(x), "sum", shard))
+    x = finite_part(x)
+    start, near = bracket(x, left, shard)
+
+    def sums(center: Tensor, delta: Tensor) -> Sums:
+        d = x - center
+        # The neighbours of the solution are close to the nearest point of all, and every rank knows them.
+        depth = -d.abs() if shard is None else -(near - center).abs()
+        peak = torch.where(left.solvable, reduce(depth, "max", None), 0)
+        return Sums(reduce(small_parts(d, peak, delta), "sum", shard), peak)
+
+    passes = _PASSES if shard is None else _SHARDED_PASSES
+    found = iterate(sums, left.k, start, ~left.solvable, passes, stops=may_stop(x))
+    return ended(found, left)
+
+
+def _solve_from(known: Tensor, x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor] | None:
+    """Search from a known nu; None where that does not end soon. The first sums come with the counts."""
+    here, zero = finite_part(x), torch.zeros_like(known)
+    counted = reduce([*kinds(x), *small_parts(here + known, zero, zero)], "sum", shard)
+    left, first = feasible(k, *counted[:3]), [counted[3:]]
+
+    def sums(center: Tensor, delta: Tensor) -> Sums:
+        parts = first.pop() if first else reduce(small_parts(here - center, zero, delta), "sum", shard)
+        return Sums(parts, zero)
+
+    found = iterate(sums, left.k, anywhere(-known), ~left.solvable, _WARM_PASSES, stops=True)
+    return ended(found, left) if bool(found.done.all()) else None
+
+
+def kinds(x: Tensor) -> list[Tensor]:
+    """Mark the finite scores, those at ``inf`` and the nan: what :func:`feasible` wants the sums of."""
+    return [flag.to(x.dtype) for flag in (x.isfinite(), x == torch.inf, x.isnan())]
+
+
+def finite_part(x: Tensor) -> Tensor:
+    """Return the scores with ``-inf``, which weighs nothing, for those that are not finite."""
+    return torch.where(x.isfinite(), x, -torch.inf)
+
+
+def feasible(k: Tensor, n: Tensor, n_top: Tensor, n_nan: Tensor) -> Feasible:
+    """Tell the rows with a finite nu from the others, given the sums of :func:`kinds`."""
     k = k - n_top
     solvable = (k > 0) & (k < n) & (n_nan == 0)
     end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, -torch.inf, torch.where(k == n, torch.inf, torch.nan)))
-    k = torch.where(solvable, k, n / 2)
-    if known is None:
-        center, lo, hi, near = bracket(x, k, n, solvable, shard)
-    else:
-        center, lo, hi, near = -known, torch.full_like(known, -FAR), torch.full_like(known, FAR), None
-    delta, done = torch.zeros_like(center), ~solvable
-    passes = _WARM_PASSES if near is None else _PASSES if shard is None else _SHARDED_PASSES
+    return Feasible(torch.where(solvable, k, n / 2), n, solvable, end)
+
+
+def ended(found: Found, left: Feasible) -> tuple[Tensor, Tensor]:
+    """Return ``(center, delta)`` of all rows, with or without a finite nu."""
+    return torch.where(left.solvable, found.center, 0), torch.where(left.solvable, found.delta, left.end)
+
+
+def anywhere(center: Tensor) -> Start:
+    """Return a start without bounds."""
+    return Start(center, torch.full_like(center, -FAR), torch.full_like(center, FAR))
+
+
+def iterate(
+    sums_at: Callable[[Tensor, Tensor], Sums], k: Tensor, start: Start, done: Tensor, passes: int, *, stops: bool
+) -> Found:
+    """Step nu until every row is done, or for `passes` steps.
+
+    ``sums_at(center, delta)`` sums over the points ``(x - center) + delta``. With `stops` the flags are read after each
+    step; without, all passes are made.
+    """
+    center, lo, hi = start
+    delta = torch.zeros_like(center)
     for _ in range(passes):
-        d = x - center
-        peak = torch.zeros_like(center)
-        if near is not None:
-            # The neighbours of the solution are close to the nearest point of all, and every rank knows them.
-            depth = -d.abs() if shard is None else -(near - center).abs()
-            peak = torch.where(solvable, reduce(depth, "max", None), 0)
-        sums = sums or reduce(small_parts(d, peak, delta), "sum", shard)
-        step, lo, hi, close = advance(sums, peak, k, lo, hi)
-        sums = ()
-        close = close if near is not None else close & step.isfinite()
+        sums = sums_at(center, delta)
+        step, lo, hi, close = advance(sums.parts[:5], sums.peak, k, lo, hi)
+        close = close if sums.exact is None else close & sums.exact
         step = torch.where(done, 0, step)
         # A row's last step stays in delta, so that the points at which the sums were taken are those returned; before
         # that delta holds what rounding the center lost.
         moved = torch.where(done | close, center, center - (delta + step))
         delta = (delta + step) + (moved - center)
         center, lo, hi, done = moved, lo - step, hi - step, done | close
-        if (near is None or may_stop(x)) and bool(done.all()):
+        if stops and bool(done.all()):
             break
-    else:
-        if near is None:
-            return None
-    return torch.where(solvable, center, 0), torch.where(solvable, delta, end)
+    return Found(center, delta, done, sums, step)
 
 
 def may_stop(x: Tensor) -> bool:
@@ -86,14 +160,13 @@ def may_stop(x: Tensor) -> bool:
     return type(x) is Tensor and x.device.type == "cpu" and not traced
 
 
-def bracket(
-    x: Tensor, k: Tensor, n: Tensor, solvable: Tensor, shard: ClassShard | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a start and exact bounds from two order statistics: ``lo <= nu + center <= hi``; and those statistics.
+def bracket(x: Tensor, left: Feasible, shard: ClassShard | None) -> tuple[Start, Tensor]:
+    """Return a start with exact bounds from two order statistics, and those statistics.
 
     With m < k < m' integers and x_(1) >= x_(2) >= ..., at most m classes are above x_(m+1), and their y at most 1:
     logit((k - m) / (n - m)) - x_(m+1) <= nu <= logit(k / m') - x_(m').
     """
+    k, n, solvable, _ = left
     upper_rank, lower_rank = k.ceil(), k.floor() + 1  # m + 1 and m'
     upper, lower = kth_largest(x, torch.cat([upper_rank, lower_rank], -1), shard).split(1, -1)
     upper, lower = torch.where(solvable, upper, 0), torch.where(solvable, lower, 0)
@@ -103,7 +176,7 @@ def bracket(
     center = middle - (lo + hi) / 2
     slack = 8 * torch.finfo(x.dtype).eps * (1 + center.abs() + lo.abs() + hi.abs())
     moved = center - middle
-    return center, lo + moved - slack, hi + moved + slack, torch.cat([upper, lower], -1)
+    return Start(center, lo + moved - slack, hi + moved + slack), torch.cat([upper, lower], -1)
 
 
 def tails(d: Tensor, peak: Tensor, delta: Tensor) -> Tensor:

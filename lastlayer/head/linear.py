@@ -441,40 +441,29 @@ def _search(
     n, n_top, n_nan, few, overflow, mass = gather(counts, shard).unflatten(-1, (-1, 6)).unbind(-1)
     n, n_top, n_nan = (v.sum(-1, keepdim=True) for v in (n, n_top, n_nan))
     few, overflow = (v.any(-1, keepdim=True) for v in (few, overflow))
-    k = k - n_top
-    solvable = (k > 0) & (k < n) & (n_nan == 0)
-    end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, -torch.inf, torch.where(k == n, torch.inf, torch.nan)))
-    k = torch.where(solvable, k, n / 2)
+    left = search.feasible(k, n, n_top, n_nan)
     if known is None:
         near_end = limited(shard, limit - 1)
-        center, lo, hi, near = search.bracket(scan.top[:, :limit], k, n, solvable & ~few, near_end)
+        listed = left._replace(solvable=left.solvable & ~few)
+        start, near = search.bracket(scan.top[:, :limit], listed, near_end)
         # Without the order statistics: as if every y were small.
-        center = torch.where(few & solvable, mass.logsumexp(-1, keepdim=True) - k.log(), center)
-        lo, hi = torch.where(few, -search.FAR, lo), torch.where(few, search.FAR, hi)
+        loose = search.anywhere(mass.logsumexp(-1, keepdim=True) - left.k.log())
+        start = search.Start(*(torch.where(few & left.solvable, l, s) for l, s in zip(loose, start, strict=True)))
     else:
-        center, few, near = -known, torch.ones_like(few), -known
-        lo, hi = torch.full_like(known, -search.FAR), torch.full_like(known, search.FAR)
-    peak_of_few = torch.zeros_like(center)
-    delta, log_mass = torch.zeros_like(center), torch.zeros_like(center)
-    lost = solvable & overflow
-    done = ~solvable | lost
-    for _ in range(_PASSES):
-        peak = torch.where(few | done, peak_of_few, (-(near - center).abs()).amax(-1, keepdim=True))
-        (*sums, squares, deep) = reduce(_small_sums(scan, center, delta, peak), "sum", shard)
-        step, lo, hi, close = search.advance(sums, peak, k, lo, hi)
-        close = close & (deep == 0) & (sums[0] + sums[1] > 0)
-        step = torch.where(done, 0, step)
-        t = torch.where(close, step, 0)
-        mass = sums[0] + sums[1]
-        mass = mass + (sums[1] - sums[0]) * t + (mass - 6 * squares) * t * t / 2  # sum h after the step
-        log_mass = torch.where(done, log_mass, peak + mass.log())
-        moved = torch.where(done | close, center, center - (delta + step))
-        delta = (delta + step) + (moved - center)
-        center, lo, hi, done = moved, lo - step, hi - step, done | close
-        if bool(done.all()):
-            break
-    lost = lost | ~done
-    return torch.where(solvable, center, 0), torch.where(solvable, delta, end), log_mass, lost
+        start, few, near = search.anywhere(-known), torch.ones_like(few), -known
+
+    def sums(center: Tensor, delta: Tensor) -> search.Sums:
+        peak = torch.where(few | ~left.solvable, 0, (-(near - center).abs()).amax(-1, keepdim=True))
+        *parts, deep = reduce(_small_sums(scan, center, delta, peak), "sum", shard)
+        return search.Sums(parts, peak, deep == 0)
+
+    lost = left.solvable & overflow
+    found = search.iterate(sums, left.k, start, ~left.solvable | lost, _PASSES, stops=True)
+    a, b, *_, squares = found.sums.parts
+    mass, t = a + b, torch.where(found.done, found.step, 0)
+    mass = mass + (b - a) * t + (mass - 6 * squares) * t * t / 2  # sum h after the last step
+    log_mass = torch.where(left.solvable, found.sums.peak + mass.log(), 0)
+    return *search.ended(found, left), log_mass, lost | ~found.done
 
 
 def _small_sums(scan: _Scan, center: Tensor, delta: Tensor, peak: Tensor) -> list[Tensor]:
@@ -791,10 +780,8 @@ def _solve_weighted(x: Tensor, share: Tensor, k: Tensor, shard: ClassShard | Non
     """Return nu and ``log sum share h`` of each row; nu is nan where the shares do not reach k."""
     finite = x.isfinite() & (share > 0)
     n, n_top, n_nan = reduce([share * finite, share * (x == torch.inf), x.isnan().to(x.dtype)], "sum", shard)
-    k = k - n_top
-    solvable = (k > 0) & (k < n) & (n_nan == 0)
-    end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, -torch.inf, torch.where(k == n, torch.inf, torch.nan)))
-    k = torch.where(solvable, k, n / 2)
+    left = search.feasible(k, n, n_top, n_nan)
+    k, n, solvable, end = left
     x = torch.where(finite, x, -torch.inf)
     high, low = reduce([x, torch.where(finite, -x, -torch.inf)], "max", shard)
     high, low = torch.where(solvable, high, 0), torch.where(solvable, -low, 0)
@@ -802,21 +789,16 @@ def _solve_weighted(x: Tensor, share: Tensor, k: Tensor, shard: ClassShard | Non
     middle = k.log() - (n - k).log()
     slack = 8 * torch.finfo(x.dtype).eps * (1 + center.abs() + middle.abs())
     center = torch.where(solvable, center.clamp(max=high - middle), 0)
-    lo, hi = middle - (high - center) - slack, middle + (center - low) + slack
-    delta, done = torch.zeros_like(center), ~solvable
-    for _ in range(4 * _PASSES):
-        peak = reduce(-(x - center).abs(), "max", shard)
-        peak = torch.where(solvable, peak, 0)
-        parts = search.small_parts(x - center, peak, delta)
-        sums = reduce([share * part for part in parts], "sum", shard)
-        step, lo, hi, close = search.advance(sums, peak, k, lo, hi)
-        step = torch.where(done, 0, step)
-        moved = torch.where(done | close, center, center - (delta + step))
-        delta = (delta + step) + (moved - center)
-        center, lo, hi, done = moved, lo - step, hi - step, done | close
-        if bool(done.all()):
-            break
-    nu = torch.where(solvable, delta - center, end)
+    start = search.Start(center, middle - (high - center) - slack, middle + (center - low) + slack)
+
+    def sums(center: Tensor, delta: Tensor) -> search.Sums:
+        d = x - center
+        peak = torch.where(solvable, reduce(-d.abs(), "max", shard), 0)
+        parts = [share * part for part in search.small_parts(d, peak, delta)]
+        return search.Sums(reduce(parts, "sum", shard), peak)
+
+    found = search.iterate(sums, k, start, ~solvable, 4 * _PASSES, stops=True)
+    nu = torch.where(solvable, found.delta - found.center, end)
     return nu, _log_mass(torch.where(finite, x + nu, torch.nan), share, shard)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer._threshold.search import may_stop, scores
+from lastlayer._threshold.search import feasible, finite_part, kinds, may_stop, scores
 from lastlayer.project.lml import enter
 from lastlayer.shard import ClassShard, kth_largest, reduce, unwrap
 
@@ -140,19 +140,13 @@ def _solve(x: Tensor, k: Tensor, kind: Kind, shard: ClassShard | None) -> tuple[
     a finite tau have an infinite delta: ``+inf`` where k is used up, ``-inf`` where it takes every class that is left,
     and nan where it cannot be met.
     """
-    finite = x.isfinite()
-    n, n_top, n_nan = reduce([flag.to(x.dtype) for flag in (finite, x == torch.inf, x.isnan())], "sum", shard)
-    k = k - n_top
-    solvable = (k > 0) & (k < n) & (n_nan == 0)
-    end = torch.where(n_nan > 0, torch.nan, torch.where(k == 0, torch.inf, torch.where(k == n, -torch.inf, torch.nan)))
-
-    x = torch.where(finite, x, -torch.inf)  # weighs nothing
-    k = torch.where(solvable, k, n / 2)
+    left = feasible(k, *reduce(kinds(x), "sum", shard))
+    k, solvable, x = left.k, left.solvable, finite_part(x)
     center, lower = kth_largest(x, torch.cat([k.ceil(), k.floor() + 1], -1), shard).split(1, -1)
     center, lower = torch.where(solvable, center, 0), torch.where(solvable, lower, 0)
     d = x - center
     search = _search_softmax if kind == "softmax" else _search_sparsemax
-    return center, torch.where(solvable, search(d, k, lower - center, shard), end)
+    return center, torch.where(solvable, search(d, k, lower - center, shard), -left.end)
 
 
 def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | None) -> Tensor:
