@@ -8,13 +8,15 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lastlayer import _check, _ranked, shard
 from lastlayer.shard import ClassShard
+
+Gain = Literal["binary", "linear", "exponential"]
 
 BUDGET = 1 << 22  # entries of a temporary; a chunk is as many rows as fit, at least one
 
@@ -37,13 +39,15 @@ class Cuts:
 class Ranking:
     """The best classes of each row, best first: ``index`` (-1 where no class is left), ``hit``, both ``(rows, most)``.
 
-    ``labels`` is the checked target of the same rows and ``count`` the number of labels of each.
+    ``hit`` is Boolean, or the gains of the classes for graded gains. ``labels`` is the checked target of the same rows
+    and ``count`` the number of labels of each; ``width`` is the number of scores per row.
     """
 
     index: Tensor
     hit: Tensor
     count: Tensor
     labels: _check.Labels
+    width: int
 
 
 def cuts(op: str, k: Any, batch: torch.Size, device: torch.device) -> Cuts:
@@ -106,8 +110,22 @@ def candidates(scores: Tensor, labels: _check.Labels) -> Tensor:
     return torch.where(out, -torch.inf, scores)
 
 
+def graded(target: Tensor, gain: Gain) -> Tensor:
+    """The gains of the entries of a multi-hot target."""
+    if gain == "binary":
+        return target > 0
+    value = target.clamp(min=0).to(torch.float32 if target.device.type == "mps" else torch.float64)
+    return value if gain == "linear" else torch.exp2(value) - 1
+
+
 def rank(
-    op: str, scores: Tensor, target: Tensor, k: Cuts, indices: Tensor | None = None, part: ClassShard | None = None
+    op: str,
+    scores: Tensor,
+    target: Tensor,
+    k: Cuts,
+    indices: Tensor | None = None,
+    part: ClassShard | None = None,
+    gain: Gain = "binary",
 ) -> Ranking:
     """Rank the classes of each row up to the largest cut, over the classes of all ranks."""
     if indices is not None:
@@ -116,20 +134,22 @@ def rank(
         labels = _labels(op, target, scores, part)
         values, index = _best(matrix(scores), labels, k.most)
     hit = torch.zeros_like(index, dtype=torch.bool)
-    if labels.dense is not None and labels.n_classes:
-        hit = (labels.dense.gather(-1, index.clamp(min=0)) > 0) & (index >= 0)
+    if labels.dense is not None:
+        held = labels.dense if labels.n_classes else labels.dense.new_zeros(len(index), 1)  # an empty shard
+        hit = graded(held.gather(-1, index.clamp(min=0)), gain)
+        hit = torch.where(index >= 0, hit, 0)
     count = labels.count()
     if part is not None and indices is None:
         index = torch.where(index < 0, -1, index + part.start)
         values, index = shard.gather(values, part), shard.gather(index, part)
-        hit = shard.gather(hit.to(torch.uint8), part) > 0
+        hit = shard.gather(hit.to(torch.uint8), part) > 0 if hit.dtype == torch.bool else shard.gather(hit, part)
         if labels.dense is not None:
             count = shard.reduce(count.unsqueeze(-1), "sum", part).squeeze(-1)
     if part is not None or indices is not None:
         _, index, hit = _ranked.ordered(values, index, k.most, hit)
     if labels.index is not None:
         hit = _member(index, labels.index)
-    return Ranking(index, hit, count, labels)
+    return Ranking(index, hit, count, labels, scores.shape[-1])
 
 
 def _labels(op: str, target: Any, scores: Tensor, part: ClassShard | None) -> _check.Labels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from lastlayer import shard
 from lastlayer.metrics import _ranking
-from lastlayer.metrics._ranking import Cuts, Ranking
+from lastlayer.metrics._ranking import Cuts, Gain, Ranking
 from lastlayer.shard import ClassShard
 
 Empty = Literal["skip", "zero", "one"]
 Average = Literal["samples", "macro", "micro", "weighted", "none"]
-Kind = Literal["precision", "recall", "r_precision", "ndcg", "psp", "accuracy", "f1"]
+Kind = Literal["precision", "recall", "r_precision", "ndcg", "psp", "accuracy", "f1", "fall_out"]
 
 
 class RowSums(NamedTuple):
@@ -39,63 +40,105 @@ def exact_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def row_sums(
-    kind: Kind, ranking: Ranking, k: Cuts, inverse: Tensor | None = None, part: ClassShard | None = None
-) -> RowSums:
-    """Add up a metric over the rows; `inverse` holds the inverse propensities of all classes for ``"psp"``."""
-    gain, best = _row_gains(kind, ranking, k, inverse, part)
-    full = ranking.count > 0
-    total = [torch.where(full[:, None], v, 0).sum(0) for v in (gain, best)]
-    return RowSums(total[0], total[1], full.sum(), (~full).sum())
+class RowGains(NamedTuple):
+    """Gain and attainable gain of each row at each cut, ``(rows, q)``, and which rows count, ``(rows,)``."""
+
+    gain: Tensor
+    best: Tensor
+    full: Tensor
 
 
-def _row_gains(
-    kind: Kind, ranking: Ranking, k: Cuts, inverse: Tensor | None, part: ClassShard | None
-) -> tuple[Tensor, Tensor]:
-    """The gain of each row at each cut and the best it could be, each ``(rows, q)``."""
+def row_sums(rows: RowGains) -> RowSums:
+    """Add up a metric over the rows."""
+    gain, best = (torch.where(rows.full[:, None], v, 0).sum(0) for v in (rows.gain, rows.best))
+    return RowSums(gain, best, rows.full.sum(), (~rows.full).sum())
+
+
+def row_gains(
+    kind: Kind,
+    ranking: Ranking,
+    k: Cuts,
+    inverse: Tensor | None = None,
+    part: ClassShard | None = None,
+    gain: Gain = "binary",
+    n_classes: int | None = None,
+) -> RowGains:
+    """Return the value of each row; `inverse` holds the inverse propensities of all classes for ``"psp"``."""
     dtype = exact_dtype(ranking.hit.device)
-    hit, count, at = ranking.hit.to(dtype), ranking.count[:, None], k.at
+    hit, count, at, full = ranking.hit.to(dtype), ranking.count[:, None], k.at, ranking.count > 0
     if kind == "psp":
         weight = hit if inverse is None else hit * inverse[ranking.index.clamp(min=0)]
         found = k.take(weight.cumsum(-1))
         best = k.take(_best_weights(ranking, inverse, k.most, part).cumsum(-1))
-        return found / at.clamp(min=1), best / at.clamp(min=1)
+        return RowGains(found / at.clamp(min=1), best / at.clamp(min=1), full)
     if kind == "ndcg":
         discount = 1 / torch.arange(2, k.most + 2, dtype=dtype, device=hit.device).log2()
-        ideal = discount.cumsum(0)[(torch.minimum(count, at) - 1).clamp(min=0)]
-        gain = k.take((hit * discount).cumsum(-1)) / ideal
+        ideal = k.take((_best_gains(ranking, gain, k.most, part) * discount).cumsum(-1))
+        value = k.take((hit * discount).cumsum(-1)) / torch.where(ideal > 0, ideal, 1)
+    elif kind == "fall_out":
+        wrong = _negatives(ranking, part, n_classes)[:, None]
+        value = k.take(((ranking.index >= 0) & (hit == 0)).to(dtype).cumsum(-1)) / wrong.clamp(min=1)
+        full = wrong.squeeze(-1) > 0
     else:
         found = k.take(hit.cumsum(-1))
         if kind == "accuracy":
-            gain = (found > 0).to(dtype)
+            value = (found > 0).to(dtype)
         elif kind == "f1":
-            gain = 2 * found / (at + count).clamp(min=1)
+            value = 2 * found / (at + count).clamp(min=1)
         else:
             whole = {"precision": at, "recall": count, "r_precision": torch.minimum(at, count)}[kind]
-            gain = found / whole.clamp(min=1)
-    return gain, torch.ones_like(gain)
+            value = found / whole.clamp(min=1)
+    return RowGains(value, torch.ones_like(value), full)
+
+
+def _negatives(ranking: Ranking, part: ClassShard | None, n_classes: int | None) -> Tensor:
+    """The number of classes of each row that are known to be no label, over all ranks."""
+    labels = ranking.labels
+    if n_classes is not None:
+        return n_classes - ranking.count
+    if labels.dense is not None:
+        wrong = (labels.dense == 0).sum(-1, keepdim=True)
+        return shard.reduce(wrong, "sum", part).squeeze(-1)
+    own = torch.full((1,), ranking.width, dtype=torch.int64, device=ranking.count.device)
+    return shard.reduce(own, "sum", part) - ranking.count
+
+
+def _best_gains(ranking: Ranking, gain: Gain, k: int, part: ClassShard | None) -> Tensor:
+    """The `k` largest gains of each row, 0 beyond the number of its labels: ``(rows, k)``."""
+    labels = ranking.labels
+    if gain == "binary" or labels.dense is None:
+        position = torch.arange(k, device=ranking.count.device)
+        return (position < ranking.count[:, None]).to(exact_dtype(position.device))
+    return _largest(labels.dense, lambda dense: _ranking.graded(dense, gain), k, part)
 
 
 def _best_weights(ranking: Ranking, inverse: Tensor | None, k: int, part: ClassShard | None) -> Tensor:
     """The `k` largest weights among each row's labels, 0 beyond their number: ``(rows, k)``."""
     labels = ranking.labels
     if inverse is None:
-        position = torch.arange(k, device=ranking.count.device)
-        return (position < ranking.count[:, None]).to(exact_dtype(position.device))
-    if labels.index is not None:
-        held = torch.where(labels.index >= 0, inverse[labels.index.clamp(min=0)], 0)
-        best = held.sort(-1, descending=True).values[:, :k]
-    else:
-        assert labels.dense is not None
+        return _best_gains(ranking, "binary", k, part)
+    if labels.dense is not None:
         own = inverse if part is None else inverse[part.start : part.stop]
-        size, rows = min(k, labels.n_classes), len(labels.dense)
-        best = inverse.new_zeros(rows, size)
-        for c in _ranking.chunks(rows, labels.n_classes):
-            best[c] = torch.where(labels.dense[c] > 0, own, 0).topk(size, -1).values
-    best = torch.nn.functional.pad(best, (0, k - best.shape[-1]))
-    if part is not None and labels.dense is not None:
-        best = shard.gather(best, part).sort(-1, descending=True).values[:, :k]
-    return best
+        return _largest(labels.dense, lambda dense: torch.where(dense > 0, own, 0), k, part)
+    assert labels.index is not None
+    held = torch.where(labels.index >= 0, inverse[labels.index.clamp(min=0)], 0)
+    best = held.sort(-1, descending=True).values[:, :k]
+    return torch.nn.functional.pad(best, (0, k - best.shape[-1]))
+
+
+def _largest(dense: Tensor, weigh: Callable[[Tensor], Tensor], k: int, part: ClassShard | None) -> Tensor:
+    """The `k` largest weights of each row over the classes of all ranks, a few rows at a time: ``(rows, k)``."""
+    rows, n = dense.shape
+    best = torch.zeros(rows, k, dtype=exact_dtype(dense.device), device=dense.device)
+    for c in _ranking.chunks(rows, n):
+        best[c, : min(k, n)] = weigh(dense[c]).topk(min(k, n), -1).values.to(best.dtype)
+    return best if part is None else shard.gather(best, part).sort(-1, descending=True).values[:, :k]
+
+
+def settle_each(rows: RowGains, empty: Empty) -> Tensor:
+    """The metric of each row, ``(rows, q)``; nan where a row is skipped."""
+    rest = {"skip": torch.nan, "zero": 0.0, "one": 1.0}[empty]
+    return torch.where(rows.full[:, None], rows.gain / torch.where(rows.best > 0, rows.best, 1), rest)
 
 
 def settle_rows(sums: RowSums, empty: Empty) -> Tensor:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lastlayer import _check
 from lastlayer.metrics import _ranking, _sums
+from lastlayer.metrics._ranking import Gain
 from lastlayer.metrics._sums import Average, Empty, Kind
 from lastlayer.shard import ClassShard, local_part, unwrap
 
 K = int | Sequence[int] | Tensor
+RowReduction = Literal["mean", "none"]
 
+GAINS = ("binary", "linear", "exponential")
 _AVERAGES = ("samples", "macro", "micro", "weighted", "none")
 _EMPTY = ("skip", "zero", "one")
 
@@ -29,6 +32,7 @@ def precision_at_k(
     empty: Empty = "skip",
     indices: Tensor | None = None,
     shard: ClassShard | None = None,
+    reduction: RowReduction = "mean",
 ) -> Tensor:
     r"""Compute the share of right labels among the `k` best of each row.
 
@@ -39,10 +43,10 @@ def precision_at_k(
 
     Args:
         scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.
-        target: Multi-hot of the shape of `scores` (-1 is unknown: not ranked, not counted), one class a row, or index
+        target: Multi-hot of the shape of `scores` (-1 is unknown: not ranked, not counted), one class per row, or index
             lists padded with -1, which are never made dense.
         k: A whole number of at least 1; a list of numbers for a vector of results in one pass; or an integer tensor
-            of the batch shape, one `k` a row. It may exceed the number of classes.
+            of the batch shape, one `k` per row. It may exceed the number of classes.
         average: ``"samples"`` is the mean over rows. ``"macro"``, ``"weighted"`` (by labels) and ``"none"`` (a vector)
             count each class over all rows, with the `k` best as the prediction; ``"micro"`` counts all pairs alike.
         empty: What a row without labels counts as: ``"skip"`` (not at all), ``"zero"`` or ``"one"``. For averages
@@ -52,16 +56,18 @@ def precision_at_k(
             and `target` class indices.
         shard: This rank's slice, when the classes are split over processes: `scores` and a multi-hot target hold its
             classes, index targets those of all ranks. Each rank's best `k` are gathered.
+        reduction: ``"mean"``, or ``"none"`` for the value of each row, which is nan where `empty` skips the row.
 
     Returns:
-        A fraction in float32 (float64 for float64 scores): a number, or one for each `k` of a list.
+        A fraction in float32 (float64 for float64 scores): a number, or one for each `k` of a list. With
+        ``reduction="none"`` it has the batch shape, followed by one entry for each `k` of a list.
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.8, 0.1, 0.3], [0.2, 0.7, 0.6, 0.1]])
         >>> precision_at_k(scores, torch.tensor([[0, 3], [2, -1]]), [1, 2])
         tensor([0.5000, 0.5000])
     """
-    return _at_k("precision_at_k", "precision", scores, target, k, average, empty, indices, shard)
+    return _at_k("precision_at_k", "precision", scores, target, k, average, empty, indices, shard, reduction)
 
 
 def recall_at_k(
@@ -73,6 +79,7 @@ def recall_at_k(
     empty: Empty = "skip",
     indices: Tensor | None = None,
     shard: ClassShard | None = None,
+    reduction: RowReduction = "mean",
 ) -> Tensor:
     r"""Compute the share of each row's labels that are among its `k` best.
 
@@ -82,12 +89,13 @@ def recall_at_k(
 
     Args:
         scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.
-        target: Multi-hot, one class a row, or index lists, as in :func:`precision_at_k`.
-        k: A number, a list of numbers, or one a row, as in :func:`precision_at_k`.
+        target: Multi-hot, one class per row, or index lists, as in :func:`precision_at_k`.
+        k: A number, a list of numbers, or one per row, as in :func:`precision_at_k`.
         average: Over ``"samples"``, or over classes, as in :func:`precision_at_k`.
         empty: What a row (a class) without labels counts as: ``"skip"``, ``"zero"`` or ``"one"``.
         indices: The classes of decoded lists, as in :func:`precision_at_k`.
         shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"mean"``, or ``"none"`` for the value of each row, as in :func:`precision_at_k`.
 
     Returns:
         A fraction, or one for each `k` of a list.
@@ -97,7 +105,7 @@ def recall_at_k(
         >>> recall_at_k(scores, torch.tensor([[0, 3], [2, -1]]), [1, 2, 3])
         tensor([0.2500, 0.7500, 1.0000])
     """
-    return _at_k("recall_at_k", "recall", scores, target, k, average, empty, indices, shard)
+    return _at_k("recall_at_k", "recall", scores, target, k, average, empty, indices, shard, reduction)
 
 
 def f1_at_k(
@@ -109,6 +117,7 @@ def f1_at_k(
     empty: Empty = "skip",
     indices: Tensor | None = None,
     shard: ClassShard | None = None,
+    reduction: RowReduction = "mean",
 ) -> Tensor:
     r"""Compute the harmonic mean of precision and recall at `k`.
 
@@ -119,21 +128,22 @@ def f1_at_k(
 
     Args:
         scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.
-        target: Multi-hot, one class a row, or index lists, as in :func:`precision_at_k`.
-        k: A number, a list of numbers, or one a row, as in :func:`precision_at_k`.
+        target: Multi-hot, one class per row, or index lists, as in :func:`precision_at_k`.
+        k: A number, a list of numbers, or one per row, as in :func:`precision_at_k`.
         average: Over ``"samples"``, or over classes, as in :func:`precision_at_k`.
         empty: What a row (a class) without labels counts as: ``"skip"``, ``"zero"`` or ``"one"``.
         indices: The classes of decoded lists, as in :func:`precision_at_k`.
         shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"mean"``, or ``"none"`` for the value of each row, as in :func:`precision_at_k`.
 
     Returns:
         A fraction, or one for each `k` of a list.
 
     Example:
-        >>> f1_at_k(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1, 0, 0]]), 2)
+        >>> f1_at_k(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1.0, 0.0, 0.0]]), 2)
         tensor(0.6667)
     """
-    return _at_k("f1_at_k", "f1", scores, target, k, average, empty, indices, shard)
+    return _at_k("f1_at_k", "f1", scores, target, k, average, empty, indices, shard, reduction)
 
 
 def r_precision_at_k(
@@ -144,6 +154,7 @@ def r_precision_at_k(
     empty: Empty = "skip",
     indices: Tensor | None = None,
     shard: ClassShard | None = None,
+    reduction: RowReduction = "mean",
 ) -> Tensor:
     r"""Compute precision at `k` relative to the best that the row's number of labels allows.
 
@@ -151,20 +162,21 @@ def r_precision_at_k(
 
     Args:
         scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.
-        target: Multi-hot, one class a row, or index lists, as in :func:`precision_at_k`.
-        k: A number, a list of numbers, or one a row, as in :func:`precision_at_k`.
+        target: Multi-hot, one class per row, or index lists, as in :func:`precision_at_k`.
+        k: A number, a list of numbers, or one per row, as in :func:`precision_at_k`.
         empty: What a row without labels counts as: ``"skip"``, ``"zero"`` or ``"one"``.
         indices: The classes of decoded lists, as in :func:`precision_at_k`.
         shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"mean"``, or ``"none"`` for the value of each row, as in :func:`precision_at_k`.
 
     Returns:
         A fraction, or one for each `k` of a list.
 
     Example:
-        >>> r_precision_at_k(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1, 0, 0]]), 2)
+        >>> r_precision_at_k(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1.0, 0.0, 0.0]]), 2)
         tensor(1.)
     """
-    return _at_k("r_precision_at_k", "r_precision", scores, target, k, "samples", empty, indices, shard)
+    return _at_k("r_precision_at_k", "r_precision", scores, target, k, "samples", empty, indices, shard, reduction)
 
 
 def ndcg_at_k(
@@ -173,32 +185,42 @@ def ndcg_at_k(
     k: K,
     *,
     empty: Empty = "skip",
+    gain: Gain = "binary",
     indices: Tensor | None = None,
     shard: ClassShard | None = None,
+    reduction: RowReduction = "mean",
 ) -> Tensor:
-    r"""Compute the normalised discounted cumulative gain of the `k` best, with a gain of 1 for a label.
+    r"""Compute the normalised discounted cumulative gain of the `k` best.
 
-    .. math:: nDCG@k = \sum_{j=1}^{k} \frac{[\text{rank}_j \in T]}{\log_2 (j + 1)}
-              \Big/ \sum_{j=1}^{\min(k, |T|)} \frac{1}{\log_2 (j + 1)}
+    .. math:: nDCG@k = \sum_{j=1}^{k} \frac{g(\text{rank}_j)}{\log_2 (j + 1)}
+              \Big/ \max_\pi \sum_{j=1}^{k} \frac{g(\pi_j)}{\log_2 (j + 1)}
 
-    Any positive entry of a multi-hot target is a label; graded relevance is not read.
+    The gain :math:`g` of a class is 1 for a label and 0 for the others. A multi-hot target may hold graded relevance
+    instead, positive numbers of any size, which `gain` reads.
 
     Args:
         scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.
-        target: Multi-hot, one class a row, or index lists, as in :func:`precision_at_k`.
-        k: A number, a list of numbers, or one a row, as in :func:`precision_at_k`.
+        target: Multi-hot (for graded gains of a floating-point dtype), one class per row, or index lists, as in
+            :func:`precision_at_k`.
+        k: A number, a list of numbers, or one per row, as in :func:`precision_at_k`.
+        gain: ``"binary"`` is 1 for every positive entry of the target, ``"linear"`` is the entry itself,
+            ``"exponential"`` is :math:`2^t - 1` (Burges et al., 2005). An index target has a gain of 1 under all three.
         empty: What a row without labels counts as: ``"skip"``, ``"zero"`` or ``"one"``.
         indices: The classes of decoded lists, as in :func:`precision_at_k`.
         shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"mean"``, or ``"none"`` for the value of each row, as in :func:`precision_at_k`.
 
     Returns:
         A fraction, or one for each `k` of a list.
 
     Example:
-        >>> ndcg_at_k(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[0, 1, 0]]), [1, 2])
+        >>> ndcg_at_k(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[0.0, 1.0, 0.0]]), [1, 2])
         tensor([0.0000, 0.6309])
+        >>> ndcg_at_k(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1.0, 3.0, 0.0]]), 2, gain="linear")
+        tensor(0.7967)
     """
-    return _at_k("ndcg_at_k", "ndcg", scores, target, k, "samples", empty, indices, shard)
+    _check.choice("ndcg_at_k", "gain", gain, GAINS)
+    return _at_k("ndcg_at_k", "ndcg", scores, target, k, "samples", empty, indices, shard, reduction, gain=gain)
 
 
 def psp_at_k(
@@ -210,6 +232,7 @@ def psp_at_k(
     empty: Empty = "skip",
     indices: Tensor | None = None,
     shard: ClassShard | None = None,
+    reduction: RowReduction = "mean",
 ) -> Tensor:
     r"""Compute propensity-scored precision at `k`, divided by the best attainable value (Jain et al., 2016).
 
@@ -217,29 +240,33 @@ def psp_at_k(
               \Big/ \sum_i \max_{|S| \le k,\, S \subseteq T_i} \sum_{l \in S} \frac{1}{p_l}
 
     A rare label found counts for more, to make up for the rare labels that annotators miss. It is one quotient of
-    sums over all rows, as in the published tables, not a mean of quotients.
+    sums over all rows, as in the published tables, not a mean of quotients; ``reduction="none"`` returns the quotient
+    of each row, whose mean is another number.
 
     Args:
         scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.
-        target: Multi-hot, one class a row, or index lists, as in :func:`precision_at_k`.
-        k: A number, a list of numbers, or one a row, as in :func:`precision_at_k`.
+        target: Multi-hot, one class per row, or index lists, as in :func:`precision_at_k`.
+        k: A number, a list of numbers, or one per row, as in :func:`precision_at_k`.
         propensities: The probability :math:`p_l` that a label that applies is observed, ``(n_classes,)``, over the
             classes of all ranks; see :func:`propensity`. ``None`` is 1 for each class.
         empty: A row without labels adds nothing to either sum (``"skip"``); ``"zero"`` and ``"one"`` average that
             value in, with the weight of one row.
         indices: The classes of decoded lists, as in :func:`precision_at_k`.
         shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"mean"``, or ``"none"`` for the value of each row, as in :func:`precision_at_k`.
 
     Returns:
         A fraction, or one for each `k` of a list.
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.8, 0.1], [0.1, 0.2, 0.7]])
-        >>> target = torch.tensor([[1, 0, 1], [0, 0, 1]])
+        >>> target = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
         >>> psp_at_k(scores, target, 1, torch.tensor([1.0, 1.0, 0.25]))
         tensor(0.6250)
     """
-    return _at_k("psp_at_k", "psp", scores, target, k, "samples", empty, indices, shard, propensities)
+    return _at_k(
+        "psp_at_k", "psp", scores, target, k, "samples", empty, indices, shard, reduction, propensities=propensities
+    )
 
 
 def top_k_accuracy(
@@ -250,20 +277,22 @@ def top_k_accuracy(
     empty: Empty = "skip",
     indices: Tensor | None = None,
     shard: ClassShard | None = None,
+    reduction: RowReduction = "mean",
 ) -> Tensor:
     r"""Compute the share of rows with at least one label among their `k` best.
 
     .. math:: \text{Acc}@k = [\, T \cap \text{top}_k(s) \neq \emptyset \,]
 
-    With one label a row it is the usual top-k accuracy, and equal to recall at `k`.
+    With one label per row it is the usual top-k accuracy, and equal to recall at `k`.
 
     Args:
         scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.
-        target: Multi-hot, one class a row, or index lists, as in :func:`precision_at_k`.
-        k: A number, a list of numbers, or one a row, as in :func:`precision_at_k`.
+        target: Multi-hot, one class per row, or index lists, as in :func:`precision_at_k`.
+        k: A number, a list of numbers, or one per row, as in :func:`precision_at_k`.
         empty: What a row without labels counts as: ``"skip"``, ``"zero"`` or ``"one"``.
         indices: The classes of decoded lists, as in :func:`precision_at_k`.
         shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"mean"``, or ``"none"`` for the value of each row, as in :func:`precision_at_k`.
 
     Returns:
         A fraction, or one for each `k` of a list.
@@ -272,7 +301,65 @@ def top_k_accuracy(
         >>> top_k_accuracy(torch.tensor([[0.9, 0.8, 0.1], [0.1, 0.2, 0.7]]), torch.tensor([1, 2]), [1, 2])
         tensor([0.5000, 1.0000])
     """
-    return _at_k("top_k_accuracy", "accuracy", scores, target, k, "samples", empty, indices, shard)
+    return _at_k("top_k_accuracy", "accuracy", scores, target, k, "samples", empty, indices, shard, reduction)
+
+
+def fall_out_at_k(
+    scores: Tensor,
+    target: Tensor,
+    k: K,
+    *,
+    empty: Empty = "skip",
+    indices: Tensor | None = None,
+    n_classes: int | None = None,
+    shard: ClassShard | None = None,
+    reduction: RowReduction = "mean",
+) -> Tensor:
+    r"""Compute the share of each row's wrong classes that are among its `k` best; the lower, the better.
+
+    .. math:: \text{Fall-out}@k = \frac{|\text{top}_k(s) \setminus T|}{n - |T|}
+
+    where :math:`n` counts the classes whose label is known. A row without labels takes part; `empty` is for rows that
+    have nothing but labels.
+
+    Args:
+        scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.
+        target: Multi-hot, one class per row, or index lists, as in :func:`precision_at_k`.
+        k: A number, a list of numbers, or one per row, as in :func:`precision_at_k`.
+        empty: What a row without wrong classes counts as: ``"skip"``, ``"zero"`` or ``"one"``.
+        indices: The classes of decoded lists, as in :func:`precision_at_k`; they need `n_classes`.
+        n_classes: The number of all classes, where `indices` is given.
+        shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"mean"``, or ``"none"`` for the value of each row, as in :func:`precision_at_k`.
+
+    Returns:
+        A fraction, or one for each `k` of a list.
+
+    Example:
+        >>> fall_out_at_k(torch.tensor([[0.9, 0.8, 0.1, 0.2]]), torch.tensor([[1.0, 0.0, 0.0, 0.0]]), [1, 2])
+        tensor([0.0000, 0.3333])
+    """
+    check_n_classes("fall_out_at_k", indices, n_classes)
+    return _at_k(
+        "fall_out_at_k",
+        "fall_out",
+        scores,
+        target,
+        k,
+        "samples",
+        empty,
+        indices,
+        shard,
+        reduction,
+        n_classes=n_classes,
+    )
+
+
+def check_n_classes(op: str, indices: Tensor | None, n_classes: int | None) -> None:
+    """Check that the number of classes is given with decoded lists, and only with them."""
+    if (indices is None) != (n_classes is None):
+        rule = "must be given with" if n_classes is None else "must be left out without"
+        raise ValueError(f"{op}: `n_classes` {rule} `indices`, got {n_classes}.")
 
 
 def propensity(label_counts: Tensor, n_rows: int, A: float = 0.55, B: float = 1.5) -> Tensor:
@@ -315,9 +402,13 @@ def _at_k(
     empty: Empty,
     indices: Tensor | None,
     shard: ClassShard | None,
-    propensities: Tensor | None = None,
+    reduction: RowReduction,
+    **more: Any,
 ) -> Tensor:
     check_options(op, average, empty)
+    _check.choice(op, "reduction", reduction, ("mean", "none"))
+    if reduction == "none" and average != "samples":
+        raise ValueError(f"{op}: `average` must be 'samples' with reduction='none', got {average!r}.")
     scores, shard, _ = unwrap(op, scores, shard)
     target = local_part(target)
     if average != "samples" and (indices is not None or shard is not None):
@@ -325,7 +416,11 @@ def _at_k(
             f"{op}: `average` must be 'samples' with `indices` or `shard`, got {average!r}. "
             "Averages over classes need the scores of all of them; the streaming class takes `indices` and `n_classes`."
         )
-    sums, cuts = gather_sums(op, kind, scores, target, k, average, indices, shard, propensities)
+    if reduction == "none":
+        rows, cuts = row_gains(op, kind, scores, target, k, indices, shard, **more)
+        result = _sums.settle_each(rows, empty).view(*scores.shape[:-1], -1)
+        return (result if cuts.several else result.squeeze(-1)).to(_check.work_dtype(scores))
+    sums, cuts = gather_sums(op, kind, scores, target, k, average, indices, shard, **more)
     result = settle(kind, sums, average, empty)
     return (result if cuts.several else result.squeeze(0)).to(_check.work_dtype(scores))
 
@@ -345,20 +440,40 @@ def gather_sums(
     average: Average = "samples",
     indices: Tensor | None = None,
     shard: ClassShard | None = None,
-    propensities: Tensor | None = None,
+    *,
     n_classes: int | None = None,
+    **more: Any,
 ) -> tuple[_sums.RowSums | _sums.LabelCounts, _ranking.Cuts]:
     """Check the inputs and return what adds up over batches, with the checked `k`."""
+    if average == "samples":
+        rows, cuts = row_gains(op, kind, scores, target, k, indices, shard, n_classes=n_classes, **more)
+        return _sums.row_sums(rows), cuts
+    scores = _check.logits(op, scores, "scores").detach()
+    cuts = _ranking.cuts(op, k, scores.shape[:-1], scores.device)
+    ranking = _ranking.rank(op, scores, target, cuts, indices, shard)
+    return _sums.label_counts(ranking, cuts, scores.shape[-1] if n_classes is None else n_classes), cuts
+
+
+def row_gains(
+    op: str,
+    kind: Kind,
+    scores: Tensor,
+    target: Tensor,
+    k: Any,
+    indices: Tensor | None = None,
+    shard: ClassShard | None = None,
+    *,
+    propensities: Tensor | None = None,
+    gain: Gain = "binary",
+    n_classes: int | None = None,
+) -> tuple[_sums.RowGains, _ranking.Cuts]:
+    """Check the inputs and return the gains of each row, with the checked `k`."""
     scores = _check.logits(op, scores, "scores").detach()
     cuts = _ranking.cuts(op, k, scores.shape[:-1], scores.device)
     local = scores.shape[-1] if indices is None else None
     inverse = _inverse(op, propensities, local, shard, scores) if kind == "psp" else None
-    ranking = _ranking.rank(op, scores, target, cuts, indices, shard)
-    if average != "samples":
-        n = local if n_classes is None else n_classes
-        assert n is not None
-        return _sums.label_counts(ranking, cuts, n), cuts
-    return _sums.row_sums(kind, ranking, cuts, inverse, shard), cuts
+    ranking = _ranking.rank(op, scores, target, cuts, indices, shard, gain)
+    return _sums.row_gains(kind, ranking, cuts, inverse, shard, gain, None if indices is None else n_classes), cuts
 
 
 def _inverse(op: str, value: Any, n: int | None, shard: ClassShard | None, scores: Tensor) -> Tensor | None:
@@ -371,7 +486,7 @@ def _inverse(op: str, value: Any, n: int | None, shard: ClassShard | None, score
     wrong = value.ndim != 1 or (n is not None and (len(value) < n if shard is not None else len(value) != n))
     if wrong:
         raise ValueError(
-            f"{op}: `propensities` must hold one number a class, got shape {tuple(value.shape)} for {n} classes."
+            f"{op}: `propensities` must hold one number per class, got shape {tuple(value.shape)} for {n} classes."
         )
     return 1 / value.to(device=scores.device, dtype=_sums.exact_dtype(scores.device))
 

@@ -18,6 +18,7 @@ from lastlayer.metrics import _ranking, _sums, at_k, openset
 from lastlayer.metrics import average_precision as ap
 from lastlayer.metrics import calibration as cal
 from lastlayer.metrics._problems import Per
+from lastlayer.metrics._ranking import Gain
 from lastlayer.metrics._stream import Stream
 from lastlayer.metrics._sums import Average, Empty, Kind
 
@@ -28,6 +29,7 @@ class _AtK(Stream):
     """A metric at k: sums over rows, or counts per class."""
 
     kind: ClassVar[Kind]
+    more: ClassVar[tuple[str, ...]] = ()  # settings that only this metric has
     k: int | Sequence[int]
     average: Average
     empty: Empty
@@ -64,8 +66,8 @@ class _AtK(Stream):
             self.k,
             self.average,
             indices,
-            propensities=getattr(self, "propensities", None),
             n_classes=self.n_classes,
+            **{name: getattr(self, name) for name in self.more},
         )
         self._add(**sums._asdict())
 
@@ -135,10 +137,33 @@ class RPrecisionAtK(_AtK):
         super().__init__(options, k, "samples", empty)
 
 
-class NDCGAtK(RPrecisionAtK):
+class NDCGAtK(_AtK):
     """Streaming form of :func:`~lastlayer.ndcg_at_k`."""
 
     kind: ClassVar[Kind] = "ndcg"
+    more = ("gain",)
+
+    def __init__(self, k: int | Sequence[int], *, empty: Empty = "skip", gain: Gain = "binary", **options: Any) -> None:
+        super().__init__(options, k, "samples", empty, gain=gain)
+        _check.choice(type(self).__name__, "gain", gain, at_k.GAINS)
+
+
+class FallOutAtK(_AtK):
+    """Streaming form of :func:`~lastlayer.metrics.fall_out_at_k`; decoded lists need `n_classes`."""
+
+    higher_is_better = False
+    kind: ClassVar[Kind] = "fall_out"
+
+    def __init__(
+        self, k: int | Sequence[int], *, empty: Empty = "skip", n_classes: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(options, k, "samples", empty, n_classes=n_classes)
+
+    def update(self, scores: Tensor, target: Tensor, indices: Tensor | None = None) -> None:
+        """Add rows: scores and target (and decoded lists) as the function takes them."""
+        if indices is not None:
+            at_k.check_n_classes(type(self).__name__, indices, self.n_classes)
+        super().update(scores, target, indices)
 
 
 class TopKAccuracy(_AtK):
@@ -154,6 +179,7 @@ class PSPAtK(_AtK):
     """Streaming form of :func:`~lastlayer.psp_at_k`."""
 
     kind: ClassVar[Kind] = "psp"
+    more = ("propensities",)
     propensities: Tensor | None
 
     def __init__(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import lastlayer as ll
+from lastlayer.metrics.at_k import fall_out_at_k
 from lastlayer.shard import ClassShard
 
 N = 11
@@ -22,6 +23,7 @@ METRICS = [
     ll.ndcg_at_k,
     ll.psp_at_k,
     ll.top_k_accuracy,
+    fall_out_at_k,
 ]
 
 
@@ -49,6 +51,11 @@ def check(rank: int) -> None:
                     whole = metric(scores, target, [1, 3, 6, 20], *extra, empty=empty)
                     found = metric(local, mine, [1, 3, 6, 20], *extra, empty=empty, shard=shard)
                     torch.testing.assert_close(found, whole, rtol=1e-12, atol=0, msg=f"{metric.__name__} {sizes}")
+        grades = torch.where(dense > 0, torch.arange(20.0)[:, None] / 7 + 0.5, dense.double())
+        whole = ll.ndcg_at_k(scores, grades, [1, 6], gain="exponential", reduction="none")
+        mine = grades[:, shard.start : shard.stop]
+        found = ll.ndcg_at_k(local, mine, [1, 6], gain="exponential", reduction="none", shard=shard)
+        torch.testing.assert_close(found, whole, equal_nan=True)
         known = scores.nan_to_num(0)
         peak = ll.mean_max_confidence(known[:, shard.start : shard.stop], shard=shard)
         torch.testing.assert_close(peak, ll.mean_max_confidence(known))

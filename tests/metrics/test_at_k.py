@@ -12,6 +12,7 @@ from torch import Tensor
 import lastlayer as ll
 from lastlayer import _ranked
 from lastlayer.metrics import _ranking
+from lastlayer.metrics.at_k import fall_out_at_k
 
 AT_K = [
     ll.precision_at_k,
@@ -21,6 +22,7 @@ AT_K = [
     ll.psp_at_k,
     ll.top_k_accuracy,
     ll.f1_at_k,
+    fall_out_at_k,
 ]
 KS = [1, 2, 3, 5, 8]
 
@@ -47,9 +49,14 @@ def brute(name: str, scores: Tensor, target: Tensor, k: int, inverse: np.ndarray
     for s, t in zip(scores.tolist(), target.tolist(), strict=True):
         order = [c for c in sorted(range(len(s)), key=lambda c: (-s[c], c)) if t[c] >= 0 and s[c] > -math.inf][:k]
         labels = {c for c, y in enumerate(t) if y > 0}
+        hits = [c in labels for c in order]
+        if name == "fall_out_at_k":
+            if 0 in t:
+                values.append(hits.count(False) / t.count(0))
+                best.append(1.0)
+            continue
         if not labels:
             continue
-        hits = [c in labels for c in order]
         if name == "psp_at_k":
             weight = inverse if inverse is not None else np.ones(len(s))
             values.append(sum(weight[c] for c in order if c in labels))
@@ -114,7 +121,7 @@ def test_perfect_scores_are_one(metric):
     k = 3
     target[:, :] = 0
     target[:, 2:5] = 1  # as many labels as k, so that precision can be 1 too
-    assert metric(target.double(), target, k).item() == 1.0
+    assert metric(target.double(), target, k).item() == (0 if metric is fall_out_at_k else 1)
 
 
 @pytest.mark.parametrize("metric", AT_K)
@@ -132,6 +139,25 @@ def test_recall_never_falls_with_k():
     recall = ll.recall_at_k(scores, target, range(1, 13))
     assert (recall.diff() >= 0).all()
     assert recall[-1] == 1
+
+
+@pytest.mark.parametrize("metric", AT_K)
+def test_rows_average_to_the_metric(metric):
+    scores, target = data(ties=True)
+    target[:3], target[4] = 0, 1
+    scores, target = scores.view(4, 10, 12), target.view(4, 10, 12)
+    for empty in ("skip", "zero", "one"):
+        rows = metric(scores, target, KS, empty=empty, reduction="none")
+        assert rows.shape == (4, 10, len(KS))
+        torch.testing.assert_close(
+            rows[..., 1], metric(scores, target, 2, empty=empty, reduction="none"), equal_nan=True
+        )
+        if metric is not ll.psp_at_k:  # one quotient of sums
+            torch.testing.assert_close(rows.flatten(0, 1).nanmean(0), metric(scores, target, KS, empty=empty))
+        for row in ((0, 3), (3, 9)):
+            torch.testing.assert_close(rows[row], metric(scores[row], target[row], KS, empty=empty))
+        none = rows[0, 4] if metric is fall_out_at_k else rows[0, :3]
+        assert none.isnan().all() if empty == "skip" else (none == (empty == "one")).all()
 
 
 # 3 oracles
@@ -162,6 +188,33 @@ def test_ndcg_agrees_with_scikit_learn():
     target[:, 0] = 1
     for k in KS:
         assert ll.ndcg_at_k(scores, target, k).item() == pytest.approx(ndcg_score(target.cpu(), scores.cpu(), k=k))
+
+
+@pytest.mark.parametrize("gain", ["linear", "exponential"])
+def test_graded_ndcg_agrees_with_scikit_learn(gain):
+    scores, target = data()
+    grades = target * torch.randint(1, 5, target.shape, device=DEVICE) * 0.75
+    grades[:, 0] = 0.5
+    gains = grades if gain == "linear" else 2**grades - 1
+    for k in [*KS, 20]:
+        expected = ndcg_score(gains.cpu(), scores.cpu(), k=k)
+        assert ll.ndcg_at_k(scores, grades, k, gain=gain).item() == pytest.approx(expected)
+    grades[3, 4:], grades[5], scores[7] = -1, 0, -math.inf
+    rows = [r for r in range(40) if r != 5]
+    for r in rows:
+        known = grades[r] >= 0
+        expected = ndcg_score(gains[r, known][None].cpu(), scores[r, known][None].cpu(), k=3) if r != 7 else 0.0
+        found = ll.ndcg_at_k(scores, grades, 3, gain=gain, reduction="none")[r]
+        assert found.item() == pytest.approx(expected)
+    assert ll.ndcg_at_k(scores, lists(target), 3, gain=gain) == ll.ndcg_at_k(scores, lists(target), 3)
+
+
+def test_fall_out_agrees_with_torchmetrics():
+    functional = pytest.importorskip("torchmetrics.functional.retrieval")
+    scores, target = data()
+    for k in KS:
+        each = [functional.retrieval_fall_out(s, t.bool(), top_k=k) for s, t in zip(scores, target, strict=True)]
+        torch.testing.assert_close(fall_out_at_k(scores, target, k, reduction="none"), torch.stack(each).double())
 
 
 def test_accuracy_agrees_with_scikit_learn():
@@ -217,7 +270,8 @@ def test_decoded_lists_equal_scores(metric):
     target = lists(target)
     values, indices = _ranked.top_k(scores, 8)
     shuffle = torch.randperm(8, device=DEVICE)  # the lists need not be in order
-    result = metric(values[:, shuffle], target, KS, indices=indices[:, shuffle])
+    more = {"n_classes": 12} if metric is fall_out_at_k else {}
+    result = metric(values[:, shuffle], target, KS, indices=indices[:, shuffle], **more)
     torch.testing.assert_close(result, metric(scores, target, KS), rtol=0, atol=0)
 
 
@@ -248,7 +302,7 @@ def test_one_k_a_row():
 # 7 edges
 
 
-@pytest.mark.parametrize("metric", AT_K)
+@pytest.mark.parametrize("metric", AT_K[:-1])
 def test_empty_policies(metric):
     scores = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
     target = torch.tensor([[1, 0, 0], [0, 0, 0], [-1, -1, -1], [0, 0, 1]])  # two rows of four without a known label
@@ -258,6 +312,14 @@ def test_empty_policies(metric):
     none = target[1:3]
     assert [metric(scores[1:3], none, 1, empty=e).item() for e in ("skip", "zero", "one")] == [0.0, 0.0, 1.0]
     assert metric(scores[:0], target[:0], [1, 2]).tolist() == [0.0, 0.0]
+
+
+def test_fall_out_of_rows_without_wrong_classes():
+    scores, target = torch.tensor([[3.0, 2.0, 1.0]] * 3), torch.tensor([[1.0, 1, 1], [0, 0, 0], [-1, -1, -1]])
+    found = [fall_out_at_k(scores, target, 2, empty=e).item() for e in ("skip", "zero", "one")]
+    assert found == pytest.approx([2 / 3, 2 / 9, 8 / 9])
+    with pytest.raises(ValueError, match="fall_out_at_k: `n_classes` must be given with `indices`, got None"):
+        fall_out_at_k(scores, torch.tensor([0, 1, 2]), 1, indices=torch.zeros(3, 3, dtype=torch.int64))
 
 
 def test_empty_classes():
@@ -378,7 +440,7 @@ def test_propensity_messages():
     with pytest.raises(TypeError, match="`propensities` must be a floating-point tensor, got list"):
         ll.psp_at_k(scores, target, 1, [1.0])
     with pytest.raises(
-        ValueError, match=r"`propensities` must hold one number a class, got shape \(2,\) for 3 classes"
+        ValueError, match=r"`propensities` must hold one number per class, got shape \(2,\) for 3 classes"
     ):
         ll.psp_at_k(scores, target, 1, torch.ones(2))
     with pytest.raises(TypeError, match="propensity: `label_counts` must be a tensor, got list"):

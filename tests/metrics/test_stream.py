@@ -24,6 +24,7 @@ AT_K = [
     (ll.NDCGAtK, ll.ndcg_at_k),
     (ll.PSPAtK, ll.psp_at_k),
     (ll.TopKAccuracy, ll.top_k_accuracy),
+    (ll.metrics.FallOutAtK, ll.metrics.fall_out_at_k),
 ]
 
 
@@ -55,6 +56,7 @@ def cases():
                 stream_class(KS, average=average, n_classes=N),
                 lambda s, t, f=function, a=average: f(s, t, KS, average=a),
             )
+    yield ll.NDCGAtK(KS, gain="linear"), lambda s, t: ll.ndcg_at_k(s, t, KS, gain="linear")
     yield ll.PSPAtK(KS, PROPENSITIES), lambda s, t: ll.psp_at_k(s, t, KS, PROPENSITIES)
     for empty in ("skip", "zero", "one"):
         yield (
