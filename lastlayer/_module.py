@@ -25,9 +25,11 @@ class FunctionModule(nn.Module):
             else:
                 setattr(self, name, value)
 
-    def forward(self, *inputs: Tensor, **more: Any) -> Any:
+    def _call(self, *inputs: Tensor, **more: Any) -> Any:
         options = {name: getattr(self, name) for name in self._options} | more
         return type(self).function(*inputs, **options)
+
+    forward: Callable[..., Any] = _call  # a class may declare its own, with a signature, and hand it on to `_call`
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)

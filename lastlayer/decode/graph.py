@@ -164,3 +164,16 @@ class DecodeGraph(FunctionModule):
 
     def __init__(self, k: int = 100, *, constrained: bool = True, background: int | None = None) -> None:
         super().__init__(k=k, constrained=constrained, background=background)
+
+    def forward(
+        self,
+        scores: Tensor,
+        pairs: Tensor,
+        *,
+        ptr: Tensor | None = None,
+        object_scores: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Decoded:
+        """Return the lists of each image."""
+        found: Decoded = self._call(scores, pairs, ptr=ptr, object_scores=object_scores, mask=mask)
+        return found

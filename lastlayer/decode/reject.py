@@ -154,3 +154,15 @@ class DecodeReject(FunctionModule):
         at_most: int | None = None,
     ) -> None:
         super().__init__(threshold=threshold, k=k, by=by, at_most=at_most)
+
+    def forward(
+        self,
+        scores: Tensor,
+        *,
+        values: Tensor | None = None,
+        mask: Tensor | None = None,
+        shard: ClassShard | None = None,
+    ) -> Decoded:
+        """Return the lists of each row."""
+        found: Decoded = self._call(scores, values=values, mask=mask, shard=shard)
+        return found

@@ -152,3 +152,8 @@ class DecodeThreshold(FunctionModule):
         self, threshold: float | Tensor = 0.5, *, at_most: int | None = None, at_least: int | None = None
     ) -> None:
         super().__init__(threshold=threshold, at_most=at_most, at_least=at_least)
+
+    def forward(self, scores: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Decoded:
+        """Return the lists of each row."""
+        found: Decoded = self._call(scores, mask=mask, shard=shard)
+        return found

@@ -146,3 +146,8 @@ class DecodeTopK(FunctionModule):
 
     def __init__(self, k: int | Tensor | Literal["auto"] = "auto", *, at_most: int | None = None) -> None:
         super().__init__(k=k, at_most=at_most)
+
+    def forward(self, scores: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Decoded:
+        """Return the lists of each row."""
+        found: Decoded = self._call(scores, mask=mask, shard=shard)
+        return found

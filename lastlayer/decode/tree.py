@@ -197,3 +197,8 @@ class DecodeTree(FunctionModule):
         rule: Rule = "sum",
     ) -> None:
         super().__init__(tree=tree, method=method, theta=theta, k=k, lamb=lamb, rule=rule)
+
+    def forward(self, probabilities: Tensor) -> Decoded:
+        """Return the lists of each row."""
+        found: Decoded = self._call(probabilities)
+        return found

@@ -1,10 +1,13 @@
 """The k best classes: against a sort in Python."""
 
+import inspect
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import lastlayer as ll
 from lastlayer import Decoded, DecodeTopK, decode_threshold, decode_top_k, lml
 
 INF = float("inf")
@@ -137,3 +140,14 @@ def test_without_values():
         assert decode_top_k(mode.from_tensor(scores), 3).index.shape == (20, 3)
     traced = make_fx(lambda s: decode_top_k(s, 3).index)(torch.randn(20, 7))
     assert torch.equal(traced(scores), decode_top_k(scores, 3).index)
+
+
+@pytest.mark.parametrize("module", [ll.DecodeTopK, ll.DecodeThreshold, ll.DecodeReject, ll.DecodeTree, ll.DecodeGraph])
+def test_modules_declare_what_forward_takes(module):
+    """What a call may give is an argument of the function that the module does not store, under the same name."""
+    forward = inspect.signature(module.forward).parameters
+    function = inspect.signature(module.function).parameters
+    stored = inspect.signature(module.__init__).parameters
+    assert set(forward) | set(stored) == {"self", *function}
+    assert all(p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD for p in forward.values())
+    assert inspect.signature(module.forward).return_annotation == "Decoded"
