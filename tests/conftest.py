@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -5,6 +6,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `from tools import ...`
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreter import quicken
+
+    quicken()
 
 
 @pytest.fixture(autouse=True)

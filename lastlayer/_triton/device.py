@@ -13,6 +13,8 @@ import triton.language as tl
 
 from lastlayer._triton import interpreted
 
+# Constants stand to the right of tensors, never to the left: the interpreter of Triton 3.7 takes `constant * tensor`
+# for a constant, which cannot be compared with a tensor.
 COMPILED = tl.constexpr(not interpreted())
 ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7))
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -486,8 +488,8 @@ def search(xa, xb, xc, shift, k, n, inv_t, WB, WC, LAST: tl.constexpr, MASKED: t
         s2 = s1 - 2 * (p2 - p3)
         s3 = s1 - 6 * (p2 - 2 * p3 + p4)
         step, r = step4(f, s1, s2, s3)
-        size = tl.where(open_ & (s1 > LEAST_MASS * k), tl.abs(r), 0.0)
-        lost = lost | (open_ & ~(s1 > LEAST_MASS * k))
+        size = tl.where(open_ & (s1 > k * LEAST_MASS), tl.abs(r), 0.0)
+        lost = lost | (open_ & ~(s1 > k * LEAST_MASS))
         worst = tl.max(size, 0)
         if worst > 0.5:
             step = tl.where(size > 0.5, safe_step(f, s1, s2, step, r), step)
@@ -498,7 +500,7 @@ def search(xa, xb, xc, shift, k, n, inv_t, WB, WC, LAST: tl.constexpr, MASKED: t
         left -= 1
     lost = lost | open_
 
-    if tl.max(tl.where(lost, 0, (k > SPLIT_RATIO * mass).to(tl.int32)), 0) > 0:
+    if tl.max(tl.where(lost, 0, (k > mass * SPLIT_RATIO).to(tl.int32)), 0) > 0:
         f, s1, s2, above = _parts3(ea, eb, ec, by_row(exp(-delta)), WB, WC)
         r = ((above - k) + f) * rcp(s1)
         step = -r * (1 + 0.5 * r * s2 * rcp(s1))  # Chebyshev's; the error is of order r^3, and of sum h r^2
@@ -659,7 +661,7 @@ def certain_step(a, b, count, residual, cubic, peak, k, lo, hi):
     c = surplus + cubic * unit
     r = f / ((a + b) * unit)
     root = tl.sqrt(c * c + 4 * (a * unit) * (b * unit))
-    fall = LN2 + tl.log(a) + exponent - tl.log(c + root)
+    fall = tl.log(a) + LN2 + exponent - tl.log(c + root)
     rise = tl.log(root - c) - LN2 - tl.log(b) - exponent
     safe = tl.where(c > 0, fall, rise)
     safe = tl.where((safe < 0) == (f > 0), safe, 0.0)
@@ -696,7 +698,7 @@ def settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
         lo = tl.log(k - rank1 + 1) - tl.log(n_live - k) - (upper - middle)
         hi = tl.log(k) - tl.log(rank2 - k) + (middle - lower)
         center = middle - (lo + hi) / 2
-        slack = 8 * EPS * (1 + tl.abs(center) + tl.abs(lo) + tl.abs(hi))
+        slack = (1 + tl.abs(center) + tl.abs(lo) + tl.abs(hi)) * (8 * EPS)
         lo = lo + (center - middle) - slack
         hi = hi + (center - middle) + slack
         delta = tl.full((), 0.0, tl.float32)

@@ -387,7 +387,7 @@ def _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED: tl.constexp
         small = tail * y
         miss = tl.where(z > 0, small, y)
         y = tl.where(z > 0, y, small)
-        leak = rho * y * miss / tl.maximum(miss + (1 - rho) * y, 1e-38)
+        leak = rho * y * miss / tl.maximum(miss + (1 - rho) * y, 2e-38)  # a subnormal constant would make it float64
         out += scale * tl.where(rho == 1.0, y, leak)
     out = tl.where(is_finite(x), out, 0.0)  # no gradient where x or nu is infinite
     out = tl.where(tl.abs(delta) == float("inf"), 0.0, out)

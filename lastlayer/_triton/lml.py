@@ -122,11 +122,12 @@ def _resident(
                 ec, x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, inv_t, (WA + WB) * C, WC, C,
                 KIND, FULL, MASKED,
             )  # fmt: skip
+    lost = lost & (first + tl.arange(0, R) < rows)  # a row that stands several times is settled once
     if tl.max(lost.to(tl.int32), 0) > 0:
         tl.debug_barrier()  # what was written for these rows is written again
         for i in range(R):
             if tl.max((lost & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
-                one = tl.minimum(first + i, rows - 1)
+                one = first + i
                 _settle_and_emit(
                     x_ptr, m_ptr, out_ptr, center_ptr, delta_ptr, one, m_row, m_col, n,
                     cardinality(k_ptr, one, k_row), inv_t, KIND, BLOCK, MASKED,

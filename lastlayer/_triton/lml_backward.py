@@ -93,7 +93,8 @@ def _resident(
 ):  # fmt: skip
     """R rows a program, held in registers."""
     n = units * ALIGN
-    row = tl.minimum(tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), rows - 1)
+    first = tl.program_id(0).to(tl.int64) * R
+    row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may stand several times
     center = tl.load(center_ptr + row)
     delta = tl.load(delta_ptr + row)
     ha, va = _tile(
@@ -125,12 +126,12 @@ def _resident(
         store_tile(dx_ptr, row, n, _combined(hb, vb, both, n, inv_t, KIND), WA * C, WB, C, FULL or WC > 0)
     if WC > 0:
         store_tile(dx_ptr, row, n, _combined(hc, vc, both, n, inv_t, KIND), (WA + WB) * C, WC, C, FULL)
-    odd = ~(mass > TINY) | ~is_finite(delta)
+    odd = (~(mass > TINY) | ~is_finite(delta)) & (first + tl.arange(0, R) < rows)
     if tl.max(odd.to(tl.int32), 0) > 0:
         tl.debug_barrier()  # what was written for these rows is written again
         for i in range(R):
             if tl.max((odd & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
-                one = tl.minimum(tl.program_id(0).to(tl.int64) * R + i, rows - 1)
+                one = first + i
                 _row(
                     x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, one, m_row, m_col, n, inv_t,
                     KIND, GIVEN, BLOCK, MASKED,

@@ -254,7 +254,8 @@ def _resident(
 ):  # fmt: skip
     """Search, loss and gradient of R rows a program, held in registers."""
     n = units * ALIGN
-    row = tl.minimum(tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), rows - 1)  # the last one may stand twice
+    first = tl.program_id(0).to(tl.int64) * R
+    row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may stand several times
     k = cardinality(k_ptr, row, k_row)
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
@@ -315,11 +316,12 @@ def _resident(
                 x_ptr, m_ptr, i_ptr, d_ptr, row, m_row, m_col, n, 0, n, n_labels, center, delta, scale, pull,
                 0.0, rcp(mass), inv_t, M, MASKED,
             )  # fmt: skip
+    lost = lost & (first + tl.arange(0, R) < rows)  # a row that stands several times is settled once
     if tl.max(lost.to(tl.int32), 0) > 0:
         tl.debug_barrier()  # what was written for these rows is written again
         for i in range(R):
             if tl.max((lost & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
-                one = tl.minimum(tl.program_id(0).to(tl.int64) * R + i, rows - 1)
+                one = first + i
                 c, d = settle(x_ptr, m_ptr, one, m_row, m_col, n, cardinality(k_ptr, one, k_row), inv_t, BLOCK, MASKED)
                 peak, total = peak_and_mass(x_ptr, m_ptr, one, m_row, m_col, n, c, d, inv_t, BLOCK, MASKED)
                 one_loss, one_pull = _row(
