@@ -172,6 +172,7 @@ def _config(arguments: argparse.Namespace) -> Any:
     from lastlayer.train.config import Config, load, make
 
     values = load(arguments.config) if arguments.config else {}
+    reading.take_from_config(arguments, values)
     for item in dataclasses.fields(Config):
         if (flag := getattr(arguments, f"field_{item.name}")) is not None:
             values[item.name] = flag
@@ -218,8 +219,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     model = load(arguments.run_folder, shard_classes=arguments.shard_classes)
     part, data = reading.part_to_measure(arguments, model)
     found = evaluate(arguments.run_folder, data, shard_classes=arguments.shard_classes)
-    if found["unknown_labels"]:
-        print(f"dropped {found['unknown_labels']} label(s) that the run does not know", file=sys.stderr)
     _say_metrics({"part": part, **found}, arguments.run_folder)
     if arguments.json:
         from lastlayer.runs import RunFolder
@@ -236,29 +235,23 @@ def _predict(arguments: argparse.Namespace) -> int:
     if arguments.k is not None and arguments.k < 1:
         raise UsageError("-k must be at least 1.")
     model = load(arguments.run_folder, shard_classes=arguments.shard_classes)
-    at, problems = 0, None
     with _output(arguments.out) as out:
         writer = csv.writer(out, lineterminator="\n")
         if arguments.output_format == "csv":
             writer.writerow(["row", "id", "rank", "label", "probability"])
         for data in reading.rows_to_predict(arguments, model):
             found = predict(model.module, model.features(data), _unlabelled(data, model.labels), top=arguments.k or TOP)
-            problems = data.problems
-            for i in range(len(data)):
+            for i, number in enumerate(data.row_numbers().tolist()):
                 size = arguments.k or max(round(float(found.k[i])), 1)
                 pairs = zip(found.top_index[i, :size].tolist(), found.top_probability[i, :size].tolist(), strict=True)
                 kept = [(model.labels[j], p) for j, p in pairs if p >= arguments.threshold]
                 name = None if data.ids is None else data.ids[i]
                 if arguments.output_format == "csv":
-                    writer.writerows(
-                        [at + i, name or "", r + 1, label, f"{p:.6g}"] for r, (label, p) in enumerate(kept)
-                    )
+                    start, safe = [number, reading.harmless(name or "")], reading.harmless
+                    writer.writerows([*start, r + 1, safe(label), f"{p:.6g}"] for r, (label, p) in enumerate(kept))
                 else:
-                    line = {"row": at + i, "id": name, "labels": [{"label": n, "probability": p} for n, p in kept]}
+                    line = {"row": number, "id": name, "labels": [{"label": n, "probability": p} for n, p in kept]}
                     out.write(json.dumps(line, ensure_ascii=False) + "\n")
-            at += len(data)
-    if problems is not None and problems.count:
-        print(f"skipped {problems.count} wrong line(s); the first: {problems.listed[0]}", file=sys.stderr)
     return 0
 
 

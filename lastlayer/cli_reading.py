@@ -4,65 +4,109 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+_COLUMNS = {
+    "text": "column of the text, or several joined by commas",
+    "label": "column of the labels, or columns of 0 and 1: a,b,c or first..last",
+    "id": "column of the rows' names",
+    "vector": "column of a list of numbers, or columns of numbers",
+    "group": "column of what a split keeps together",
+    "weight": "column of row weights",
+    "split": "column that says train, valid or test",
+}
+_SWITCHES = ("header", "quotes", "zero_based")
 OPTIONS = (
-    "format",
-    "text_column",
-    "label_column",
-    "id_column",
-    "vector_column",
-    "label_separator",
-    "zero_based",
-    "xml",
-)
+    "format", *(f"{name}_column" for name in _COLUMNS), "label_separator", "delimiter", *_SWITCHES, "encoding", "xml",
+    "on_error",
+)  # fmt: skip
 
 
 def add_flags(made: argparse.ArgumentParser, formats: bool = False) -> None:
     """Add the flags of reading to a command; with `formats`, ``--format`` is the form of its output."""
     from lastlayer.data.read import FORMATS
 
-    group = made.add_argument_group("reading")
+    text = "name or number from 0; else by header or looks. For train and tune these are keys of --config as well."
+    group = made.add_argument_group("reading", text)
     names = ["--format", "--input-format"]
     if formats:
         made.add_argument("--format", dest="output_format", choices=("jsonl", "csv"), default="jsonl")
         names = ["--input-format"]
-    group.add_argument(*names, dest="reader_format", choices=FORMATS, help="else by name and first line")
-    for name in ("text", "label", "id", "vector"):
-        group.add_argument(f"--{name}-column", dest=f"reader_{name}_column", help="name, or number from 0")
-    group.add_argument("--label-separator", dest="reader_label_separator")
-    group.add_argument("--zero-based", dest="reader_zero_based", choices=("yes", "no"), help="LibSVM feature numbers")
-    group.add_argument("--xml", dest="reader_xml", help="label names of an ARFF file")
-    group.add_argument("--on-error", choices=("raise", "skip"), default="raise", help="at a wrong line")
+    group.add_argument(*names, dest="reader_format", choices=FORMATS, help="else by name and first lines")
+    for name, text in _COLUMNS.items():
+        group.add_argument(f"--{name}-column", dest=f"reader_{name}_column", metavar="NAME", help=text)
+    text = "between label names: a character, space, or none (one name per cell)"
+    group.add_argument("--label-separator", dest="reader_label_separator", metavar="CHAR", help=text)
+    group.add_argument(
+        "--delimiter", dest="reader_delimiter", metavar="CHAR", help="between columns: a character or tab"
+    )
+    texts = ("whether the first line names the columns", "whether cells may be quoted", "LibSVM features count from 0")
+    for name, text in zip(_SWITCHES, texts, strict=True):
+        group.add_argument(f"--{name.replace('_', '-')}", dest=f"reader_{name}", choices=("yes", "no"), help=text)
+    group.add_argument(
+        "--encoding", dest="reader_encoding", metavar="NAME", help="utf-8 unless the file says otherwise"
+    )
+    group.add_argument("--xml", dest="reader_xml", metavar="FILE", help="label names of an ARFF file")
+    group.add_argument("--on-error", dest="reader_on_error", choices=("raise", "skip"), help="at a wrong line")
+
+
+def take_from_config(arguments: argparse.Namespace, values: dict[str, Any]) -> None:
+    """Move the options of reading out of the values of a config file; flags win."""
+    for name in OPTIONS:
+        if name in values:
+            given = values.pop(name)
+            if getattr(arguments, f"reader_{name}") is None:
+                setattr(arguments, f"reader_{name}", given)
 
 
 def asked(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of reading that were given as flags."""
-    found = {name: getattr(arguments, f"reader_{name}") for name in OPTIONS}
-    if found["zero_based"] is not None:
-        found["zero_based"] = found["zero_based"] == "yes"
-    return {**{k: v for k, v in found.items() if v is not None}, "on_error": arguments.on_error}
+    """Return the options of reading that were given, with switches as booleans."""
+    from lastlayer.data import DataError
+
+    words = {"yes": True, "true": True, "no": False, "false": False}
+    out: dict[str, Any] = {}
+    for name in OPTIONS:
+        given = getattr(arguments, f"reader_{name}", None)
+        if given is None:
+            continue
+        if name in _SWITCHES:
+            out[name] = given if isinstance(given, bool) else words.get(str(given).lower())
+            if out[name] is None:
+                raise DataError(f"`{name}` must be yes or no, got {given!r}.")
+        elif isinstance(given, bool) or not isinstance(given, str | int | list):
+            raise DataError(
+                f"`{name}` must be a word or a list of names, got {given!r} (in YAML quote 'yes' and 'no')."
+            )
+        else:
+            out[name] = [str(value) for value in given] if isinstance(given, list) else str(given)
+    return out
 
 
 def training_parts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Read the rows of ``train`` and ``tune``: the data, ``--valid`` and ``--test``."""
-    from lastlayer.data import read_parts
+    """Read the rows of ``train`` and ``tune``: the data, ``--valid`` and ``--test``, which are read like the data."""
+    from lastlayer.data import DataError, read_parts
 
     options = asked(arguments)
     parts = read_parts(arguments.data, **options)
-    width = next((p.features.shape[1] for p in parts.values() if p.features is not None), None)
+    first = next(iter(parts.values()))
     extra = {k: v for k, v in options.items() if k != "xml"}
-    if width is not None and next(iter(parts.values())).source.get("format") == "svm":
-        extra["n_features"] = width
+    if first.source.get("format") == "svm":
+        extra["n_features"] = first.features.shape[1]
     for name in ("valid", "test"):
         if path := getattr(arguments, name, None):
-            given = read_parts(path, **extra)
+            given = read_parts(path, like=first.source, **extra)
             parts[name] = given.get(name) or next(iter(given.values()))
             if "all" in parts and name == "test":
                 parts.setdefault("train", parts.pop("all"))
     for name, data in parts.items():
         tell_about(name, data)
+    if not any(len(data.indices) for data in parts.values()):
+        raise DataError(f"{arguments.data}: no row has a label. Name the column of labels (--label-column).")
+    train = parts.get("train", parts.get("all"))
+    for name, data in parts.items():
+        if train is not None and data is not train:
+            tell_unknown(data, train.label_names, f"labels of the {name} part", "training rows")
     return parts
 
 
@@ -75,33 +119,88 @@ def part_to_measure(arguments: argparse.Namespace, model: Any) -> tuple[str, Any
     if part not in parts:
         raise DataError(f"{arguments.data}: has no part {part!r}, only {', '.join(parts)}.")
     tell_about(part, parts[part])
+    if not len(parts[part].indices):
+        raise DataError(
+            f"{arguments.data}: no row has a label, so there is nothing to measure. Name the column of labels "
+            "(--label-column), or use `lastlayer predict`."
+        )
+    tell_unknown(parts[part], model.labels, "labels", "run")
     return part, parts[part]
 
 
 def rows_to_predict(arguments: argparse.Namespace, model: Any, size: int = 512) -> Iterator[Any]:
-    """Yield the rows of ``predict`` in tables of `size` rows, read as the training rows were read."""
+    """Yield the rows of ``predict`` in tables of `size` rows, read as the training rows were read, without labels."""
     from lastlayer.data import stream
 
-    return stream(arguments.data, size, **like_training(arguments, model))
+    last = None
+    for data in stream(arguments.data, size, **{**like_training(arguments, model), "label_column": "none"}):
+        if last is None:
+            print(f"reading {arguments.data}: {_how(data)}", file=sys.stderr)
+        last = data
+        yield data
+    if last is not None:
+        tell_problems(last)
 
 
 def like_training(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """Return the options with which the training rows were read, unless flags say otherwise."""
-    options = asked(arguments)
+    """Return the options that were given, and how the training rows were read."""
+    options = {**asked(arguments), "like": model.reader}
     if model.reader.get("format") == "svm":
-        options.setdefault("zero_based", model.reader.get("zero_based"))
-        options.setdefault("n_features", model.features.n_features)
+        options["n_features"] = model.features.n_features
+        if "options" not in model.reader:  # a run of version 0.1
+            options.setdefault("zero_based", model.reader.get("zero_based"))
     return options
 
 
 def tell_about(name: str, data: Any) -> None:
     """Write one line on what was read and how, and the lines that were skipped, to the error stream."""
-    how = ", ".join(f"{k} {v}" for k, v in data.source.items() if k != "columns")
-    for key, value in data.source.get("columns", {}).items():
-        how += f", {key} {value!r}"
-    print(f"{name}: {len(data)} rows, {data.n_labels} labels ({how})", file=sys.stderr)
-    if data.problems.count:
-        print(f"skipped {data.problems.count} wrong line(s):", file=sys.stderr)
-        for message in data.problems.listed[:20]:
+    print(f"{name}: {len(data)} rows, {data.n_labels} labels ({_how(data)})", file=sys.stderr)
+    tell_problems(data)
+
+
+def _how(data: Any) -> str:
+    words = [str(data.source.get(key)) for key in ("format", "how") if data.source.get(key)]
+    return ": ".join(words)
+
+
+def tell_problems(data: Any) -> None:
+    """Write what was skipped and what was mended to the error stream, once per file."""
+    problems = data.problems
+    if problems.told:
+        return
+    problems.told = True
+    if problems.count:
+        print(f"skipped {problems.count} wrong line(s):", file=sys.stderr)
+        for message in problems.listed[:20]:
             print(f"  {message}", file=sys.stderr)
-        data.problems.listed[:] = data.problems.listed[:1000]
+    if problems.mended:
+        print(f"mended {problems.mended} text(s); the first: {problems.mended_first}", file=sys.stderr)
+
+
+def harmless(text: str) -> str:
+    """Put an apostrophe before a text that a spreadsheet would take for a formula; numbers stay as they are.
+
+    Example:
+        >>> harmless("=1+1"), harmless("-1"), harmless("a-b")
+        ("'=1+1", '-1', 'a-b')
+    """
+    if text[:1] not in ("=", "+", "-", "@", "\t", "\r"):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return "'" + text
+    return text
+
+
+def tell_unknown(data: Any, label_names: Sequence[str], what: str, who: str) -> None:
+    """Write which labels are not among the given ones; it is an error if none is."""
+    from lastlayer.data import DataError
+
+    unknown = data.unknown_labels(label_names)
+    if not unknown:
+        return
+    shown = ", ".join(list(unknown)[:5]) + (", ..." if len(unknown) > 5 else "")
+    if sum(unknown.values()) == len(data.indices):
+        raise DataError(f"all {what} are unknown to the {who}: {shown}. Is it the right file and the right column?")
+    print(f"{sum(unknown.values())} {what} are unknown to the {who} and do not count: {shown}", file=sys.stderr)

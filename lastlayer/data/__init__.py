@@ -1,8 +1,6 @@
 """Files to rows with label lists: readers, hiding of labels, splits, and the sample that ships with the package."""
 
 from lastlayer.data.labeldata import LabelData as LabelData
-from lastlayer.data.lines import DataError as DataError
-from lastlayer.data.lines import Limits as Limits
 from lastlayer.data.prepare import hide_labels as hide_labels
 from lastlayer.data.prepare import single_positive as single_positive
 from lastlayer.data.prepare import split_rows as split_rows
@@ -11,3 +9,5 @@ from lastlayer.data.read import read as read
 from lastlayer.data.read import read_parts as read_parts
 from lastlayer.data.read import stream as stream
 from lastlayer.data.sample import load_sample as load_sample
+from lastlayer.data.source import DataError as DataError
+from lastlayer.data.source import Limits as Limits

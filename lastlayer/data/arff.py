@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.parsers import expat
 
 from lastlayer.data.builder import Row, Table
 from lastlayer.data.labeldata import LabelData
-from lastlayer.data.lines import DataError, Limits, Problems, lines, read_bytes
+from lastlayer.data.lines import Problems, lines
+from lastlayer.data.source import DataError, Limits, read_bytes
 
 _TOKEN = re.compile(r"""\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|([^\s,{}'"]+))""")
 
@@ -56,7 +57,7 @@ def read_arff(path: Path, limits: Limits, problems: Problems, *, options: dict[s
     table = Table(names, len(features))
     for row in _rows(path, numbered, attributes, at, features, problems):
         table.add(row)
-    return table.build(path, problems, {"format": "arff"})
+    return table.build(path, problems, {"format": "arff", "how": f"{len(labels)} label attributes", "suffix": ".arff"})
 
 
 def _attribute(path: Any, number: int, text: str) -> Attribute:
@@ -116,13 +117,22 @@ def _companion(path: Path) -> Path | None:
 def label_names(path: Path, limits: Limits) -> list[str]:
     """Read the label names of a Mulan XML file; entities are refused, so that none can expand."""
     raw = read_bytes(path, limits, limits.max_line)
-    if b"<!" in raw.replace(b"<!--", b""):
+    names: list[str | None] = []
+    parser = expat.ParserCreate(namespace_separator=" ")
+
+    def refuse(*_: Any) -> None:
         raise DataError(f"{path}: must be XML without a document type.")
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        if tag.rpartition(" ")[2] == "label":
+            names.append(attributes.get("name"))
+
+    parser.StartDoctypeDeclHandler = parser.EntityDeclHandler = refuse  # in every encoding that expat reads
+    parser.StartElementHandler = start
     try:
-        root = ElementTree.fromstring(raw)
-    except (ElementTree.ParseError, ValueError, LookupError, RecursionError) as error:
-        raise DataError(f"{path}: must be XML: {error}.") from None
-    names = [e.get("name") for e in root.iter() if e.tag.rpartition("}")[2] == "label"]
+        parser.Parse(raw, True)
+    except (expat.ExpatError, ValueError, LookupError) as error:
+        raise error if isinstance(error, DataError) else DataError(f"{path}: must be XML: {error}.") from None
     if not names or any(name is None for name in names) or len(set(names)) != len(names):
         raise DataError(f"{path}: must hold distinct <label name=...> entries.")
     return [str(name) for name in names]
@@ -136,13 +146,17 @@ def _rows(
     features: dict[int, int],
     problems: Problems,
 ) -> Iterator[Row]:
+    at = 0
     for number, line in numbered:
         line = line.strip()
-        if not line or line.startswith("%"):
+        if line.startswith("%"):
+            continue
+        at += 1
+        if not line:
             continue
         try:
             pairs = _sparse(line, attributes) if line.startswith("{") else _full(line, attributes)
-            yield _row(number, pairs, labels, features)
+            yield _row(number, pairs, labels, features)._replace(number=at - 1)
         except ValueError as error:
             problems.report(path, number, str(error), line)
 

@@ -6,15 +6,19 @@ import io
 import math
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lastlayer.data.builder import Row, Table, number_names
+from lastlayer.data.builder import Table, number_names
+from lastlayer.data.fields import Fields, sniff_fields
 from lastlayer.data.labeldata import LabelData
-from lastlayer.data.lines import DataError, Limits, Problems, lines
-from lastlayer.data.text import IDS, LABELS, TEXT, VECTORS, label_list, split_labels
+from lastlayer.data.labels import is_torn, split_labels
+from lastlayer.data.lines import Problems, lines
+from lastlayer.data.source import DataError, Limits
 
 PARTS = ("train", "valid", "test")
 
@@ -27,15 +31,24 @@ def read_npy(path: Path, limits: Limits) -> np.ndarray:
     if start + size != path.stat().st_size:
         raise DataError(f"{path}: the header must agree with the file, says {size} bytes of data at byte {start}.")
     if size == 0:
-        return np.empty(shape, dtype)
+        return _empty(path, shape, dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=start, shape=shape, order=order)
+
+
+def _empty(path: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an array without entries; a shape such as (2**58, 0) costs memory later, so it is refused."""
+    if max(shape, default=0) > 1_000_000:
+        raise DataError(f"{path}: the header must hold the shape of an array with entries, got {shape}.")
+    return np.empty(shape, dtype)
 
 
 def _header(path: Any, file: Any) -> tuple[np.dtype, tuple[int, ...], Any, int]:
     start = file.read(12)
     wide = start[6:8] in (b"\2\0", b"\3\0")
+    if len(start) < 12:
+        raise DataError(f"{path}: must be a NumPy array, ends after {len(start)} bytes.")
     size = int.from_bytes(start[8:12] if wide else start[8:10], "little")
-    if start[:6] != b"\x93NUMPY" or not (wide or start[6:8] == b"\1\0") or size > 10_000:
+    if start[:6] != b"\x93NUMPY" or not (wide or start[6:8] == b"\1\0") or not 2 <= size <= 10_000:
         raise DataError(f"{path}: must be a NumPy array with a short header.")
     raw = io.BytesIO(start + file.read(size - (0 if wide else 2)))
     raw.seek(8)
@@ -80,7 +93,8 @@ def read_arrays(path: Path, limits: Limits) -> dict[str, np.ndarray]:
                 raise DataError(f"{path}: {name!r} cannot be decompressed: {error}.") from None
             if len(raw) != size:
                 raise DataError(f"{path}: {name!r} ends early.")
-            out[name] = np.frombuffer(raw, dtype).reshape(shape, order=order) if size else np.empty(shape, dtype)
+            whole = np.frombuffer(raw, dtype).reshape(shape, order=order) if size else _empty(path, shape, dtype)
+            out[name] = whole
     return out
 
 
@@ -106,7 +120,14 @@ def read_npz(path: Path, limits: Limits, problems: Problems) -> dict[str, LabelD
         target = _matrix(path, arrays, f"{prefix}Y", limits)
         ids = arrays.get(f"{prefix}ids")
         row_ids = None if ids is None else strings(path, ids)
-        parts[part] = from_matrices(path, features, target, texts, row_ids, {"format": "npz"}, problems)
+        extra = {
+            "weights": _weights(
+                path, next((arrays[n] for n in (f"{prefix}weights", f"{prefix}weight") if n in arrays), None)
+            ),
+            "groups": strings(path, arrays[f"{prefix}groups"]) if f"{prefix}groups" in arrays else None,
+        }
+        data = from_matrices(path, features, target, texts, row_ids, {"format": "npz"}, problems, limits)
+        parts[part] = with_columns(path, data, **extra)
     return parts
 
 
@@ -114,8 +135,29 @@ def strings(path: Any, value: np.ndarray) -> list[str]:
     """Return the entries of a one-dimensional array as text."""
     if value.ndim != 1 or value.dtype.kind not in "UiuS":
         raise DataError(f"{path}: names must be a list of strings, got {value.dtype} of shape {value.shape}.")
-    out = [v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in value.tolist()]
+    try:
+        out = [v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in value.tolist()]
+    except ValueError as error:  # code points beyond Unicode
+        raise DataError(f"{path}: names must be Unicode text: {error}.") from None
+    if any(is_torn(name) for name in out):
+        raise DataError(f"{path}: names must be whole Unicode text, without half of a surrogate pair.")
     return out
+
+
+def _weights(path: Any, value: np.ndarray | None) -> np.ndarray | None:
+    if value is None:
+        return None
+    if value.ndim != 1 or value.dtype.kind not in "fiub" or not np.isfinite(value).all() or (value < 0).any():
+        raise DataError(f"{path}: weights must be a list of finite numbers of at least 0.")
+    return np.asarray(value, dtype=np.float64)
+
+
+def with_columns(path: Any, data: LabelData, **columns: Any) -> LabelData:
+    """Return the rows with weights and groups, if they have one entry per row."""
+    for name, column in columns.items():
+        if column is not None and len(column) != len(data):
+            raise DataError(f"{path}: {name} must have one entry per row, {len(data)}, has {len(column)}.")
+    return replace(data, **columns)
 
 
 def _matrix(path: Any, arrays: dict[str, np.ndarray], name: str, limits: Limits) -> Any:
@@ -151,7 +193,7 @@ def csr(path: Any, name: str, indptr: Any, indices: Any, data: Any, shape: Any, 
         width = int(shape[1])
     values = np.ones(len(indices), np.float32) if data is None else data
     if values.shape != indices.shape or values.dtype.kind not in "fiub" or not np.isfinite(values).all():
-        fail("data must be finite numbers, one an index")
+        fail("data must be finite numbers, one per index")
     out = sp.csr_matrix((values.astype(np.float32), indices, indptr), shape=(len(indptr) - 1, max(width, 1)))
     out.sum_duplicates()
     return out
@@ -165,11 +207,14 @@ def from_matrices(
     ids: list[str] | None,
     source: dict[str, Any],
     problems: Problems,
+    limits: Limits | None = None,
 ) -> LabelData:
     """Put features and an indicator matrix (dense or CSR; or None) together."""
     if isinstance(x, np.ndarray):
         if x.ndim != 2 or x.dtype.kind not in "fiub":
             raise DataError(f"{path}: features must be a matrix of numbers, got {x.dtype} of shape {x.shape}.")
+        if x.shape[1] == 0:
+            raise DataError(f"{path}: features must have at least one column, got shape {x.shape}.")
         if not all(np.isfinite(x[i : i + 4096]).all() for i in range(0, len(x), 4096)):
             raise DataError(f"{path}: features must be finite, got nan or inf.")
     n = x.shape[0]
@@ -188,11 +233,14 @@ def from_matrices(
         indptr, indices, width = y.indptr.astype(np.int64), y.indices.astype(np.int64), y.shape[1]
         if y.shape[0] != n:
             raise DataError(f"{path}: features and labels must have as many rows, got {n} and {y.shape[0]}.")
+        most = (limits or Limits()).labels(path)
+        if names is None and width > most:
+            raise DataError(f"{path}: must declare at most {most} labels for a file of its size, got {width}.")
     found: Sequence[str] = number_names(width) if names is None else names
     if len(found) != width or len(set(found)) != width:
         raise DataError(f"{path}: must name its {width} labels, each once, got {len(found)} names.")
     if ids is not None and len(ids) != n:
-        raise DataError(f"{path}: must have one id a row, {n}, got {len(ids)}.")
+        raise DataError(f"{path}: must have one id per row, {n}, got {len(ids)}.")
     return LabelData(None, x, indptr, indices, found, ids=ids, source=source, problems=problems)
 
 
@@ -208,48 +256,43 @@ def read_parquet(path: Path, limits: Limits, problems: Problems, *, options: dic
             groups = range(file.metadata.num_row_groups)
             if sum(file.metadata.row_group(i).total_byte_size for i in groups) > limits.total(path):
                 raise DataError(f"{path}: declares more than {limits.total(path)} bytes. If you trust it, convert it.")
-            names = {name.lower(): name for name in file.schema_arrow.names}
-            pick = lambda key, words: options.get(key) or next((names[w] for w in words if w in names), None)  # noqa: E731
-            text, labels = pick("text_column", TEXT), pick("label_column", LABELS)
-            vector, row_id = pick("vector_column", VECTORS), pick("id_column", IDS)
-            if text is None and vector is None:
-                raise DataError(f"{path}: must have a text or vector column, has {list(names)[:12]}.")
-            wanted = [c for c in (text or vector, labels, row_id) if c is not None]
-            table, number = Table(), 0
-            for batch in file.iter_batches(batch_size=1024, columns=wanted):
-                for item in batch.to_pylist():
-                    number += 1
-                    try:
-                        table.add(_parquet_row(number, item, text, vector, labels, row_id, options))
-                    except ValueError as error:
-                        problems.report(path, number, str(error), str(item.get(labels))[:80])
+            table, fields = _parquet_table(path, file, problems, options)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise (
             error if isinstance(error, DataError) else DataError(f"{path}: must be Parquet: {str(error)[:120]}.")
         ) from None
-    return table.build(path, problems, {"format": "parquet"})
+    source = {"format": "parquet", "how": fields.describe(), "suffix": ".parquet", "options": fields.options()}
+    return table.build(path, problems, source)
 
 
-def _parquet_row(
-    number: int, item: dict[str, Any], text: Any, vector: Any, labels: Any, row_id: Any, options: dict[str, Any]
-) -> Row:
-    from lastlayer.data.text import numbers_of
-
-    cell = None if labels is None else item[labels]
-    separator = options.get("label_separator") or ","
-    found = split_labels(cell, separator) if isinstance(cell, str) else label_list(cell or [])
-    if text is not None and not isinstance(item[text], str):
-        raise ValueError("text must be a string")
-    dense = None if text is not None else numbers_of(item[vector])
-    name = None if row_id is None else str(item[row_id])
-    return Row(number, text=None if text is None else item[text], dense=dense, labels=found, id=name)
+def _parquet_table(path: Path, file: Any, problems: Problems, options: dict[str, Any]) -> tuple[Table, Fields]:
+    names = list(file.schema_arrow.names)
+    batches = file.iter_batches(batch_size=1024)
+    first = next(batches, None)
+    records = [] if first is None else first.to_pylist()
+    fields = sniff_fields(path, names, records[:200], options, cells=False, header=False)
+    if not fields.text and not fields.vector:
+        raise DataError(f"{path}: must have a text or vector column, has {names[:12]}.")
+    table, number = Table(fields.label_names), 0
+    while records:
+        for item in records:
+            line = number + 1
+            try:
+                table.add(fields.row(item, line, number, partial(problems.mend, path)))
+            except ValueError as error:
+                problems.report(path, line, str(error), str(item)[:80])
+            number += 1
+        following = next(batches, None)
+        records = [] if following is None else following.to_pylist()
+    return table, fields
 
 
 def read_folder(path: Path, limits: Limits, problems: Problems, separator: str = ",") -> dict[str, LabelData]:
     """Read a folder of embeddings: ``X.npy`` (or embeddings.npy, features.npy, .npz) and labels beside it.
 
-    Labels: ``labels.txt`` (one line of names a row, with `separator` between) or ``Y.npy`` / ``Y.npz`` with
-    ``label_names.txt``. ``ids.txt`` is optional. Folders ``train``, ``valid`` and ``test`` inside are parts.
+    Labels: ``labels.txt`` (one line of names per row, with `separator` between) or ``Y.npy`` / ``Y.npz`` with
+    ``label_names.txt``. ``ids.txt``, ``groups.txt`` and ``weights.npy`` are optional. Folders ``train``, ``valid`` and
+    ``test`` inside are parts.
     """
     parts = {p: path / p for p in PARTS if (path / p).is_dir()}
     if parts:
@@ -273,19 +316,9 @@ def read_folder(path: Path, limits: Limits, problems: Problems, separator: str =
         )
         checked = from_matrices(path, features, None, None, ids, {}, problems)
         if len(checked) != len(data):
-            raise DataError(f"{lists}: must have a line a row, {len(checked)}, has {len(data)}.")
-        return {
-            "all": LabelData(
-                None,
-                checked.features,
-                data.indptr,
-                data.indices,
-                data.label_names,
-                ids=ids,
-                source=data.source,
-                problems=problems,
-            )
-        }
+            raise DataError(f"{lists}: must have one line per row, {len(checked)}, has {len(data)}.")
+        data = replace(data, features=checked.features, ids=ids)
+        return {"all": with_columns(path, data, **_folder_columns(path, limits))}
     target = _first(path, ("Y",), (".npy", ".npz"))
     y: Any = None
     if target is not None and target.suffix == ".npy":
@@ -295,7 +328,14 @@ def read_folder(path: Path, limits: Limits, problems: Problems, separator: str =
         name = "Y" if any(n.startswith("Y") for n in arrays) else ""
         y = _matrix(target, {(f"Y_{n}" if not name else n): v for n, v in arrays.items()}, "Y", limits)
     names = _list(path / "label_names.txt", limits)
-    return {"all": from_matrices(path, features, y, names, ids, {"format": "folder"}, problems)}
+    data = from_matrices(path, features, y, names, ids, {"format": "folder"}, problems, limits)
+    return {"all": with_columns(path, data, **_folder_columns(path, limits))}
+
+
+def _folder_columns(path: Path, limits: Limits) -> dict[str, Any]:
+    found = _first(path, ("weights",), (".npy",))
+    weights = None if found is None else _weights(found, read_npy(found, limits))
+    return {"weights": weights, "groups": _list(path / "groups.txt", limits)}
 
 
 def _names(path: Path, number: int, line: str, separator: str) -> list[str]:

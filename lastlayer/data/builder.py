@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lastlayer.data.labeldata import LabelData, NumberNames, sort_names
-from lastlayer.data.lines import DataError, Problems
+from lastlayer.data.lines import Problems
+from lastlayer.data.source import DataError
 
 
 class Row(NamedTuple):
@@ -24,6 +25,8 @@ class Row(NamedTuple):
     id: str | None = None
     part: str | None = None  # "train", "valid", "test"
     group: str | None = None
+    weight: float | None = None
+    number: int | None = None  # its place among the rows of the file, from 0
 
 
 class Table:
@@ -35,6 +38,8 @@ class Table:
         self.ids: list[str] = []
         self.groups: list[str] = []
         self.parts: list[str] = []
+        self.weights: list[float] = []
+        self.numbers = array("q")
         self.index, self.value, self.ends = array("q"), array("d"), array("q", [0])
         self.dense: list[np.ndarray] = []
         self.places: dict[str, int] = {}
@@ -45,9 +50,17 @@ class Table:
 
     def add(self, row: Row) -> None:
         """Take a row."""
-        for name, value in (("texts", row.text), ("ids", row.id), ("groups", row.group), ("parts", row.part)):
-            if value is not None:
-                getattr(self, name).append(value)
+        if row.text is not None:
+            self.texts.append(row.text)
+        if row.id is not None:
+            self.ids.append(row.id)
+        if row.group is not None:
+            self.groups.append(row.group)
+        if row.part is not None:
+            self.parts.append(row.part)
+        if row.weight is not None:
+            self.weights.append(row.weight)
+        self.numbers.append(len(self.numbers) if row.number is None else row.number)
         if row.columns is not None and row.value is not None:
             self.index.extend(row.columns)
             self.value.extend(row.value)
@@ -77,24 +90,27 @@ class Table:
                 rows = np.repeat(np.arange(n), np.diff(indptr))
                 indices = to[indices]
                 indices = indices[np.lexsort((indices, rows))]
-        columns = {"texts": self.texts, "ids": self.ids, "groups": self.groups}
+        columns: dict[str, Any] = {"texts": self.texts, "ids": self.ids, "groups": self.groups, "weights": self.weights}
         for name, column in columns.items():
             if column and len(column) != n:
                 raise DataError(f"{path}: {name[:-1]} is given for {len(column)} of {n} rows. Give it for all or none.")
+        if self.weights:
+            columns["weights"] = np.array(self.weights)
         return LabelData(
+            rows=np.array(self.numbers, dtype=np.int64),
             features=self._features(path, n, shift),
             indptr=indptr,
             indices=indices,
             label_names=names,
             source=source,
             problems=problems,
-            **{name: column or None for name, column in columns.items()},  # type: ignore[arg-type]
+            **{name: column if len(column) else None for name, column in columns.items()},
         )
 
     def _features(self, path: Any, n: int, shift: int) -> Any:
         if self.dense:
             widths = {len(row) for row in self.dense}
-            if len(self.dense) != n or len(widths) != 1:
+            if len(self.dense) != n or len(widths) != 1 or 0 in widths:
                 raise DataError(f"{path}: all rows must have vectors of one length, got lengths {sorted(widths)[:5]}.")
             return np.stack(self.dense)
         if len(self.ends) == 1:
@@ -105,6 +121,10 @@ class Table:
 
         index = np.array(self.index, dtype=np.int64) - shift
         width = self.n_features if self.n_features is not None else int(index.max(initial=-1)) + 1
+        if len(index) and not 0 <= index.min() <= index.max() < width:  # SciPy would write outside its arrays
+            wrong = int(index.min() if index.min() < 0 else index.max())
+            rule = "start at 1 (or be read with zero_based=True)" if wrong < 0 else f"be below {width + shift}"
+            raise DataError(f"{path}: feature indices must {rule}, got {wrong + shift}.")
         value = np.array(self.value, dtype=np.float32)
         table = sp.csr_matrix((value, index, np.array(self.ends, dtype=np.int64)), shape=(n, max(width, 1)))
         table.sort_indices()

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lastlayer.data.lines import DataError, Problems
+from lastlayer.data.lines import Problems
+from lastlayer.data.source import DataError
 
 
 class NumberNames(Sequence[str]):
@@ -36,15 +37,18 @@ class LabelData:
     """Rows with label lists.
 
     Args:
-        texts: One text a row, or None.
-        features: A dense array or a SciPy CSR matrix with one row a row, or None.
-        indptr: Where each row's labels start in `indices`, one more than there are rows.
+        texts: One text per row, or None.
+        features: A dense array or a SciPy CSR matrix with one line per row, or None.
+        indptr: Where the labels of each row start in `indices`; one entry more than there are rows.
         indices: The labels of all rows, as positions in `label_names`; sorted and distinct within a row.
         label_names: The names of the labels.
-        ids: A name a row, or None.
-        groups: What must not be torn apart by a split (an author, a source), one a row, or None.
-        source: Where it came from, how it was read.
+        ids: One name per row, or None.
+        groups: What a split must keep together (an author, a source), one per row, or None. An empty name is a group
+            of its own.
+        source: How the rows were read: the format, the options that read such a file again, and a sentence.
         problems: What was skipped.
+        weights: One weight per row, finite and at least 0, or None: all rows count the same.
+        rows: The number of each row in its file, from 0, or None: the rows are numbered as they come.
 
     Example:
         >>> from lastlayer.data import LabelData
@@ -62,12 +66,14 @@ class LabelData:
     groups: list[str] | None = None
     source: dict[str, Any] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
+    weights: np.ndarray | None = None
+    rows: np.ndarray | None = None
 
     @classmethod
     def from_lists(
         cls, lists: Sequence[Sequence[Any]], *, label_names: Sequence[str] | None = None, **fields: Any
     ) -> LabelData:
-        """Make it from one list of label names a row; names not given are those found, sorted."""
+        """Make it from one list of label names per row; names not given are those found, sorted."""
         if label_names is None:
             label_names = sort_names({str(name) for row in lists for name in row})
         place = {name: i for i, name in enumerate(label_names)}
@@ -78,12 +84,19 @@ class LabelData:
 
     def __post_init__(self) -> None:
         n = len(self.indptr) - 1
-        for name in ("texts", "ids", "groups"):
+        for name in ("texts", "ids", "groups", "weights", "rows"):
             value = getattr(self, name)
             if value is not None and len(value) != n:
-                raise DataError(f"LabelData: `{name}` must have one entry a row, {n}, got {len(value)}.")
+                raise DataError(f"LabelData: `{name}` must have one entry per row, {n}, got {len(value)}.")
         if self.features is not None and self.features.shape[0] != n:
-            raise DataError(f"LabelData: `features` must have one row a row, {n}, got {self.features.shape[0]}.")
+            raise DataError(f"LabelData: `features` must have one line per row, {n}, got {self.features.shape[0]}.")
+        indptr, indices = self.indptr, self.indices
+        if n < 0 or indptr[0] != 0 or indptr[-1] != len(indices) or (n and int(np.diff(indptr).min()) < 0):
+            raise DataError(f"LabelData: `indptr` must rise from 0 to the {len(indices)} `indices`.")
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.n_labels:
+            raise DataError(f"LabelData: `indices` must be between 0 and {self.n_labels - 1}, got {_outside(self)}.")
+        if self.weights is not None and not (np.isfinite(self.weights).all() and (self.weights >= 0).all()):
+            raise DataError("LabelData: `weights` must be finite and at least 0.")
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
@@ -119,8 +132,61 @@ class LabelData:
         texts, ids, groups = (None if c is None else [c[i] for i in rows] for c in columns)
         features = None if self.features is None else self.features[rows]
         return replace(
-            self, features=features, indptr=indptr, indices=self.indices[place], texts=texts, ids=ids, groups=groups
+            self,
+            features=features,
+            indptr=indptr,
+            indices=self.indices[place],
+            texts=texts,
+            ids=ids,
+            groups=groups,
+            weights=None if self.weights is None else self.weights[rows],
+            rows=self.row_numbers()[rows],
         )
+
+    def row_numbers(self) -> np.ndarray:
+        """Return the number of each row in its file, from 0."""
+        return np.arange(len(self)) if self.rows is None else self.rows
+
+    def unknown_labels(self, label_names: Sequence[str]) -> dict[str, int]:
+        """Return the labels that are not among the given names, and how often each occurs, the commonest first.
+
+        Example:
+            >>> from lastlayer.data import LabelData
+            >>> LabelData.from_lists([["a", "b"], ["c"], ["b", "a"]]).unknown_labels(["a"])
+            {'b': 2, 'c': 1}
+        """
+        if self.label_names is label_names:
+            return {}
+        known, counts = set(label_names), self.label_counts()
+        found = {self.label_names[i]: int(counts[i]) for i in np.flatnonzero(counts).tolist()}
+        return dict(sorted(((n, c) for n, c in found.items() if n not in known), key=lambda pair: -pair[1]))
+
+    def has_labels(self, index: np.ndarray) -> np.ndarray:
+        """Tell which of the given labels each row has, in memory of the size of `index`, however long the lists are.
+
+        Args:
+            index: Positions in `label_names`, shape ``(rows, m)``; -1 is no label.
+
+        Returns:
+            Booleans of the shape of `index`.
+
+        Example:
+            >>> import numpy as np
+            >>> from lastlayer.data import LabelData
+            >>> LabelData.from_lists([["a", "b"], ["c"]]).has_labels(np.array([[1, 2], [2, -1]])).tolist()
+            [[True, False], [True, False]]
+        """
+        index = np.asarray(index, dtype=np.int64)
+        if index.ndim != 2 or len(index) != len(self):
+            raise ValueError(f"has_labels: `index` must have shape (rows, m) with {len(self)} rows, got {index.shape}.")
+        width = max(self.n_labels, 1)
+        keys = np.repeat(np.arange(len(self)), self.row_counts()) * width + self.indices  # they rise: rows are sorted
+        wanted = np.arange(len(self))[:, None] * width + index
+        place = np.searchsorted(keys, wanted.ravel()).reshape(index.shape)
+        found = np.zeros(index.shape, dtype=bool)
+        inside = place < len(keys)
+        found[inside] = keys[place[inside]] == wanted[inside]
+        return found & (index >= 0) & (index < self.n_labels)
 
     def with_labels(self, label_names: Sequence[str]) -> tuple[LabelData, int]:
         """Return the rows with labels named as given, and how many label occurrences had another name."""
@@ -148,7 +214,7 @@ class LabelData:
         return out
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of rows, labels and label names."""
+        """Return a SHA-256 of rows, labels, label names and weights."""
         digest = hashlib.sha256()
         for text in self.texts or []:
             digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
@@ -156,7 +222,13 @@ class LabelData:
             digest.update(np.ascontiguousarray(array).tobytes())
         digest.update(self.indptr.tobytes() + self.indices.tobytes())
         digest.update("\0".join(self.label_names).encode("utf-8", "surrogatepass"))
+        if self.weights is not None:
+            digest.update(b"weights" + np.ascontiguousarray(self.weights, dtype=np.float64).tobytes())
         return digest.hexdigest()
+
+
+def _outside(data: LabelData) -> int:
+    return int(data.indices.min() if data.indices.min() < 0 else data.indices.max())
 
 
 def _arrays(features: Any) -> Iterator[np.ndarray]:

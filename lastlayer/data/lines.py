@@ -1,50 +1,37 @@
-"""Lines of a file that nobody vouches for: decompressed in small steps, with a bound on what comes out."""
+"""Lines of a file that nobody vouches for, and what is wrong with them."""
 
 from __future__ import annotations
 
-import bz2
-import lzma
-import zlib
-from collections.abc import Iterator
+import codecs
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lastlayer.data.source import PEEK, DataError, Limits, Source, chunks
+
 OnError = Literal["raise", "skip"]
-_STEP = 1 << 18
-
-
-class DataError(ValueError):
-    """A file that cannot be read as asked: one line that names the file, the place and the text that offends."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a hostile file may cost.
-
-    A reader decompresses at most ``base_bytes + ratio * size of the file`` bytes, and holds at most one line of
-    ``max_line`` bytes besides what it has accepted. Accepted rows take a few bytes of memory a byte read, at worst
-    about 100 (rows of one character). Sizes that a header declares allocate nothing.
-    """
-
-    max_line: int = 16 << 20
-    base_bytes: int = 16 << 20
-    ratio: float = 100.0
-    max_columns: int = 100_000_000
-
-    def total(self, path: Path) -> int:
-        """The number of bytes that may come out of a file."""
-        return int(self.base_bytes + self.ratio * path.stat().st_size)
+_NOT_TEXT = ("idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape", "utf-7", "mbcs", "oem")
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark it starts with
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 
 
 @dataclass
 class Problems:
-    """What was wrong with a file: raised at once, or counted and listed."""
+    """What was wrong with a file: raised at once, or counted and listed. What could be mended is counted apart."""
 
     on_error: OnError = "raise"
     count: int = 0
     listed: list[str] = field(default_factory=list)
     keep: int = 1000
+    mended: int = 0
+    mended_first: str = ""
+    told: bool = False  # whether the user has heard of them
 
     def report(self, path: Any, line: int, rule: str, text: Any = None) -> None:
         """Raise a DataError, or note it and go on with the next line."""
@@ -55,118 +42,125 @@ class Problems:
         if len(self.listed) < self.keep:
             self.listed.append(message)
 
+    def mend(self, path: Any, line: int, what: str) -> None:
+        """Note something that was put right."""
+        self.mended += 1
+        self.mended_first = self.mended_first or f"{path}, line {line}: {what}"
+
 
 def shorten(text: Any, width: int = 80) -> str:
     """Return the repr of a text, cut to a width."""
     shown = repr(text[: 2 * width] if isinstance(text, str | bytes) else text)
+    shown = shown.encode("utf-8", "backslashreplace").decode()
     return shown if len(shown) <= width else shown[: width - 3] + "..."
 
 
-def plain_suffix(path: Path) -> str:
-    """Return the suffix without that of a compressor: ``a.tsv.gz`` is ``.tsv``."""
-    suffixes = [s.lower() for s in path.suffixes]
-    while suffixes and suffixes[-1] in (".gz", ".xz", ".bz2"):
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
-
-
-def chunks(path: Path, limits: Limits) -> Iterator[bytes]:
-    """Yield the bytes of a file, decompressed if its first bytes say so."""
-    allowed = limits.total(path)
-    with path.open("rb") as file:
-        start = file.read(6)
-        file.seek(0)
-        make = _decompressor(start)
-        pieces = iter(lambda: file.read(_STEP), b"") if make is None else _decompress(path, file, make)
-        for piece in pieces:
-            allowed -= len(piece)
-            if allowed < 0 and make is not None:
-                raise DataError(
-                    f"{path}: decompresses to more than {limits.total(path)} bytes, over {limits.ratio:.0f} times its "
-                    "size. If you trust it, decompress it first."
-                )
-            yield piece
-
-
-def _decompressor(start: bytes) -> Any:
-    if start[:2] == b"\x1f\x8b":
-        return lambda: zlib.decompressobj(31)
-    if start[:6] == b"\xfd7zXZ\x00":
-        return lambda: lzma.LZMADecompressor(memlimit=256 << 20)
-    if start[:3] == b"BZh":
-        return bz2.BZ2Decompressor
-    return None
-
-
-def _decompress(path: Path, file: Any, make: Any) -> Iterator[bytes]:
-    """Yield what comes out in steps of bounded size; several streams in a row are one file."""
-    engine, data = make(), file.read(_STEP)
+def encoding_of(path: Path | Source, encoding: str | None, limits: Limits) -> str:
+    """Return the encoding of a text file: the one asked for, or the one that the file's first bytes tell."""
+    if encoding is not None:
+        try:
+            info = codecs.lookup(encoding)
+            if info.name not in _NOT_TEXT and getattr(info, "_is_text_encoding", True):
+                return info.name
+        except (LookupError, TypeError, ValueError):
+            pass
+        raise DataError(
+            f"{path}: `encoding` must be an encoding of text that Python knows, e.g. utf-8, utf-16, latin-1 or cp1252, "
+            f"got {encoding!r}."
+        )
+    source = path if isinstance(path, Source) else Source(path)
     try:
-        while data or not engine.eof:
-            out = engine.decompress(data, _STEP)
-            if out:
-                yield out
-            if engine.eof:
-                data = (engine.unused_data or file.read(_STEP)).lstrip(b"\0") or file.read(_STEP)
-                if not data:
-                    return
-                engine = make()
-                continue
-            if isinstance(getattr(engine, "unconsumed_tail", None), bytes):  # zlib hands back what it did not take
-                data = engine.unconsumed_tail or file.read(_STEP)
-                ended = not data and not out
-            else:
-                data = file.read(_STEP) if engine.needs_input else b""
-                ended = engine.needs_input and not data
-            if ended:
-                raise EOFError("it ends in the middle of a stream")
-    except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, MemoryError) as error:
-        raise DataError(f"{path}: cannot be decompressed: {error}.") from None
+        first = next(chunks(Source(source.path, content=source.start()), limits), b"")
+    except DataError:
+        first = b""  # the reader will say what is wrong with it
+    return next((name for mark, name in _MARKS if first.startswith(mark)), "utf-8")
 
 
-def read_bytes(path: Path, limits: Limits, most: int) -> bytes:
-    """Return a whole small file, decompressed."""
-    parts, size = [], 0
-    for piece in chunks(path, limits):
-        size += len(piece)
-        if size > most:
-            raise DataError(f"{path}: must be smaller than {most} bytes.")
-        parts.append(piece)
-    return b"".join(parts)
+def pieces(path: Path | Source, limits: Limits, encoding: str | None = None) -> Iterator[str]:
+    """Yield the text of a file in pieces."""
+    name = encoding_of(path, encoding, limits)
+    decoder = codecs.getincrementaldecoder("utf-8-sig" if name == "utf-8" else name)("strict")
+    read, first = 0, True
+    try:
+        for piece in chunks(path, limits):
+            text = decoder.decode(piece)
+            yield text.removeprefix("\ufeff") if first else text
+            read, first = read + len(piece), first and not text
+        yield decoder.decode(b"", True)
+    except UnicodeError as error:
+        raise DataError(f"{path}: must be {name} text: {error} (near byte {read}).{_hint(name)}") from None
 
 
-def lines(path: Path, limits: Limits, problems: Problems) -> Iterator[tuple[int, str]]:
-    """Yield ``(number from 1, line without its end)``; a line too long or not UTF-8 is a problem."""
-    number, rest, dropping = 0, b"", False
+def _hint(encoding: str) -> str:
+    return " If it is in another encoding, name it (`encoding`), e.g. latin-1." if encoding == "utf-8" else ""
+
+
+def lines(
+    path: Path | Source, limits: Limits, problems: Problems, encoding: str | None = None
+) -> Iterator[tuple[int, str]]:
+    """Yield ``(number from 1, line without its end)``; a line too long or not decodable is a problem.
+
+    Lines end with LF or CR LF; in a file that starts with 256 KB without an LF, with CR.
+    """
+    name = encoding_of(path, encoding, limits)
+    if _breaks_lines(name):
+        blocks: Iterable[bytes] = (text.encode() for text in pieces(path, limits, encoding))
+        name = "utf-8"
+    else:
+        blocks = chunks(path, limits)
+    number, rest, dropping, end = 0, bytearray(), False, b""
 
     def decode(raw: bytes) -> str | None:
-        if number == 1 and raw[:3] == b"\xef\xbb\xbf":
-            raw = raw[3:]
+        if number == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8) if name == "utf-8" else raw
         try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError:
-            problems.report(path, number, "must be UTF-8 text", raw)
+            text = raw.decode(name)
+        except UnicodeError:
+            rule = "must be UTF-8 text (in another encoding: name it, e.g. latin-1)"
+            problems.report(path, number, rule if name == "utf-8" else f"must be {name} text", raw)
             return None
         if "\0" in text:
-            problems.report(path, number, "must be text without NUL bytes", text)
+            wide = raw[1:2] == b"\0" or raw[:1] == b"\0"
+            problems.report(path, number, "must be text without NUL bytes" + (" (is it UTF-16?)" if wide else ""), text)
             return None
         return text.removesuffix("\r")
 
-    for piece in chunks(path, limits):
-        parts = piece.split(b"\n")
+    for block in blocks:
+        end = end or (b"\n" if b"\n" in block or b"\r" not in block else b"\r")
+        parts = block.split(end)
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
-            rest = b"" if dropping else rest + part
+            if not dropping:
+                rest += part
             if len(rest) > limits.max_line:
-                problems.report(path, number + 1, f"must be shorter than {limits.max_line} bytes", rest[:100])
-                rest, dropping = b"", True
+                problems.report(path, number + 1, f"must be shorter than {limits.max_line} bytes", bytes(rest[:100]))
+                rest, dropping = bytearray(), True
             if last:
                 break
             number += 1
-            if not dropping and (text := decode(rest)) is not None:
+            if not dropping and (text := decode(bytes(rest))) is not None:
                 yield number, text
-            rest, dropping = b"", False
+            rest, dropping = bytearray(), False
     if rest:
         number += 1
-        if (text := decode(rest)) is not None:
+        if (text := decode(bytes(rest))) is not None:
             yield number, text
+
+
+def _breaks_lines(encoding: str) -> bool:
+    """Whether the byte of a line end can mean something else, so that a line cannot be cut before it is decoded."""
+    return encoding.startswith(("utf-16", "utf-32", "iso2022", "hz")) or "\n".encode(encoding) != b"\n"
+
+
+def head(source: Source, limits: Limits, encoding: str | None, most: int = 200) -> list[str]:
+    """Return the first lines of a text file without taking them; what cannot be read is left out."""
+    found: list[str] = []
+    raw = source.start()
+    try:
+        for _, line in lines(Source(source.path, content=raw), limits, Problems("skip"), encoding):
+            found.append(line)
+            if len(found) > most:
+                return found[:most]
+    except DataError:  # a compressed file ends in the middle of a stream here; the lines so far are whole
+        return found
+    return found[:-1] if len(raw) == PEEK else found

@@ -3,73 +3,96 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lastlayer.data.builder import Row, Table, declared, number_names
-from lastlayer.data.labeldata import LabelData
-from lastlayer.data.lines import DataError, Limits, Problems, lines
+from lastlayer.data.builder import Row, declared, number_names
+from lastlayer.data.lines import Problems, lines
+from lastlayer.data.source import DataError, Limits, Source
+
+Header = tuple[int, int, int]  # rows, features, labels
 
 
-def read_svm(path: Path, limits: Limits, problems: Problems, *, options: dict[str, Any]) -> LabelData:
+class SvmRows(NamedTuple):
+    """The rows of a file, each checked, and what its header and the options say.
+
+    A `zero_based` of None is not known yet: without a header features count from 1, unless a 0 occurs.
+    """
+
+    rows: Iterator[Row]
+    header: Header | None
+    label_names: Sequence[str] | None
+    n_features: int | None
+    zero_based: bool | None
+    shift: int
+    options: dict[str, Any]
+    how: str = ""
+
+
+def svm_rows(source: Source, limits: Limits, problems: Problems, options: dict[str, Any]) -> SvmRows:
     """Read the file; a line of three whole numbers at its head is the header "rows features labels".
 
-    With a header, features and labels count from 0. Without, labels are names, and features count from 1 unless a 0
-    occurs; ``zero_based`` says it explicitly.
+    With a header, features and labels count from 0. Without one, labels are names, and features count from 1 unless a
+    0 occurs; ``zero_based`` says it explicitly.
     """
-    header, found = rows(path, limits, problems)
-    n_labels = None if header is None else header[2]
-    table = Table(None if n_labels is None else number_names(n_labels), options.get("n_features"))
-    if header is not None:
-        table.n_features = header[1]
-    for row in found:
-        table.add(row)
-    if header is not None and problems.count == 0 and len(table) != header[0]:
-        raise DataError(f"{path}, line 1: the header must count the rows, says {header[0]}, the file has {len(table)}.")
-    zero_based = options.get("zero_based")
-    if zero_based is None:
-        zero_based = header is not None or 0 in table.index
-    if not zero_based and 0 in table.index:
-        raise DataError(f"{path}: feature indices must start at 1 with zero_based=False, got 0.")
-    top = max(table.index, default=-1) - (not zero_based)
-    if table.n_features is not None and top >= table.n_features:
-        raise DataError(f"{path}: feature indices must be below {table.n_features}, got {top}.")
-    source = {"format": "svm", "zero_based": bool(zero_based), "header": header is not None}
-    return table.build(path, problems, source, shift=0 if zero_based else 1)
-
-
-def rows(path: Path, limits: Limits, problems: Problems) -> tuple[tuple[int, int, int] | None, Iterator[Row]]:
-    """Return the header, if there is one, and the rows."""
-    numbered = lines(path, limits, problems)
+    numbered = lines(source, limits, problems, options.get("encoding"))
     first = list(islice(numbered, 1))
-    header = None
-    if first:
-        tokens = first[0][1].split()
-        if len(tokens) == 3 and all(t.isascii() and t.isdigit() for t in tokens):
-            if any(len(t) > 18 for t in tokens):
-                declared(path, 1, first[0][1], [-1], limits.max_columns)
-            header = (int(tokens[0]), int(tokens[1]), int(tokens[2]))
-            declared(path, 1, first[0][1], header, limits.max_columns)
-            first = []
-    return header, _rows(path, chain(first, numbered), header, limits, problems)
+    header = None if not first else _header(source, first[0][1], limits)
+    zero_based = options.get("zero_based")
+    if zero_based is None and header is not None:
+        zero_based = True
+    given = options.get("n_features")
+    n_features = given if header is None or given is not None else header[1]
+    found = _rows(source, chain([] if header else first, numbered), header, n_features, zero_based, limits, problems)
+    names = None if header is None else number_names(header[2])
+    kept = {"format": "svm", "zero_based": zero_based}
+    return SvmRows(found, header, names, n_features, zero_based, 0 if zero_based else 1, kept)
+
+
+def _header(source: Source, line: str, limits: Limits) -> Header | None:
+    tokens = line.split()
+    if len(tokens) != 3 or not all(t.isascii() and t.isdigit() for t in tokens):
+        return None
+    sizes = [int(t) if len(t) < 19 else -1 for t in tokens]
+    declared(source, 1, line, sizes, limits.max_columns)
+    if sizes[2] > limits.labels(source):
+        raise DataError(
+            f"{source}, line 1: the header must declare at most {limits.labels(source)} labels for a file of "
+            f"{source.size} bytes, got {sizes[2]}."
+        )
+    return sizes[0], sizes[1], sizes[2]
 
 
 def _rows(
-    path: Any, numbered: Any, header: tuple[int, int, int] | None, limits: Limits, problems: Problems
+    source: Source,
+    numbered: Any,
+    header: Header | None,
+    n_features: int | None,
+    zero_based: bool | None,
+    limits: Limits,
+    problems: Problems,
 ) -> Iterator[Row]:
-    for number, line in numbered:
-        line = line.split(" #", 1)[0]
-        if not line.strip() and header is None and not line:
+    low = 0 if zero_based or zero_based is None else 1
+    most = None if n_features is None else n_features - (zero_based is True)
+    for line, text in numbered:
+        text = text.split(" #", 1)[0]
+        if not text.strip() and header is None:
             continue
         try:
-            yield parse(number, line, header, limits.max_columns)
+            row = parse(line, text, header, limits.max_columns)
+            columns = row.columns or ()
+            if any(i < low for i in columns):
+                raise ValueError("feature indices must start at 1 with zero_based=False")
+            if most is not None and any(i > most for i in columns):
+                raise ValueError(f"feature indices must be below {most + 1}")
         except ValueError as error:
-            problems.report(path, number, str(error), line)
+            problems.report(source, line, str(error), text)
+        else:
+            yield row._replace(number=line - 1 - (header is not None))
 
 
-def parse(number: int, line: str, header: tuple[int, int, int] | None, most: int) -> Row:
+def parse(number: int, line: str, header: Header | None, most: int) -> Row:
     """Read one line."""
     tokens = line.split()
     labels: list[Any] = []
@@ -92,8 +115,6 @@ def parse(number: int, line: str, header: tuple[int, int, int] | None, most: int
             raise ValueError(f"feature values must be finite numbers, not {token[:40]!r}")
         index.append(int(left))
         value.append(number_)
-    if header is not None and any(i >= header[1] for i in index):
-        raise ValueError(f"feature indices must be below {header[1]}")
     if len(set(index)) != len(index):
         raise ValueError("feature indices must not repeat")
     return Row(number, columns=index, value=value, labels=labels)

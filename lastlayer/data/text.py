@@ -1,81 +1,341 @@
-"""TSV, CSV and JSON lines: texts (or vectors) with label lists."""
+"""Text formats: TSV, CSV, JSON lines, JSON arrays, fastText lines, and one text per line."""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lastlayer.data.builder import Row
-from lastlayer.data.lines import DataError, Limits, Problems, lines
+from lastlayer.data.fields import IDS, LABELS, PARTS, TEXT, Fields, named_character, sniff_fields
+from lastlayer.data.labels import whole
+from lastlayer.data.lines import Problems, encoding_of, head, lines, pieces, shorten
+from lastlayer.data.source import DataError, Limits, Source
 
-TEXT = ("text", "texts", "document", "body", "content", "description", "sentence", "title")
-LABELS = ("labels", "label", "tags", "tag", "classes", "categories", "category", "topics", "y")
-IDS = ("id", "ids", "uid", "key", "name")
-PARTS = ("split", "part", "fold")
-GROUPS = ("group", "groups", "source")
-VECTORS = ("vector", "embedding", "features", "x")
-SEPARATORS = (",", ";", "|", " ")
-_WORDS = {
-    "train": "train",
-    "training": "train",
-    "valid": "valid",
-    "validation": "valid",
-    "dev": "valid",
-    "test": "test",
-}
+SAMPLE = 200
+DELIMITERS = (",", ";", "\t", "|")
+_LABEL = re.compile(r"(?:^|(?<=\s))__label__(\S*)\s*")
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Which cell is what, and how labels are told apart; None: there is none."""
+class TextRows(NamedTuple):
+    """The rows of a text file, the names of the labels if the file tells them beforehand, and how it is read."""
 
-    text: int | None
-    labels: int | None
-    id: int | None = None
-    part: int | None = None
-    group: int | None = None
-    separator: str = ","
-    header: bool = False
-    width: int = 0
-
-    def describe(self) -> dict[str, Any]:
-        """Return the choices, as a run folder notes them."""
-        return {k: v for k, v in vars(self).items() if v is not None}
+    rows: Iterator[Row]
+    label_names: Sequence[str] | None
+    options: dict[str, Any]
+    how: str
 
 
-def rows_of_cells(
-    path: Path, limits: Limits, problems: Problems, *, delimiter: str, options: dict[str, Any]
-) -> tuple[Columns, Iterator[Row]]:
-    """Read a TSV or CSV file; `options`: text_column, label_column, id_column, label_separator, header."""
-    cells = _tsv(path, limits, problems) if delimiter == "\t" else _csv(path, limits, problems, delimiter)
-    first = list(islice(cells, 200))
-    columns = sniff_columns(path, [c for _, c in first], options)
-    start = first[1:] if columns.header else first
-    return columns, _cell_rows(path, chain(start, cells), columns, problems)
+class Record(NamedTuple):
+    """What a row is made of: cells or a JSON object, the line it starts in, and its number among the file's rows."""
+
+    line: int
+    number: int
+    value: Any
+    raw: str
 
 
-def _tsv(path: Path, limits: Limits, problems: Problems) -> Iterator[tuple[int, list[str]]]:
-    for number, line in lines(path, limits, problems):
-        if line.strip():
-            yield number, line.split("\t")
+def text_rows(
+    source: Source,
+    kind: str,
+    limits: Limits,
+    problems: Problems,
+    options: dict[str, Any],
+    soft: frozenset[str] = frozenset(),
+) -> TextRows:
+    """Read a text file of the given format; `soft` names the options that are remembered from another file."""
+    encoding = encoding_of(source, options.get("encoding"), limits)
+    kept: dict[str, Any] = {"format": kind, "encoding": encoding}
+    if kind == "txt":
+        rows = _line_rows(source, limits, problems, encoding)
+        return TextRows(rows, None, kept, f"one text per line{_shown(encoding)}")
+    if kind == "fasttext":
+        return TextRows(_fasttext_rows(source, limits, problems, encoding), None, kept, f"__label__{_shown(encoding)}")
+    if kind in ("json", "jsonl"):
+        found = _json_items if kind == "json" else _json_lines
+        records = found(source, limits, problems, encoding)
+        first = list(islice(records, SAMPLE))
+        objects = [r.value for r in first]
+        names = list(dict.fromkeys(str(key) for item in objects for key in item))
+        fields = sniff_fields(source, names, objects, options, cells=False, header=False, soft=soft)
+        start: Iterable[Record] = first
+    else:
+        dialect = sniff_dialect(source, kind, limits, options, encoding)
+        records = _cell_records(source, limits, problems, dialect, encoding)
+        first = list(islice(records, SAMPLE))
+        header, names = sniff_header(source, [r.value for r in first], options, soft)
+        cells = [r.value for r in first[header:]]
+        if not first:
+            names = ["0"]
+        fields = sniff_fields(source, names, cells, options, cells=True, header=header, soft=soft)
+        start = first[header:]
+        kept.update(delimiter=dialect.delimiter, quotes=dialect.quotes, header=header)
+        records = _of_width(source, chain(start, records), len(names), problems)
+        start = ()
+    how = fields.describe()
+    if kind in ("csv", "tsv"):
+        how = f"{_dialect_shown(dialect)}{'' if fields.header else '; no header'}; {how}"
+    rows = _rows(source, chain(start, records), fields, problems, 1 if fields.header else 0)
+    return TextRows(rows, fields.label_names, {**kept, **fields.options()}, how + _shown(encoding))
 
 
-def _csv(path: Path, limits: Limits, problems: Problems, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    at = 0
+def _shown(encoding: str) -> str:
+    return "" if encoding == "utf-8" else f"; encoding {encoding}"
+
+
+def _rows(source: Source, records: Iterable[Record], fields: Fields, problems: Problems, shift: int) -> Iterator[Row]:
+    note = partial(problems.mend, source)
+    for record in records:
+        try:
+            yield fields.row(record.value, record.line, record.number - shift, note)
+        except (ValueError, RecursionError, OverflowError) as error:
+            problems.report(source, record.line, str(error), record.raw)
+
+
+def _line_rows(source: Source, limits: Limits, problems: Problems, encoding: str) -> Iterator[Row]:
+    for line, text in lines(source, limits, problems, encoding):
+        if text.strip():
+            yield Row(line, text=text, number=line - 1)
+
+
+def _fasttext_rows(source: Source, limits: Limits, problems: Problems, encoding: str) -> Iterator[Row]:
+    for line, text in lines(source, limits, problems, encoding):
+        if text.strip():
+            labels = whole([name for name in _LABEL.findall(text) if name])
+            yield Row(line, text=_LABEL.sub("", text).strip(), labels=labels, number=line - 1)
+
+
+# JSON
+
+
+def _json_lines(source: Source, limits: Limits, problems: Problems, encoding: str) -> Iterator[Record]:
+    for number, line in lines(source, limits, problems, encoding):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            if not isinstance(item, dict):
+                raise ValueError("must be a JSON object")
+        except (ValueError, RecursionError, OverflowError) as error:
+            known = isinstance(error, json.JSONDecodeError | RecursionError)
+            problems.report(source, number, "must be JSON" if known else str(error), line)
+            continue
+        yield Record(number, number - 1, item, line)
+
+
+def _json_items(source: Source, limits: Limits, problems: Problems, encoding: str) -> Iterator[Record]:
+    """Yield the objects of a JSON array as they are read; no more than one object is held."""
+    decoder, parts = json.JSONDecoder(), pieces(source, limits, encoding)
+    buffer, at, line, number = "", 0, 1, 0
+    ended = False
+
+    def more(least: int) -> None:
+        nonlocal buffer, at, ended
+        got = [buffer[at:]]
+        size = 0
+        while size < least and not ended:
+            piece = next(parts, None)
+            ended = piece is None
+            got.append(piece or "")
+            size += len(got[-1])
+        buffer, at = "".join(got), 0
+
+    def skip(characters: str) -> str:
+        """Go to the next character that is neither space nor among those given, and return it."""
+        nonlocal at, line
+        while True:
+            while at < len(buffer) and (buffer[at].isspace() or buffer[at] in characters):
+                line += buffer[at] == "\n"
+                at += 1
+            if at < len(buffer) or ended:
+                return buffer[at : at + 1]
+            more(1)
+
+    if skip("") != "[":
+        raise DataError(f"{source}, line {line}: must be a JSON array, got {shorten(buffer[at : at + 60])}.")
+    at += 1
+    while (begin := skip("" if number == 0 else ",")) != "]":
+        if not begin:
+            raise DataError(f"{source}, line {line}: the JSON array must end with ].")
+        while True:
+            try:
+                item, end = decoder.raw_decode(buffer, at)
+                break
+            except (ValueError, RecursionError) as error:
+                if ended or len(buffer) - at > limits.max_line or isinstance(error, RecursionError):
+                    start = shorten(buffer[at : at + 200])
+                    raise DataError(f"{source}, line {line}: must be a JSON array of objects, got {start}.") from None
+                more(len(buffer) - at + 1)  # at least twice as much, so that long objects take linear time
+        raw = buffer[at : min(end, at + 200)]
+        if isinstance(item, dict):
+            yield Record(line, number, item, raw)
+        else:
+            problems.report(source, line, "must be a JSON object", raw)
+        line += buffer.count("\n", at, end)
+        number, at = number + 1, end
+
+
+# Cells
+
+
+class Dialect(NamedTuple):
+    """How the cells of a line are told apart."""
+
+    delimiter: str
+    quotes: bool
+    guessed: bool = False
+
+
+def _dialect_shown(dialect: Dialect) -> str:
+    name = {"\t": "tabs", ",": "commas", ";": "semicolons", " ": "spaces"}.get(dialect.delimiter, dialect.delimiter)
+    return f"columns separated by {name}" + (" (guessed)" if dialect.guessed else "")
+
+
+def sniff_dialect(
+    source: Source, kind: str, limits: Limits, options: dict[str, Any], encoding: str | None = None
+) -> Dialect:
+    """Choose the separator of columns, and whether cells may be quoted."""
+    asked, quotes = options.get("delimiter"), options.get("quotes")
+    if asked is not None:
+        asked = named_character(str(asked))
+        if len(asked) != 1 or asked in '"\r\n':
+            raise DataError(f"{source}: `delimiter` must be one character, or tab, got {asked!r}.")
+    sample = head(source, limits, encoding)
+    if kind == "tsv" or asked == "\t":
+        delimiter = asked or "\t"
+        return Dialect(delimiter, _is_quoted(sample, delimiter) if quotes is None else bool(quotes))
+    if asked is not None:
+        return Dialect(asked, True if quotes is None else bool(quotes))
+    delimiter, guessed = _delimiter(source, sample, options)
+    return Dialect(delimiter, True if quotes is None else bool(quotes), guessed)
+
+
+def _delimiter(source: Source, sample: list[str], options: dict[str, Any]) -> tuple[str, bool]:
+    """Return the separator of columns of a CSV file, and whether it is other than the comma of its name."""
+    parsed = {d: _parsed(sample, d) for d in DELIMITERS}
+    wanted = {*TEXT, *LABELS}
+    for key in ("text_column", "label_column"):
+        asked = options.get(key) or ()
+        wanted |= {str(name).strip().lower() for name in ([asked] if isinstance(asked, str) else asked)}
+    for delimiter, rows in parsed.items():
+        names = [c.strip().lower() for c in rows[0]] if rows else []
+        if len(names) > 1 and wanted & set(names):
+            return delimiter, delimiter != ","
+    fits = [d for d, rows in parsed.items() if rows and len({len(r) for r in rows}) == 1 and len(rows[0]) > 1]
+    if len(fits) > 1:
+        shown = " or ".join(repr(d) for d in fits)
+        raise DataError(
+            f"{source}: its columns may be separated by {shown}, as in {shorten(sample[0])}. Say which: --delimiter "
+            "CHARACTER (or tab)."
+        )
+    return (fits[0], fits[0] != ",") if fits else (",", False)
+
+
+def _parsed(sample: list[str], delimiter: str) -> list[list[str]]:
+    """Parse the first lines; an error in them leaves out the rest, which may be cut in the middle of a cell."""
+    found: list[list[str]] = []
+    try:
+        for row in csv.reader((line + "\n" for line in sample), delimiter=delimiter, strict=True):
+            if row and any(c.strip() for c in row):
+                found.append(row)
+    except csv.Error:
+        return found if len(found) > 1 else []
+    return found
+
+
+def _is_quoted(sample: list[str], delimiter: str) -> bool:
+    """Whether cells of a TSV file are quoted as in CSV: some need it, and those that look quoted are well-formed."""
+    if not any(cell.startswith('"') for line in sample for cell in line.split(delimiter)):
+        return False
+    rows = _parsed(sample, delimiter)
+    plain = {len(line.split(delimiter)) for line in sample if line.strip()}
+    needed = any('"' in c or "\n" in c or delimiter in c for row in rows for c in row) or len(plain) > 1
+    return bool(rows) and needed and len({len(r) for r in rows}) == 1 and _ends_well(sample, delimiter)
+
+
+def _ends_well(sample: list[str], delimiter: str) -> bool:
+    try:
+        list(csv.reader((line + "\n" for line in sample), delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        return "unexpected end" in str(error)
+    return True
+
+
+def sniff_header(
+    source: Source, sample: list[list[str]], options: dict[str, Any], soft: frozenset[str] = frozenset()
+) -> tuple[bool, list[str]]:
+    """Tell whether the first row names the columns; return the names, or the columns' numbers."""
+    if not sample:
+        return False, []
+    first = [c.strip() for c in sample[0]]
+    lower = [c.lower() for c in first]
+    width = max(len(row) for row in sample)
+    header = options.get("header")
+    if header is None:
+        asked = [options.get(f"{role}_column") or () for role in ("text", "label", "id", "vector", "weight", "group")]
+        wanted = [str(n).strip().lower() for a in asked for n in (str(a).split(",") if isinstance(a, str) else a)]
+        header = any(n in lower and not n.isdigit() for n in wanted if n)
+    if not header and options.get("header") is None:
+        header = any(n in TEXT for n in lower) or sum(n in LABELS + IDS + PARTS for n in lower) >= 2
+        header = header or any(n in LABELS and _occurs_once(sample, i) for i, n in enumerate(lower))
+        header = header or _is_above_numbers(sample)
+        if not header and _may_be_header(sample):
+            raise DataError(
+                f"{source}: its first line may be a header or a row, {shorten(', '.join(first))}. Say which: --header "
+                "yes or no."
+            )
+    return bool(header), first if header else [str(i) for i in range(width)]
+
+
+def _occurs_once(sample: list[list[str]], place: int) -> bool:
+    """Whether the first cell of a column is in no other cell of it."""
+    return not any(sample[0][place].strip() in row[place] for row in sample[1:] if len(row) > place)
+
+
+def _is_above_numbers(sample: list[list[str]]) -> bool:
+    """Whether a column has numbers in all rows but the first, which has a word there."""
+    for i, name in enumerate(sample[0]):
+        cells = [row[i] for row in sample[1:] if len(row) > i]
+        if cells and re.search(r"[^\W\d_]", name) and all(re.fullmatch(r"\s*-?\d+(\.\d*)?\s*", c) for c in cells):
+            return True
+    return False
+
+
+def _may_be_header(sample: list[list[str]]) -> bool:
+    """Whether the first row is of short names that never come again, above columns of texts and recurring labels."""
+    first, body = sample[0], [row for row in sample[1:] if len(row) == len(sample[0])]
+    if len(first) < 2 or len(body) < 3 or len(set(first)) != len(first):
+        return False
+    if not all(re.fullmatch(r"\s*[^\W\d]\w*([ _-]\w+)?\s*", name) for name in first):
+        return False
+    columns = [[row[i] for row in body] for i in range(len(first))]
+    words = [sum(len(c.split()) for c in column) / len(column) for column in columns]
+    seen = [re.search(rf"\b{re.escape(name.strip())}\b", " ".join(c)) for name, c in zip(first, columns, strict=True)]
+    return max(words) >= 4 and not any(seen)
+
+
+def _cell_records(
+    source: Source, limits: Limits, problems: Problems, dialect: Dialect, encoding: str
+) -> Iterator[Record]:
+    if not dialect.quotes:
+        for line, text in lines(source, limits, problems, encoding):
+            if text.strip():
+                yield Record(line, line - 1, text.split(dialect.delimiter), text)
+        return
+    at, number = 0, -1
 
     def feed() -> Iterator[str]:
-        nonlocal at
-        for number, line in lines(path, limits, problems):
-            at = number
-            yield line + "\n"
+        nonlocal at, number
+        for line, text in lines(source, limits, problems, encoding):
+            number += line - at - 1  # lines that could not be decoded were rows too
+            at = line
+            yield text + "\n"
 
-    reader = csv.reader(feed(), delimiter=delimiter, strict=True)
+    reader = csv.reader(feed(), delimiter=dialect.delimiter, strict=True)
     while True:
         begin = at + 1
         before = csv.field_size_limit(limits.max_line)
@@ -84,177 +344,22 @@ def _csv(path: Path, limits: Limits, problems: Problems, delimiter: str) -> Iter
         except StopIteration:
             return
         except csv.Error as error:
-            problems.report(path, begin, f"must be CSV ({error})")
+            number += 1
+            problems.report(source, begin, f"must be CSV ({error})")
             continue
         finally:
             csv.field_size_limit(before)
+        number += 1
         if cells and any(c.strip() for c in cells):
-            yield begin, cells
+            yield Record(begin, number, cells, dialect.delimiter.join(cells[:20]))
 
 
-def sniff_columns(path: Any, sample: list[list[str]], options: dict[str, Any]) -> Columns:
-    """Choose columns by the names in a header, else by what the cells look like."""
-    if not sample:
-        return Columns(0, None)
-    names = [c.strip().lower() for c in sample[0]]
-    width = max(len(c) for c in sample)
-    header = options.get("header")
-    if header is None:
-        header = any(n in TEXT for n in names) or sum(n in LABELS + IDS + PARTS for n in names) >= 2
-    body = sample[1:] if header else sample
-    if header:
-        find = lambda words: next((names.index(w) for w in words if w in names), None)  # noqa: E731
-        text, labels, row_id = find(TEXT), find(LABELS), find(IDS)
-        part, group = find(PARTS), find(GROUPS)
-    else:
-        text, labels, row_id = _guess(body, width)
-        part = group = None
-    text = _column(path, "text_column", options.get("text_column"), names, header, text, width)
-    labels = _column(path, "label_column", options.get("label_column"), names, header, labels, width)
-    row_id = _column(path, "id_column", options.get("id_column"), names, header, row_id, width)
-    separator = options.get("label_separator") or _separator(body, labels)
-    return Columns(text, labels, row_id, part, group, separator, bool(header), len(names) if header else width)
-
-
-def _column(
-    path: Any, option: str, asked: Any, names: list[str], header: bool, found: int | None, width: int
-) -> int | None:
-    if asked is None:
-        return found
-    if str(asked).lower() == "none":
-        return None
-    if header and str(asked).lower() in names:
-        return names.index(str(asked).lower())
-    if str(asked).isdigit() and int(asked) < width:
-        return int(asked)
-    known = ", ".join(names) if header else f"0 to {width - 1}"
-    raise DataError(f"{path}: `{option}` must be a column of the file ({known}), got {asked!r}.")
-
-
-def _guess(body: list[list[str]], width: int) -> tuple[int | None, int | None, int | None]:
-    """Without a header: the text has the longest cells, labels repeat, an id never does."""
-    cells = [[row[i] for row in body if len(row) > i] for i in range(width)]
-    length = [sum(map(len, c)) / max(len(c), 1) for c in cells]
-    text = max(range(width), key=lambda i: (length[i], i))
-    rest = [i for i in range(width) if i != text]
-    if not rest:
-        return text, None, None
-
-    def repeats(i: int) -> float:
-        words = [w for c in cells[i] for w in c.replace(",", " ").replace(";", " ").replace("|", " ").split()]
-        return 1 - len(set(words)) / max(len(words), 1)
-
-    labels = max(rest, key=lambda i: (repeats(i), -i))
-    ids = [i for i in rest if i != labels and len(set(cells[i])) == len(cells[i])]
-    return text, labels, ids[0] if ids else None
-
-
-def _separator(body: list[list[str]], labels: int | None) -> str:
-    cells = [] if labels is None else [row[labels] for row in body if len(row) > labels]
-    return next((s for s in SEPARATORS if any(s in c.strip() for c in cells)), ",")
-
-
-def _cell_rows(
-    path: Any, cells: Iterable[tuple[int, list[str]]], columns: Columns, problems: Problems
-) -> Iterator[Row]:
-    for line, row in cells:
-        if len(row) != columns.width:
-            problems.report(path, line, f"must have {columns.width} columns, has {len(row)}", "\t".join(row))
-            continue
-        get = lambda i, row=row: None if i is None else row[i]  # noqa: E731
-        try:
-            labels = split_labels(get(columns.labels), columns.separator)
-            part = part_of(get(columns.part))
-        except ValueError as error:
-            problems.report(path, line, str(error), "\t".join(row))
-            continue
-        text = get(columns.text)
-        yield Row(line, text=text, labels=labels, id=get(columns.id), part=part, group=get(columns.group))
-
-
-def split_labels(cell: str | None, separator: str) -> list[str] | None:
-    """Return the label names of a cell: separated, or a JSON list."""
-    if cell is None:
-        return None
-    cell = cell.strip()
-    if cell.startswith("[") and cell.endswith("]"):
-        try:
-            return label_list(json.loads(cell))
-        except (json.JSONDecodeError, RecursionError):
-            raise ValueError("labels must be a JSON list of names") from None
-    return [name for part in (cell.split() if separator == " " else cell.split(separator)) if (name := part.strip())]
-
-
-def label_list(value: Any) -> list[str]:
-    """Check a JSON value as a list of label names."""
-    if not isinstance(value, list) or not all(isinstance(v, str | int) and not isinstance(v, bool) for v in value):
-        raise ValueError("labels must be a list of names or whole numbers")
-    return [str(v) for v in value]
-
-
-def part_of(cell: Any) -> str | None:
-    """Return "train", "valid" or "test" for a cell of a split column."""
-    if cell is None:
-        return None
-    word = _WORDS.get(str(cell).strip().lower())
-    if word is None:
-        raise ValueError("split must be train, valid or test")
-    return word
-
-
-def rows_of_json(path: Path, limits: Limits, problems: Problems, *, options: dict[str, Any]) -> Iterator[Row]:
-    """Read JSON lines: one object a line with a text or a vector, a list of labels, perhaps an id, a split, a group."""
-    for number, line in lines(path, limits, problems):
-        if not line.strip():
-            continue
-        try:
-            yield _json_row(number, line, options)
-        except (ValueError, RecursionError, OverflowError) as error:
-            what = "must be JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
-            problems.report(path, number, what, line)
-
-
-def _json_row(number: int, line: str, options: dict[str, Any]) -> Row:
-    item = json.loads(line)
-    if not isinstance(item, dict):
-        raise ValueError("must be a JSON object")
-
-    def find(option: str, words: tuple[str, ...]) -> Any:
-        asked = options.get(option)
-        if asked is not None and asked not in item:
-            raise ValueError(f"must have the key {asked!r}")
-        return item[asked] if asked is not None else next((item[w] for w in words if w in item), None)
-
-    text, vector = find("text_column", TEXT), find("vector_column", VECTORS)
-    if isinstance(vector, str) and text is None:
-        text, vector = vector, None
-    if text is None and vector is None:
-        raise ValueError(f"must have a text ({', '.join(TEXT[:4])}, ...) or a vector ({', '.join(VECTORS)})")
-    if text is not None and not isinstance(text, str):
-        raise ValueError("text must be a string")
-    if vector is not None:
-        vector = numbers_of(vector)
-    labels, separator = find("label_column", LABELS), options.get("label_separator") or ","
-    found = (
-        split_labels(labels, separator) if isinstance(labels, str) else None if labels is None else label_list(labels)
-    )
-    row_id, group = find("id_column", IDS), find("group_column", GROUPS)
-    return Row(
-        number,
-        text=text,
-        dense=vector if text is None else None,
-        labels=found,
-        id=None if row_id is None else str(row_id),
-        part=part_of(find("part_column", PARTS)),
-        group=None if group is None else str(group),
-    )
-
-
-def numbers_of(value: Any) -> list[float]:
-    """Check a JSON value as a list of finite numbers."""
-    if not isinstance(value, list) or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in value):
-        raise ValueError("vector must be a list of numbers")
-    out = [float(v) for v in value]
-    if not all(map(math.isfinite, out)):
-        raise ValueError("vector must be a list of finite numbers")
-    return out
+def _of_width(source: Source, records: Iterable[Record], width: int, problems: Problems) -> Iterator[Record]:
+    for record in records:
+        cells = record.value
+        if len(cells) == width:
+            yield record
+        elif len(cells) > width and not any(c.strip() for c in cells[width:]):
+            yield record._replace(value=cells[:width])  # separators at the end of the line
+        else:
+            problems.report(source, record.line, f"must have {width} columns, has {len(cells)}", record.raw)

@@ -22,6 +22,24 @@ PIECES = {
     "arff": ["@relation ", "@attribute ", "@data\n", "a", " numeric", "{0,1}", "'", '"', "\\", "\n", ",", "{", "}"],
 }
 PIECES["jsonl"] += ["[" * 2000, "9" * 5000]
+PIECES["json"] = [*PIECES["jsonl"], "[{", "}, {", "}]", "\\ud83d"]
+PIECES["txt"] = [
+    "__label__",
+    "__label__a ",
+    "a, b",
+    "\t",
+    "\n",
+    "1:2",
+    "3 4 5",
+    "{",
+    "[",
+    '"',
+    ";",
+    "\r",
+    "\ufeff",
+    "text,labels",
+]
+PIECES["csv"] += ["0", "1", "0,1,1", "True", "['a', 'b']", "{'a'", "weight", "a;b", "\ufeff"]
 PIECES["arff"] += ["0 1", "?", "-C 2", "-C 999999999", "%"]
 
 
@@ -58,14 +76,16 @@ def test_text_formats(tmp_path, kind, on_error):
     run()
 
 
-@pytest.mark.parametrize("kind", ["svm", "tsv", "csv", "jsonl", "arff", "npz", "npy", "parquet"])
+@pytest.mark.parametrize("kind", ["svm", "tsv", "csv", "jsonl", "json", "txt", "arff", "npz", "npy", "parquet"])
 def test_random_bytes(tmp_path, kind):
     file = tmp_path / f"a.{kind}"
 
     @SETTINGS
     @given(
         st.binary(max_size=300),
-        st.sampled_from([b"", b"\x1f\x8b\x08\0", b"\xfd7zXZ\0", b"BZh9", b"PK\x03\x04", b"\x93NUMPY", b"PAR1"]),
+        st.sampled_from(
+            [b"", b"\x1f\x8b\x08\0", b"\xfd7zXZ\0", b"BZh9", b"PK\x03\x04", b"\x93NUMPY", b"PAR1", b"\xff\xfe"]
+        ),
     )
     def run(raw, start):
         file.write_bytes(start + raw)

@@ -74,7 +74,7 @@ def test_take_repeats_and_orders():
 
 
 def test_columns_must_have_a_row_each():
-    with pytest.raises(DataError, match="`texts` must have one entry a row, 1, got 2"):
+    with pytest.raises(DataError, match="`texts` must have one entry per row, 1, got 2"):
         LabelData.from_lists([["a"]], texts=["x", "y"])
 
 
