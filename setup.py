@@ -19,29 +19,37 @@ class BuildLibrary(build_ext):
 
 
 FOLDER = "lastlayer/_native"
+# No option that lets the compiler forget nan, inf or the order of operations. Threaded jumps split the branchless loops
+# up again.
+OPTIONS = [
+    "-std=gnu11",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-thread-jumps",
+    "-fopenmp-simd",
+    "-fvisibility=hidden",
+    "-pthread",
+]
+
+
+def library(name: str, *headers: str) -> Extension:
+    """Return the library of one C file and the headers it includes."""
+    return Extension(
+        f"lastlayer._native._{name}",
+        sources=[f"{FOLDER}/{name}.c"],
+        depends=[f"{FOLDER}/{header}.h" for header in (*headers, "pool")],
+        extra_compile_args=OPTIONS,
+        extra_link_args=["-pthread"],
+        libraries=["m"],
+        optional=True,
+    )
+
 
 setup(
     cmdclass={"build_ext": BuildLibrary},
     ext_modules=[
-        Extension(
-            "lastlayer._native._lml",
-            sources=[f"{FOLDER}/lml.c"],
-            depends=[f"{FOLDER}/{name}.h" for name in ("lml_rows", "lml_tile", "lml_types", "pool")],
-            # No option that lets the compiler forget nan, inf or the order of operations. Threaded jumps split the
-            # branchless loops up again.
-            extra_compile_args=[
-                "-std=gnu11",
-                "-O3",
-                "-fno-math-errno",
-                "-fno-trapping-math",
-                "-fno-thread-jumps",
-                "-fopenmp-simd",
-                "-fvisibility=hidden",
-                "-pthread",
-            ],
-            extra_link_args=["-pthread"],
-            libraries=["m"],
-            optional=True,
-        )
+        library("lml", "lml_rows", "lml_tile", "lml_types"),
+        library("linear", "linear_block", "linear_types"),
     ],
 )
