@@ -23,9 +23,19 @@ from lastlayer.metrics.calibration import (
     label_calibration_error,
     reliability_bins,
 )
+from lastlayer.metrics.curves import Curve, precision_recall_curve
 from lastlayer.metrics.errors import LabelSetErrors, label_set_errors
 from lastlayer.metrics.graph import graph_mean_recall_at_k, graph_recall_at_k, graph_zero_shot_recall_at_k
 from lastlayer.metrics.openset import auroc, mean_max_confidence
+from lastlayer.metrics.ranks import coverage_error, label_ranking_loss, mean_reciprocal_rank
+from lastlayer.metrics.sets import (
+    exact_match,
+    hamming_loss,
+    label_set_f1,
+    label_set_jaccard,
+    label_set_precision,
+    label_set_recall,
+)
 from lastlayer.metrics.tree import tree_accuracy, tree_specificity
 
 if TYPE_CHECKING:
@@ -43,6 +53,18 @@ if TYPE_CHECKING:
         RPrecisionAtK,
         TopKAccuracy,
     )
+    from lastlayer.metrics.stream_sets import (
+        CoverageError,
+        ExactMatch,
+        HammingLoss,
+        LabelRankingLoss,
+        LabelSetF1,
+        LabelSetJaccard,
+        LabelSetPrecision,
+        LabelSetRecall,
+        MeanReciprocalRank,
+        PrecisionRecallCurve,
+    )
     from lastlayer.metrics.stream_structures import (
         AngularError,
         GraphMeanRecallAtK,
@@ -57,20 +79,31 @@ if TYPE_CHECKING:
 __all__ = [
     "AUROC",
     "AngularError",
+    "CoverageError",
+    "Curve",
+    "ExactMatch",
     "F1AtK",
     "FallOutAtK",
     "GraphMeanRecallAtK",
     "GraphRecallAtK",
     "GraphZeroShotRecallAtK",
+    "HammingLoss",
     "Interval",
     "LabelCalibrationError",
+    "LabelRankingLoss",
     "LabelSetErrors",
     "LabelSetErrorsMetric",
+    "LabelSetF1",
+    "LabelSetJaccard",
+    "LabelSetPrecision",
+    "LabelSetRecall",
     "MeanAveragePrecision",
     "MeanMaxConfidence",
+    "MeanReciprocalRank",
     "NDCGAtK",
     "PSPAtK",
     "PrecisionAtK",
+    "PrecisionRecallCurve",
     "RPrecisionAtK",
     "RecallAtK",
     "ReliabilityBins",
@@ -81,18 +114,28 @@ __all__ = [
     "angular_error",
     "auroc",
     "bootstrap",
+    "coverage_error",
+    "exact_match",
     "f1_at_k",
     "fall_out_at_k",
     "fit_temperature",
     "graph_mean_recall_at_k",
     "graph_recall_at_k",
     "graph_zero_shot_recall_at_k",
+    "hamming_loss",
     "label_calibration_error",
+    "label_ranking_loss",
     "label_set_errors",
+    "label_set_f1",
+    "label_set_jaccard",
+    "label_set_precision",
+    "label_set_recall",
     "mean_average_precision",
     "mean_max_confidence",
+    "mean_reciprocal_rank",
     "ndcg_at_k",
     "precision_at_k",
+    "precision_recall_curve",
     "propensity",
     "psp_at_k",
     "r_precision_at_k",
@@ -109,6 +152,10 @@ _STREAMS = {
     "lastlayer.metrics.stream": (
         "AUROC F1AtK FallOutAtK LabelCalibrationError MeanAveragePrecision MeanMaxConfidence NDCGAtK PSPAtK "
         "PrecisionAtK RPrecisionAtK RecallAtK TopKAccuracy"
+    ),
+    "lastlayer.metrics.stream_sets": (
+        "CoverageError ExactMatch HammingLoss LabelRankingLoss LabelSetF1 LabelSetJaccard LabelSetPrecision "
+        "LabelSetRecall MeanReciprocalRank PrecisionRecallCurve"
     ),
     "lastlayer.metrics.stream_structures": (
         "AngularError GraphMeanRecallAtK GraphRecallAtK GraphZeroShotRecallAtK LabelSetErrorsMetric RotationError "

@@ -3,60 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer.metrics import _sums, sets
+from lastlayer.metrics._sums import Average, SetKind
 
 Measure = Callable[[Tensor, Tensor, Tensor], float]
+
+_NAMED: dict[str, tuple[SetKind, Average]] = {
+    "f1": ("f1", "samples"),
+    "micro_f1": ("f1", "micro"),
+    "macro_f1": ("f1", "macro"),
+    "jaccard": ("jaccard", "samples"),
+    "exact": ("exact", "samples"),
+}
 
 
 def measure(op: str, metric: Any) -> Measure:
     """Return the function of a name; a function is taken as it is."""
     if callable(metric):
         return lambda said, true, known: float(metric(said, true, known))
-    return _NAMED[_check.choice(op, "metric", metric, tuple(_NAMED))]
+    return partial(_measured, *_NAMED[_check.choice(op, "metric", metric, tuple(_NAMED))])
 
 
-def _ratio(part: Tensor, whole: Tensor) -> Tensor:
-    return torch.where(whole > 0, part / whole.clamp(min=1), 1.0)
+def _measured(kind: SetKind, average: Average, said: Tensor, true: Tensor, known: Tensor) -> float:
+    """The metric of the rows of which something is known.
 
-
-def _mean_over_rows(value: Tensor, known: Tensor) -> float:
+    A set that is rightly empty scores 1. A class without labels and predictions is left out of the mean over classes.
+    """
     some = known.any(-1)
-    return float(torch.where(some, value, 0).sum() / some.sum().clamp(min=1))
-
-
-def _f1(said: Tensor, true: Tensor, known: Tensor) -> float:
-    return _mean_over_rows(_ratio(2 * (said & true).sum(-1).double(), said.sum(-1) + true.sum(-1)), known)
-
-
-def _jaccard(said: Tensor, true: Tensor, known: Tensor) -> float:
-    return _mean_over_rows(_ratio((said & true).sum(-1).double(), (said | true).sum(-1)), known)
-
-
-def _exact(said: Tensor, true: Tensor, known: Tensor) -> float:
-    return _mean_over_rows((said == true).all(-1).double(), known)
-
-
-def _micro_f1(said: Tensor, true: Tensor, known: Tensor) -> float:
-    return float(_ratio(2 * (said & true).sum().double(), said.sum() + true.sum()))
-
-
-def _macro_f1(said: Tensor, true: Tensor, known: Tensor) -> float:
-    size = said.sum(0) + true.sum(0)
-    value = _ratio(2 * (said & true).sum(0).double(), size)
-    return (
-        float(torch.where(size > 0, value, 0).sum() / (size > 0).sum().clamp(min=1)) if bool((size > 0).any()) else 1.0
-    )
-
-
-_NAMED: dict[str, Measure] = {
-    "f1": _f1,
-    "micro_f1": _micro_f1,
-    "macro_f1": _macro_f1,
-    "jaccard": _jaccard,
-    "exact": _exact,
-}
+    said, target = said[some], torch.where(known, true.to(torch.int8), -1)[some]
+    found = sets.read("label_set_errors", said, target, None, None, False)
+    if average != "macro":
+        return float(sets.settle(kind, sets.sums(kind, found, average), average, "one"))
+    value, there = _sums.quotient(kind, sets.classes_of(found))
+    return float(value[there].mean()) if bool(there.any()) else 1.0

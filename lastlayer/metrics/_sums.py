@@ -15,7 +15,11 @@ from lastlayer.shard import ClassShard
 
 Empty = Literal["skip", "zero", "one"]
 Average = Literal["samples", "macro", "micro", "weighted", "none"]
+SetKind = Literal["precision", "recall", "f1", "jaccard", "hamming", "exact"]
 Kind = Literal["precision", "recall", "r_precision", "ndcg", "psp", "accuracy", "f1", "fall_out"]
+
+
+REST = {"skip": float("nan"), "zero": 0.0, "one": 1.0}  # what each policy puts in place of a value that is not there
 
 
 class RowSums(NamedTuple):
@@ -137,7 +141,7 @@ def _largest(dense: Tensor, weigh: Callable[[Tensor], Tensor], k: int, part: Cla
 
 def settle_each(rows: RowGains, empty: Empty) -> Tensor:
     """The metric of each row, ``(rows, q)``; nan where a row is skipped."""
-    rest = {"skip": torch.nan, "zero": 0.0, "one": 1.0}[empty]
+    rest = REST[empty]
     return torch.where(rows.full[:, None], rows.gain / torch.where(rows.best > 0, rows.best, 1), rest)
 
 
@@ -177,21 +181,39 @@ def label_counts(ranking: Ranking, k: Cuts, n_classes: int) -> LabelCounts:
     return LabelCounts(counts[0], counts[1], true[:-1])
 
 
+class SetCounts(NamedTuple):
+    """Right labels, predicted labels, true labels and decisions: per row, per class, or of all."""
+
+    hits: Tensor
+    predicted: Tensor
+    labels: Tensor
+    known: Tensor
+
+
+def quotient(kind: SetKind, counts: SetCounts) -> tuple[Tensor, Tensor]:
+    """The metric of counts, and where it is defined (its quotient is not 0/0)."""
+    dtype = exact_dtype(counts.hits.device)
+    hits, predicted, labels, known = (c.to(dtype) for c in counts)
+    if kind == "exact":
+        return ((hits == predicted) & (hits == labels)).to(dtype), (known > 0) | (predicted + labels > 0)
+    over, under = {
+        "precision": (hits, predicted),
+        "recall": (hits, labels),
+        "f1": (2 * hits, predicted + labels),
+        "jaccard": (hits, predicted + labels - hits),
+        "hamming": (predicted + labels - 2 * hits, known),
+    }[kind]
+    return over / under.clamp(min=1), under > 0
+
+
 def settle_labels(kind: Kind, counts: LabelCounts, average: Average, empty: Empty) -> Tensor:
     """The average over classes, ``(q,)``, or the value of each, ``(q, n_classes)``."""
-    dtype = exact_dtype(counts.hits.device)
-    hits, predicted, labels = (c.to(dtype) for c in counts)
+    assert kind in ("precision", "recall", "f1")
+    hits, predicted, labels = counts
     if average == "micro":
         hits, predicted, labels = hits.sum(-1), predicted.sum(-1), labels.sum()
-    if kind == "precision":
-        value = hits / predicted.clamp(min=1)
-    elif kind == "recall":
-        value = hits / labels.clamp(min=1)
-    else:
-        value = 2 * hits / (predicted + labels).clamp(min=1)
-    if average == "micro":
-        return value
-    return settle_groups(value, labels, average, empty)
+    value, _ = quotient(kind, SetCounts(hits, predicted, labels, labels))
+    return value if average == "micro" else settle_groups(value, labels, average, empty)
 
 
 def settle_groups(value: Tensor, labels: Tensor, average: str, empty: Empty) -> Tensor:
@@ -199,7 +221,7 @@ def settle_groups(value: Tensor, labels: Tensor, average: str, empty: Empty) -> 
     full = labels > 0
     if average == "weighted":
         return (value * labels).sum(-1) / labels.sum(-1).clamp(min=1)
-    rest = {"skip": torch.nan, "zero": 0.0, "one": 1.0}[empty]
+    rest = REST[empty]
     if average == "none":
         return torch.where(full, value, rest)
     if empty == "skip":

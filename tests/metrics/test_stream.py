@@ -81,6 +81,29 @@ def cases():
             lambda s, t, k=k: ll.label_calibration_error(s, t, k, per="class", norm="l2"),
         )
 
+    yield from cases_of_sets_and_ranks()
+
+
+def cases_of_sets_and_ranks():
+    m = ll.metrics
+    pairs = [
+        (m.LabelSetPrecision, m.label_set_precision),
+        (m.LabelSetRecall, m.label_set_recall),
+        (m.LabelSetF1, m.label_set_f1),
+        (m.LabelSetJaccard, m.label_set_jaccard),
+    ]
+    for stream_class, function in pairs:
+        for average in ("samples", "macro", "micro", "weighted", "none"):
+            for empty in ("skip", "one") if average in ("samples", "macro") else ("skip",):
+                options = {"threshold": 0.5, "average": average, "empty": empty, "n_classes": N}
+                yield stream_class(**options), lambda s, t, f=function, o=options: f(s, t, **o)
+    yield m.HammingLoss(threshold=0.5), lambda s, t: m.hamming_loss(s, t, threshold=0.5)
+    yield m.ExactMatch(threshold=0.2), lambda s, t: m.exact_match(s, t, threshold=0.2)
+    for empty in ("skip", "zero", "one"):
+        yield m.MeanReciprocalRank(3, empty=empty), lambda s, t, e=empty: m.mean_reciprocal_rank(s, t, 3, empty=e)
+        yield m.CoverageError(empty=empty), lambda s, t, e=empty: m.coverage_error(s, t, empty=e)
+        yield m.LabelRankingLoss(empty=empty), lambda s, t, e=empty: m.label_ranking_loss(s, t, empty=e)
+
 
 @pytest.mark.parametrize(("metric", "function"), list(cases()))
 def test_whole_halves_and_reset(metric, function):
