@@ -1,4 +1,4 @@
-"""Fill pages that collect from elsewhere: the API reference and the experiments.
+"""Fill pages that collect from elsewhere: the API reference and the time of the experiments.
 
 A public name that a page describes is linked; the others (Modules, mostly) are described in the reference itself.
 """
@@ -95,17 +95,13 @@ def device_time(results: list[dict[str, Any]]) -> str:
             total[name] = total.get(name, 0.0) + seconds
     spent = [f"{seconds / 60:.1f} minutes of {device}" for device, seconds in sorted(total.items())]
     counted = "as the runs counted it; runs side by side count each"
-    return f"The results below took {', '.join(spent)} ({counted}).\n\n" if spent else ""
+    return f"The committed results took {', '.join(spent)} ({counted}).\n\n" if spent else ""
 
 
 def experiments() -> str:
-    """The time they took, and the README of every experiment, one after another."""
+    """The time that all experiments took."""
     results = [json.loads(path.read_text("utf-8")) for path in DOCS.parent.glob("experiments/*/results/results.json")]
-    found = sorted(DOCS.parent.glob("experiments/*/README.md"))
-    return device_time(results) + "\n".join(
-        f"```{{include}} ../experiments/{path.parent.name}/README.md\n:heading-offset: 1\n:relative-images:\n```\n"
-        for path in found
-    )
+    return device_time(results)
 
 
 def fill(app: Sphinx, page: str, source: list[str]) -> None:
