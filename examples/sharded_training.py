@@ -118,6 +118,7 @@ def main() -> int:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks when one dies; first say why this one stops
     join("gloo", options.timeout)
     rank, attempt = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     try:

@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -6,6 +7,13 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `from tools import ...`
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # No limit on the time of an example: a busy machine would exceed it.
+    settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("suite")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from interpreter import quicken

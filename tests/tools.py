@@ -5,6 +5,9 @@ from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+# Seconds after which a process counts as hung. It is long, so that a busy machine does not fail a test.
+HUNG = 1800.0
+
 
 def assert_as_accurate(actual: Tensor, plain: Tensor, exact: Tensor, slack: float = 2.0) -> None:
     """``actual`` is as close to float64 as plain torch in the same dtype, within ``slack``."""

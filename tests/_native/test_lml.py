@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools import assert_as_accurate
+from tools import HUNG, assert_as_accurate
 
 import lastlayer._native as native
 from lastlayer import lml_loss
@@ -285,8 +285,8 @@ def test_works_after_a_fork():
     child = context.Process(target=_in_child, args=(queue, x))
     child.start()
     try:
-        assert queue.get(timeout=60) == pytest.approx(5)
-        child.join(timeout=60)
+        assert queue.get(timeout=HUNG) == pytest.approx(5)
+        child.join(timeout=HUNG)
         assert child.exitcode == 0
     finally:
         child.kill()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools import DEVICE
+from tools import DEVICE, HUNG
 
 PARTS = [
     "short_rows or half or shapes",
@@ -27,7 +27,7 @@ def test_kernels_in_the_interpreter(part):
     tests = Path(__file__).with_name("test_lml.py")
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "ignore", str(tests), "-k", part]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "passed" in done.stdout
     assert "skipped" not in done.stdout

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lastlayer.data import DataError, LabelData, read_parts
 
 BOUND = 64 << 20  # for files of a few hundred bytes
-SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ALLOWED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=ALLOWED)
 NUMBERS = ["0", "1", "-1", "7", "99999999999999999999", "1e999", "nan", "0.5", "1:2", "4:inf", ":", "1:", ":1", "1:1:1"]
 PIECES = {
     "svm": [*NUMBERS, ",", " ", "\n", "3 4 5", "1000000000 1000000000 1000000000", "#", "\t", "é"],

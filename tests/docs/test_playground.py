@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools import HUNG
 
 import lastlayer as ll
 
@@ -103,6 +104,7 @@ def page(tmp_path_factory):
             str(folder / "profile"), executable_path=program, headless=True, args=FLAGS
         )
         view = browser.new_page()
+        view.set_default_timeout(1000 * HUNG)
         view.complaints = []
         view.on("console", lambda message: view.complaints.append(message.text))
         view.on("pageerror", lambda error: view.complaints.append(str(error)))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from tools import DEVICE, assert_as_accurate
+from tools import DEVICE, HUNG, assert_as_accurate
 
 from lastlayer import ShardedLinear, linear_lml_loss, lml_loss
 from lastlayer.head import linear
@@ -292,7 +292,7 @@ def test_kernels_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__]
     command += ["-k", "by_kernels or kernels_are or (accurate and 5-)"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "skipped" not in done.stdout
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from report_tools import HOSTILE, make_run
+from tools import HUNG
 
 from lastlayer import report
 
@@ -43,13 +44,14 @@ def opened(browser, path, *, width=1280, height=900, scheme="light", context=Non
     """A page that must not complain, ask the network for anything, or run what is in the data."""
     context = context or browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page = context.new_page()
+    page.set_default_timeout(1000 * HUNG)
     said: list[str] = []
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("dialog", lambda dialog: said.append(f"dialog: {dialog.message}"))
     page.on("request", lambda request: said.append(request.url) if not request.url.startswith("file:") else None)
     page.goto(path.as_uri())
-    page.wait_for_selector("html[data-ready]", timeout=20_000)
+    page.wait_for_selector("html[data-ready]")
     yield page
     assert said == []
     page.close()

@@ -678,7 +678,7 @@ def check_warm_start() -> None:
 def run(rank: int, names: list[str], store: str, results: Any) -> None:
     """Run checks one after the other in a process of its own; report those that passed and the first failure."""
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=1800)  # a busy machine is slow
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timeout)
     passed: list[str] = []
     failure = ""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools import HUNG
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_training.py"
 
@@ -16,12 +17,20 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_training.py"
 def test_killed_rank(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=1"]
     launcher.append("--monitor-interval=1")  # seconds until torchrun ends the other ranks; time to say why they stop
-    run = ["--folder", str(tmp_path / "killed"), "--steps=8", "--every=3", "--kill-rank=2", "--kill-step=5"]
+    run = [
+        "--folder",
+        str(tmp_path / "killed"),
+        "--steps=8",
+        "--every=3",
+        "--kill-rank=2",
+        "--kill-step=5",
+        f"--timeout={HUNG}",
+    ]
     done = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLE), *run],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HUNG,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools import HUNG
 from train_tools import make_rows
 
 from lastlayer.cli import main
@@ -52,7 +53,7 @@ def folder(tmp_path_factory):
         [sys.executable, *launcher, worker, json.dumps(jobs)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HUNG,
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-6000:]
@@ -82,7 +83,7 @@ def mesh_folder(folder):
         [sys.executable, *launcher, str(Path(__file__).with_name("train_worker.py")), json.dumps(jobs)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HUNG,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-6000:]

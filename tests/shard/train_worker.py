@@ -28,8 +28,9 @@ def step(self, batch, batch_idx):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks when one dies; first say why this one stops
     LabelSetModule.training_step = step
-    join("gloo", 120)
+    join("gloo", 1800)  # a busy machine is slow
     for plan in json.loads(sys.argv[1]):
         status = main(plan["command"])
         if status != plan.get("status", 0):
