@@ -5,6 +5,7 @@ from typing import Any
 
 from lastlayer.decode.graph import DecodeGraph as DecodeGraph
 from lastlayer.decode.graph import decode_graph as decode_graph
+from lastlayer.decode.recall import tune_recall as tune_recall
 from lastlayer.decode.reject import DecodeReject as DecodeReject
 from lastlayer.decode.reject import decode_reject as decode_reject
 from lastlayer.decode.reject import tune_reject as tune_reject

@@ -1,6 +1,7 @@
 """Decoders: from scores to label sets, and the thresholds they need."""
 
 from lastlayer.decode.graph import DecodeGraph, decode_graph
+from lastlayer.decode.recall import tune_recall
 from lastlayer.decode.reject import DecodeReject, decode_reject, tune_reject
 from lastlayer.decode.threshold import DecodeThreshold, decode_threshold, tune_thresholds
 from lastlayer.decode.top_k import Decoded, DecodeTopK, decode_top_k
@@ -19,6 +20,7 @@ __all__ = [
     "decode_top_k",
     "decode_tree",
     "tune_darts",
+    "tune_recall",
     "tune_reject",
     "tune_thresholds",
 ]

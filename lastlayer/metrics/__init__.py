@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         LabelSetRecall,
         MeanReciprocalRank,
         PrecisionRecallCurve,
+        TuneRecall,
     )
     from lastlayer.metrics.stream_structures import (
         AngularError,
@@ -111,6 +112,7 @@ __all__ = [
     "TopKAccuracy",
     "TreeAccuracy",
     "TreeSpecificity",
+    "TuneRecall",
     "angular_error",
     "auroc",
     "bootstrap",
@@ -155,7 +157,7 @@ _STREAMS = {
     ),
     "lastlayer.metrics.stream_sets": (
         "CoverageError ExactMatch HammingLoss LabelRankingLoss LabelSetF1 LabelSetJaccard LabelSetPrecision "
-        "LabelSetRecall MeanReciprocalRank PrecisionRecallCurve"
+        "LabelSetRecall MeanReciprocalRank PrecisionRecallCurve TuneRecall"
     ),
     "lastlayer.metrics.stream_structures": (
         "AngularError GraphMeanRecallAtK GraphRecallAtK GraphZeroShotRecallAtK LabelSetErrorsMetric RotationError "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lastlayer import _check
+from lastlayer import _check, _recall
 from lastlayer.metrics import _sums, curves, ranks, sets
 from lastlayer.metrics._stream import Stream
 from lastlayer.metrics._sums import Average, Empty, SetCounts, SetKind
@@ -256,3 +256,42 @@ class PrecisionRecallCurve(Stream):
             legend_name=self.plot_legend_name,
             name=type(self).__name__,
         )
+
+
+class TuneRecall(Stream):
+    """Streaming form of :func:`~lastlayer.tune_recall`: the threshold that promises a recall, from batches of rows.
+
+    It keeps a histogram of the scores of true labels over all float32 numbers, in 8 MB whatever the number of rows and
+    classes. The threshold lies between two bins, whose width is 1/2048 of the score or less, and keeps the promise
+    exactly: the sets may be larger than those of the function by what falls into one bin.
+
+    Args:
+        recall: The recall to promise, above 0 and below 1.
+        **options: Of ``torchmetrics.Metric``.
+
+    Example:
+        >>> metric = TuneRecall(0.6)
+        >>> metric.update(torch.tensor([[0.9, 0.6, 0.1]]), torch.tensor([[0, 1]]))
+        >>> metric.update(torch.tensor([[0.2, 0.8, 0.3], [0.3, 0.1, 0.7]]), torch.tensor([[1, -1], [0, 2]]))
+        >>> print(f"{metric.compute():.3f}")
+        0.600
+    """
+
+    higher_is_better = None
+    plot_lower_bound = None
+    plot_upper_bound = None
+    recall: float
+
+    def __init__(self, recall: float = 0.9, **options: Any) -> None:
+        super().__init__(options, recall=_recall.check(type(self).__name__, recall))
+        self._sum("weight", 1 << _recall.BITS)
+        self._sum("rows")
+
+    def update(self, scores: Tensor, target: Tensor) -> None:
+        """Add held-out rows, as the function takes them."""
+        found = _recall.label_scores(type(self).__name__, scores, target)
+        self._add(weight=_recall.histogram(found), rows=found.rows)
+
+    def compute(self) -> Tensor:
+        """Return the threshold of all rows so far."""
+        return _recall.highest_binned(type(self).__name__, self._state("weight"), int(self._state("rows")), self.recall)
