@@ -235,12 +235,15 @@ def _predict(arguments: argparse.Namespace) -> int:
     if arguments.k is not None and arguments.k < 1:
         raise UsageError("-k must be at least 1.")
     model = load(arguments.run_folder, shard_classes=arguments.shard_classes)
+    unknown = rows = 0
     with _output(arguments.out) as out:
         writer = csv.writer(out, lineterminator="\n")
         if arguments.output_format == "csv":
             writer.writerow(["row", "id", "rank", "label", "probability"])
         for data in reading.rows_to_predict(arguments, model):
-            found = predict(model.module, model.features(data), _unlabelled(data, model.labels), top=arguments.k or TOP)
+            x = model.features(data)
+            unknown, rows = unknown + model.features.unknown_rows(x), rows + len(data)
+            found = predict(model.module, x, _unlabelled(data, model.labels), top=arguments.k or TOP)
             for i, number in enumerate(data.row_numbers().tolist()):
                 size = arguments.k or max(round(float(found.k[i])), 1)
                 pairs = zip(found.top_index[i, :size].tolist(), found.top_probability[i, :size].tolist(), strict=True)
@@ -252,6 +255,8 @@ def _predict(arguments: argparse.Namespace) -> int:
                 else:
                     line = {"row": number, "id": name, "labels": [{"label": n, "probability": p} for n, p in kept]}
                     out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    if note := model.features.note(unknown, rows):
+        print(note, file=sys.stderr)
     return 0
 
 

@@ -15,6 +15,7 @@ _LISTS = {"hidden": int, "at": int, "loggers": str}
 _CHOICES = {
     "labels": ("complete", "incomplete"),
     "vectorizer": ("tfidf", "hashing"),
+    "analyzer": ("auto", "word", "char", "char_wb"),
     "scale": ("auto", "none", "l2", "standard"),
     "optimizer": ("auto", "adamw", "sgd"),
     "schedule": ("cosine", "constant"),
@@ -29,7 +30,7 @@ _RULES = {
     "weight_decay": ("a number of at least 0", 0.0, math.inf, ("auto",)),
 }
 _BOUNDS = {
-    "n_features": (1, 100_000_000), "ngrams": (1, 5), "min_rows": (1, math.inf), "dropout": (0, 0.99),
+    "n_features": (1, 100_000_000), "min_rows": (1, math.inf), "dropout": (0, 0.99),
     "momentum": (0, 1), "epochs": (1, 1_000_000),
     "batch_size": (1, 1 << 24), "warmup": (0, 1), "clip_norm": (0, math.inf), "devices": (1, 4096),
     "seed": (0, 2**31 - 1), "patience": (0, math.inf), "valid_fraction": (0, 0.9), "test_fraction": (0, 0.9),
@@ -66,7 +67,12 @@ class Config:
     dropout: float = field(default=0.0, metadata={"help": "dropout after hidden layers"})
     vectorizer: str = field(default="tfidf", metadata={"help": "from text to features"})
     n_features: int = field(default=20000, metadata={"help": "most words (tfidf) or buckets (hashing)"})
-    ngrams: int = field(default=1, metadata={"help": "longest word sequence"})
+    analyzer: str = field(
+        default="auto", metadata={"help": "what a text is made of; auto: char without spaces, else word"}
+    )
+    ngrams: str = field(
+        default="auto", metadata={"help": "lengths of sequences, e.g. 2 or 2-4; auto: 1, or 1-3 of char"}
+    )
     min_rows: int = field(default=2, metadata={"help": "a word must occur in so many rows (tfidf)"})
     scale: str = field(default="auto", metadata={"help": "of given features; auto: l2 if sparse, standard if dense"})
     optimizer: str = field(default="auto", metadata={"help": "auto: sgd for linear models on sparse rows, else adamw"})
@@ -161,6 +167,8 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         return _list(name, value)
     if name == "loss_options":
         return _options(value)
+    if name == "ngrams":
+        return _ngrams(value)
     if kind is bool:
         return _switch(name, value)
     if kind in (int, float):
@@ -187,6 +195,16 @@ def _number(name: str, value: Any, kind: type) -> Any:
             f"`{name}` must be a {'whole ' if kind is int else ''}number from {low} to {high}, got {value}."
         )
     return kind(value)
+
+
+def _ngrams(value: Any) -> str:
+    """Check a range of lengths: ``auto``, ``3`` for 1 to 3, or ``2-4``."""
+    text = str(value).replace(" ", "")
+    low, _, high = text.rpartition("-")
+    found = [int(v) for v in (low or "1", high) if v.isascii() and v.isdigit() and len(v) < 3]
+    if text != "auto" and (len(found) != 2 or not 1 <= found[0] <= found[1] <= 10):
+        raise ConfigError(f"`ngrams` must be auto, a length from 1 to 10 or a range such as 2-4, got {value!r}.")
+    return text
 
 
 def _switch(name: str, value: Any) -> bool:

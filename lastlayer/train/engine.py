@@ -267,7 +267,10 @@ def train(
         if fitter.interrupted:
             raise KeyboardInterrupt
     if fitter.is_global_zero:
-        _finish(run, module, files, config, resolved, parts, inputs, history, time.perf_counter() - begun)
+        unknown = {name: features.unknown_rows(x) for name, x in inputs.items()}
+        notes = [features.note(n, len(parts[name]), f"rows of the {name} part") for name, n in unknown.items()]
+        said = [note for note in notes if note]
+        _finish(run, module, files, config, resolved, parts, inputs, history, time.perf_counter() - begun, said)
     sharded.once(lambda: None, shard_classes)  # the folder is whole on return, on every process
     return run
 
@@ -389,6 +392,7 @@ def _finish(
     inputs: dict[str, Any],
     history: History,
     seconds: float,
+    said: Sequence[str] = (),
 ) -> None:
     """Load the best weights, measure the held-out rows, write the rest of the folder."""
     best = run / "checkpoints/best.ckpt"
@@ -402,7 +406,7 @@ def _finish(
     part = next((p for p in ("test", "valid") if p in parts), "train")
     found = evaluation.predict(module, inputs[part], parts[part])
     measured = evaluation.measure(found, resolved.at, resamples=config.bootstrap, seed=config.seed)
-    notes = evaluation.notes(config, part)
+    notes = [*evaluation.notes(config, part), *said]
     run.write_json(
         "metrics.json",
         {"part": part, **measured, "best_epoch": epoch, "epochs": len(history.rows), "notes": notes},

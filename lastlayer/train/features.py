@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from lastlayer.data import DataError, LabelData
 from lastlayer.train.config import Config
+
+# Scripts that put no space between words: Thai, Lao, Tibetan, Burmese, Khmer, kana, Chinese characters.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+_NGRAMS = {"word": (1, 1), "char": (1, 3), "char_wb": (2, 5)}
+_ROWS_LOOKED_AT = 1000
 
 
 class FeatureMap:
@@ -37,7 +48,9 @@ class FeatureMap:
                 raise ValueError("unknown kind")
             if self.kind == "tfidf" and not len(state["vocabulary"]) == len(state["idf"]) == self.n_features:
                 raise ValueError("vocabulary and idf must have n_features entries")
-        except (KeyError, TypeError, ValueError) as error:
+            if self.is_text:
+                self._counter = _vectorizer(state)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(f"features.json: damaged: {error}.") from None
 
     @property
@@ -45,13 +58,16 @@ class FeatureMap:
         """Whether the result is a CSR matrix."""
         return self.kind != "dense"
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the rows are texts."""
+        return self.kind in ("tfidf", "hashing")
+
     @classmethod
     def fit(cls, data: LabelData, config: Config) -> FeatureMap:
         """Learn vocabulary, weights or scales from training rows."""
         if data.texts is not None:
-            if config.vectorizer == "hashing":
-                return cls({"kind": "hashing", "n_features": config.n_features, "ngrams": config.ngrams})
-            return cls._fit_words(data.texts, config)
+            return cls._fit_texts(data.texts, config)
         x = data.features
         if x is None:
             raise DataError("the rows have neither texts nor features.")
@@ -67,26 +83,35 @@ class FeatureMap:
         return cls({"kind": "sparse", "n_features": x.shape[1], "l2": scale != "none"})
 
     @classmethod
-    def _fit_words(cls, texts: list[str], config: Config) -> FeatureMap:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-
-        low = min(config.min_rows, max(len(texts) // 2, 1))
-        vectorizer = TfidfVectorizer(
-            max_features=config.n_features, ngram_range=(1, config.ngrams), min_df=low, sublinear_tf=True
-        )
+    def _fit_texts(cls, texts: list[str], config: Config) -> FeatureMap:
+        analyzer = choose_analyzer(texts) if config.analyzer == "auto" else config.analyzer
+        ngrams = _NGRAMS[analyzer]
+        if config.ngrams != "auto":
+            low, _, high = config.ngrams.rpartition("-")
+            ngrams = (int(low or 1), int(high))
+        state: dict[str, Any] = {
+            "n_features": config.n_features,
+            "analyzer": analyzer,
+            "ngrams": list(ngrams),
+            "marks": True,
+        }
+        if config.vectorizer == "hashing":
+            return cls({"kind": "hashing", **state})
+        least = min(config.min_rows, max(len(texts) // 2, 1))
+        counter = _vectorizer({"kind": "tfidf", **state}, max_features=config.n_features, min_df=least)
         try:
-            vectorizer.fit(texts)
+            counts = counter.fit_transform(texts)
         except ValueError:
-            raise DataError(f"no word of the texts occurs in {low} rows or more. Lower `min_rows`.") from None
-        words = [str(w) for w in vectorizer.get_feature_names_out()]
-        idf = [float(v) for v in vectorizer.idf_]
-        return cls(
-            {"kind": "tfidf", "n_features": len(words), "ngrams": config.ngrams, "vocabulary": words, "idf": idf}
-        )
+            what = "word" if analyzer == "word" else "sequence of characters"
+            raise DataError(f"no {what} of the texts occurs in {least} rows or more. Lower `min_rows`.") from None
+        words = [str(w) for w in counter.get_feature_names_out()]
+        seen = np.bincount(counts.indices, minlength=len(words))
+        idf = np.log((1 + len(texts)) / (1 + seen)) + 1
+        return cls({"kind": "tfidf", **state, "n_features": len(words), "vocabulary": words, "idf": idf.tolist()})
 
     def __call__(self, data: LabelData) -> Any:
         """Map rows; returns float32, CSR or dense."""
-        if self.kind in ("tfidf", "hashing"):
+        if self.is_text:
             if data.texts is None:
                 raise DataError("the run was trained on texts, the rows have none.")
             return self._words(data.texts)
@@ -111,16 +136,83 @@ class FeatureMap:
 
         return normalize(x.astype(np.float32))
 
+    def unknown_rows(self, x: Any) -> int:
+        """Return how many of the mapped texts have no word that the map knows."""
+        return int((np.diff(x.indptr) == 0).sum()) if self.is_text else 0
+
+    def note(self, unknown: int, rows: int, which: str = "rows") -> str | None:
+        """Return a sentence about rows without a known word, if they are more than 1 % of the rows."""
+        if unknown <= 0.01 * rows:
+            return None
+        is_word = self.state.get("analyzer", "word") == "word"
+        what = "word" if is_word else "sequence of characters"
+        hint = " If words are not separated by spaces, use --analyzer char." if is_word else ""
+        return f"{unknown} of {rows} {which} have no known {what}: nothing but label frequencies speaks there.{hint}"
+
     def _words(self, texts: list[str]) -> Any:
-        from sklearn.feature_extraction.text import CountVectorizer, HashingVectorizer
         from sklearn.preprocessing import normalize
 
-        ngrams = (1, int(self.state["ngrams"]))
-        if self.kind == "hashing":
-            hashing = HashingVectorizer(n_features=self.n_features, ngram_range=ngrams, alternate_sign=False, norm="l2")
-            return hashing.transform(texts).astype(np.float32)
-        if self._counter is None:
-            self._counter = CountVectorizer(vocabulary=self.state["vocabulary"], ngram_range=ngrams)
         x = self._counter.transform(texts).astype(np.float32)
+        if self.kind == "hashing":
+            return x
         x.data = 1 + np.log(x.data)
         return normalize(x.multiply(self._arrays["idf"]).tocsr().astype(np.float32))
+
+
+def choose_analyzer(texts: Sequence[str]) -> str:
+    """Return ``"char"`` for texts whose words are not told apart by spaces, else ``"word"``.
+
+    That is a script without spaces for a fifth of the letters, or words of more than 20 letters on average.
+
+    Example:
+        >>> choose_analyzer(["a red apple"]), choose_analyzer(["赤いりんごを食べる"])
+        ('word', 'char')
+    """
+    step = max(len(texts) // _ROWS_LOOKED_AT, 1)
+    sample = " ".join(text[:500] for text in texts[::step])
+    words = re.findall(r"\w+", sample)
+    letters = sum(map(len, words))
+    if not letters:
+        return "word"
+    unspaced = len(_UNSPACED.findall(sample))
+    return "char" if unspaced > 0.2 * letters or letters > 20 * len(words) else "word"
+
+
+@lru_cache(maxsize=1)
+def _word_pattern() -> str:
+    """Return a pattern for words of two letters or more that keeps the marks of a letter with it.
+
+    scikit-learn's own pattern breaks a word at every vowel sign of Hindi or Tamil, and at accents that are characters
+    of their own.
+    """
+    codes = [*range(0x300, 0x20000), *range(0xE0100, 0xE01F0)]  # the planes that hold marks
+    marks = [c for c in codes if unicodedata.category(chr(c))[0] == "M"]
+    return rf"(?u)\w[\w{''.join(_runs(marks))}]+"
+
+
+def _runs(codes: list[int]) -> list[str]:
+    """Return a sorted list of code points as ranges of a character class."""
+    out: list[str] = []
+    first = last = codes[0]
+    for code in [*codes[1:], -1]:
+        if code != last + 1:
+            out.append(chr(first) if first == last else f"{chr(first)}-{chr(last)}")
+            first = code
+        last = code
+    return out
+
+
+def _vectorizer(state: dict[str, Any], **options: Any) -> Any:
+    """Return scikit-learn's counter or hasher of a state; runs of version 0.1 keep the words they were trained on."""
+    from sklearn.feature_extraction.text import CountVectorizer, HashingVectorizer
+
+    given = state["ngrams"]
+    low, high = (1, int(given)) if isinstance(given, int) else (int(given[0]), int(given[1]))
+    options.update(analyzer=str(state.get("analyzer", "word")), ngram_range=(low, high))
+    if state.get("marks") and options["analyzer"] == "word":
+        options["token_pattern"] = _word_pattern()
+    if options["analyzer"] not in _NGRAMS or not 1 <= low <= high <= 20:
+        raise ValueError("unknown analyzer or ngrams")
+    if state["kind"] == "hashing":
+        return HashingVectorizer(n_features=int(state["n_features"]), alternate_sign=False, norm="l2", **options)
+    return CountVectorizer(vocabulary=state.get("vocabulary"), dtype=np.float32, **options)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lastlayer.data import LabelData
+from lastlayer.data import DataError, LabelData
 from lastlayer.decode.top_k import decode_top_k
 from lastlayer.shard import ClassShard, gather
 from lastlayer.train.config import Config
@@ -206,18 +206,31 @@ def evaluate(run: Any, data: LabelData, *, resamples: int = 200, shard_classes: 
 
     Args:
         run: A folder, or a :class:`~lastlayer.train.RunFolder`.
-        data: Rows with labels; labels that the run does not know are dropped and counted in the result.
+        data: Rows with labels; labels that the run does not know are dropped and counted in the result. It is an error
+            if none is left.
         resamples: Of the bootstrap.
         shard_classes: Whether to split the labels over the processes of the default process group.
 
     Returns:
-        ``{"rows", "metrics", "labels", "unknown_labels", "notes"}``.
+        ``{"rows", "metrics", "labels", "unknown_labels", "unknown_names", "notes"}``, with the names of the five
+        commonest unknown labels.
     """
     from lastlayer.train.engine import load
 
     model = load(run, shard_classes=shard_classes)
     known, unknown = data.with_labels(model.labels)
-    found = predict(model.module, model.features(known), known)
+    names = list(data.unknown_labels(model.labels))[:5]
+    if not len(known.indices):
+        rows = f"all labels are unknown to the run: {', '.join(names)}" if names else "no row has a label"
+        raise DataError(f"evaluate: `data` must have labels that the run knows; {rows}.")
+    x = model.features(known)
+    found = predict(model.module, x, known)
     at = model.module.resolved.at
     out = measure(found, at, resamples=resamples, seed=model.config.seed)
-    return {**out, "unknown_labels": unknown, "notes": notes(model.config, "other")}
+    said = [*notes(model.config, "other"), model.features.note(model.features.unknown_rows(x), len(known))]
+    return {
+        **out,
+        "unknown_labels": unknown,
+        "unknown_names": names,
+        "notes": [note for note in said if note],
+    }
