@@ -101,6 +101,8 @@ def training_parts(arguments: argparse.Namespace) -> dict[str, Any]:
                 parts.setdefault("train", parts.pop("all"))
     for name, data in parts.items():
         tell_about(name, data)
+    if not any(len(data) for data in parts.values()):
+        raise DataError(f"{arguments.data}: has no rows.")
     if not any(len(data.indices) for data in parts.values()):
         raise DataError(f"{arguments.data}: no row has a label. Name the column of labels (--label-column).")
     train = parts.get("train", parts.get("all"))

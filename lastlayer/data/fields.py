@@ -13,10 +13,13 @@ from lastlayer.data.labels import WHOLE, Ambiguous, guess_separator, is_torn, la
 from lastlayer.data.source import DataError
 
 TEXT = (
-    "text", "texts", "document", "body", "content", "description", "sentence", "title", "comment", "review", "abstract",
-    "tweet", "message", "question",
+    "text", "texts", "document", "body", "content", "description", "sentence", "comment", "review", "abstract", "tweet",
+    "message", "question", "title",
 )  # fmt: skip
-LABELS = ("labels", "label", "tags", "tag", "classes", "categories", "category", "topics", "y")
+LABELS = (
+    "labels", "label", "tags", "tag", "classes", "class", "categories", "category", "topics", "topic", "genres",
+    "targets", "target", "y",
+)  # fmt: skip
 IDS = ("id", "ids", "uid", "key", "name")
 PARTS = ("split", "part", "fold")
 GROUPS = ("group", "groups", "source")
@@ -122,7 +125,8 @@ class Fields:
         elif self.labels:
             how = {WHOLE: "one name each", " ": "separated by spaces"}.get(self.separator)
             how = "lists of names" if "lists" in self.guessed else how or f"separated by {self.separator!r}"
-            out.append(f"labels in {shown(self.labels)}{self._mark('label')}, {how}{self._mark('separator')}")
+            how = "" if "unseen separator" in self.guessed else f", {how}{self._mark('separator')}"
+            out.append(f"labels in {shown(self.labels)}{self._mark('label')}{how}")
         out += [
             f"{r} in {shown([i])}" for r in ("id", "split", "group", "weight") if (i := getattr(self, r)) is not None
         ]
@@ -267,6 +271,8 @@ class _Sniffer:
             place = self._by_name(role) if self.named and role not in self.taken else None
             if place is not None and "text" not in self.taken:
                 self._take_content(role, place)
+                if sum(name in TEXT for name in self.lower) > 1:
+                    self.guessed.add("text")
         form, width = self._choose_labels()
         if not self.taken.get("text") and not self.taken.get("vector"):
             self._choose_content()
@@ -502,8 +508,8 @@ class _Sniffer:
             raise DataError(
                 f"{self.path}: the labels in {where} {error}. Say which: --label-separator CHARACTER, or none."
             ) from None
-        if any(s in c for c in cells for s in (found or " ")) and "lists" not in self.guessed:
-            self.guessed.add("separator")
+        if "lists" not in self.guessed:
+            self.guessed.add("separator" if any((found or " ") in c for c in cells) else "unseen separator")
         return found
 
 

@@ -50,6 +50,7 @@ def text_rows(
     """Read a text file of the given format; `soft` names the options that are remembered from another file."""
     encoding = encoding_of(source, options.get("encoding"), limits)
     kept: dict[str, Any] = {"format": kind, "encoding": encoding}
+    shift = 0
     if kind == "txt":
         rows = _line_rows(source, limits, problems, encoding)
         return TextRows(rows, None, kept, f"one text per line{_shown(encoding)}")
@@ -66,6 +67,8 @@ def text_rows(
     else:
         dialect = sniff_dialect(source, kind, limits, options, encoding)
         records = _cell_records(source, limits, problems, dialect, encoding)
+        if dialect.said:
+            next(records, None)
         first = list(islice(records, SAMPLE))
         header, names = sniff_header(source, [r.value for r in first], options, soft)
         cells = [r.value for r in first[header:]]
@@ -73,13 +76,14 @@ def text_rows(
             names = ["0"]
         fields = sniff_fields(source, names, cells, options, cells=True, header=header, soft=soft)
         start = first[header:]
+        shift = header + dialect.said
         kept.update(delimiter=dialect.delimiter, quotes=dialect.quotes, header=header)
         records = _of_width(source, chain(start, records), len(names), problems)
         start = ()
     how = fields.describe()
     if kind in ("csv", "tsv"):
         how = f"{_dialect_shown(dialect)}{'' if fields.header else '; no header'}; {how}"
-    rows = _rows(source, chain(start, records), fields, problems, 1 if fields.header else 0)
+    rows = _rows(source, chain(start, records), fields, problems, shift)
     return TextRows(rows, fields.label_names, {**kept, **fields.options()}, how + _shown(encoding))
 
 
@@ -188,6 +192,7 @@ class Dialect(NamedTuple):
     delimiter: str
     quotes: bool
     guessed: bool = False
+    said: bool = False  # by a first line such as "sep=;", which spreadsheets write
 
 
 def _dialect_shown(dialect: Dialect) -> str:
@@ -205,6 +210,8 @@ def sniff_dialect(
         if len(asked) != 1 or asked in '"\r\n':
             raise DataError(f"{source}: `delimiter` must be one character, or tab, got {asked!r}.")
     sample = head(source, limits, encoding)
+    if sample and len(sample[0]) == 5 and sample[0].lower().startswith("sep="):
+        return Dialect(asked or sample[0][4], True if quotes is None else bool(quotes), said=True)
     if kind == "tsv" or asked == "\t":
         delimiter = asked or "\t"
         return Dialect(delimiter, _is_quoted(sample, delimiter) if quotes is None else bool(quotes))

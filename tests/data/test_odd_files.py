@@ -105,7 +105,7 @@ def test_numbers_are_features_where_the_labels_are_named(tmp_path):
 
 def test_the_text_is_found_by_name_by_part_of_a_name_and_by_length(tmp_path):
     body = "a,{}\n1,a long text of words,x\n2,another text of words,y\n3,some more text,x\n"
-    for header in ("tweet,labels", "tweet_content,labels", "Utterance,labels"):
+    for header in ("tweet,labels", "tweet_content,labels", "Utterance,labels", "review,genres"):
         data = read(write(tmp_path / "a.csv", body.format(header)))
         assert data.texts[0] == "a long text of words"
     file = write(tmp_path / "b.csv", "headline,story,labels\nfirst one,second one,x\nanother,some more,y\n")
@@ -133,6 +133,7 @@ def test_columns_named_twice_and_missing_are_refused(tmp_path):
         ('text,labels\n"red, ripe","a,b",\nblue,b,,\n', ","),  # of some
         ("text;labels\r\nred, ripe;a,b\r\nblue;b\r\n", ";"),
         ("text;labels\rred, ripe;a,b\rblue;b\r", ";"),
+        ("sep=;\ntext;labels\nred, ripe;a,b\nblue;b\n", ";"),  # spreadsheets
         ("\ufefftext;labels\nred, ripe;a,b\nblue;b\n", ";"),
     ],
 )
@@ -141,7 +142,8 @@ def test_separators_of_columns(tmp_path, text, delimiter):
     assert data.texts == ["red, ripe", "blue"]
     assert names(data) == [["a", "b"], ["b"]]
     assert data.source["options"]["delimiter"] == delimiter
-    assert ("(guessed)" in data.source["how"].split(";")[0]) == (delimiter != ",")
+    assert ("(guessed)" in data.source["how"].split(";")[0]) == (delimiter != "," and "sep=" not in text)
+    assert data.row_numbers().tolist() == [0, 1]
 
 
 def test_two_separators_of_columns_that_fit_ask(tmp_path):
