@@ -149,6 +149,7 @@ _LAZY = {
     "TopKAccuracy": "lastlayer.metrics.stream",
     "TreeAccuracy": "lastlayer.metrics.stream_structures",
     "TreeSpecificity": "lastlayer.metrics.stream_structures",
+    "load": "lastlayer.train.serve",
 }
 
 

@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("run_folder", metavar="RUN")
     made.add_argument("data")
     made.add_argument("-k", type=int, default=None, help="labels a row (default: as many as the run expects)")
-    made.add_argument("--threshold", type=float, default=0.0, help="leave out labels less probable than this")
+    made.add_argument("--threshold", type=float, default=None, help="all labels at least so probable")
     made.add_argument("--out", metavar="FILE", help="default: standard output")
     _shard_flag(made)
     reading.add_flags(made, formats=True)
@@ -214,11 +214,10 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from lastlayer.train import evaluate
-    from lastlayer.train.engine import load
 
-    model = load(arguments.run_folder, shard_classes=arguments.shard_classes)
+    model = _loaded(arguments)
     part, data = reading.part_to_measure(arguments, model)
-    found = evaluate(arguments.run_folder, data, shard_classes=arguments.shard_classes)
+    found = evaluate(model, data)
     _say_metrics({"part": part, **found}, arguments.run_folder)
     if arguments.json:
         from lastlayer.runs import RunFolder
@@ -229,12 +228,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from lastlayer.train.engine import load
-    from lastlayer.train.measure import TOP, predict
-
     if arguments.k is not None and arguments.k < 1:
         raise UsageError("-k must be at least 1.")
-    model = load(arguments.run_folder, shard_classes=arguments.shard_classes)
+    model = _loaded(arguments)
     unknown = rows = 0
     with _output(arguments.out) as out:
         writer = csv.writer(out, lineterminator="\n")
@@ -243,11 +239,8 @@ def _predict(arguments: argparse.Namespace) -> int:
         for data in reading.rows_to_predict(arguments, model):
             x = model.features(data)
             unknown, rows = unknown + model.features.unknown_rows(x), rows + len(data)
-            found = predict(model.module, x, _unlabelled(data, model.labels), top=arguments.k or TOP)
-            for i, number in enumerate(data.row_numbers().tolist()):
-                size = arguments.k or max(round(float(found.k[i])), 1)
-                pairs = zip(found.top_index[i, :size].tolist(), found.top_probability[i, :size].tolist(), strict=True)
-                kept = [(model.labels[j], p) for j, p in pairs if p >= arguments.threshold]
+            pairs = model.pairs(x, k=arguments.k, threshold=arguments.threshold)
+            for i, (number, kept) in enumerate(zip(data.row_numbers().tolist(), pairs, strict=True)):
                 name = None if data.ids is None else data.ids[i]
                 if arguments.output_format == "csv":
                     start, safe = [number, reading.harmless(name or "")], reading.harmless
@@ -260,11 +253,11 @@ def _predict(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _unlabelled(data: Any, labels: Sequence[str]) -> Any:
-    import numpy as np
+def _loaded(arguments: argparse.Namespace) -> Any:
+    from lastlayer.train.placement import placement_of
+    from lastlayer.train.serve import load
 
-    zeros = np.zeros(len(data) + 1, np.int64)
-    return dataclasses.replace(data, indptr=zeros, indices=np.empty(0, np.int64), label_names=labels)
+    return load(arguments.run_folder, placement=placement_of(arguments.shard_classes))
 
 
 @contextmanager

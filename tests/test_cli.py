@@ -113,7 +113,7 @@ def test_wrong_lines_stop_or_are_skipped(trained, capsys, tmp_path):
 def test_export(trained, capsys, tmp_path, kind):
     import torch
 
-    from lastlayer.train.engine import load
+    from lastlayer.train.serve import load, probabilities
 
     out = tmp_path / f"model.{kind}"
     if kind == "onnx":
@@ -123,15 +123,15 @@ def test_export(trained, capsys, tmp_path, kind):
     model = load(trained[2])
     x = torch.from_numpy(model.features(make_rows(7, seed=8)).toarray())
     with torch.no_grad():
-        logits, _ = model.module.network(x)
-        probabilities, _ = model.module.probabilities(x)
+        logits = model.scorer.network(x)
+        expected, _ = probabilities(logits, model.resolved)
     if kind == "torch":
         found = torch.export.load(out).module()(x)
     else:
         session = runtime.InferenceSession(str(out))
         found = [torch.from_numpy(v) for v in session.run(["logits", "probabilities"], {"features": x.numpy()})]
     torch.testing.assert_close(found[0], logits, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found[1], probabilities, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1], expected, atol=1e-5, rtol=1e-5)
     assert "already there" in error_of(capsys, ["export", trained[2], "--format", kind, "--out", str(out)])
 
 

@@ -19,7 +19,10 @@ _PLACES = {
     "RunError": "lastlayer.runs.files",
     "RunFolder": "lastlayer.runs.folder",
     "SafeCheckpointIO": "lastlayer.train.checkpoint",
+    "TrainedModel": "lastlayer.train.serve",
+    "TrainingError": "lastlayer.train.module",
     "evaluate": "lastlayer.train.measure",
+    "load": "lastlayer.train.serve",
     "train": "lastlayer.train.engine",
 }
 __all__ = sorted(_PLACES)

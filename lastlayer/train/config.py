@@ -1,4 +1,4 @@
-"""Every choice of a training run in one flat record: a YAML file, or flags."""
+"""All settings of a training run in one flat record, from a YAML file or from flags."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lastlayer.train.losses import LOSSES, problem_with
 
 _LISTS = {"hidden": int, "at": int, "loggers": str}
 _CHOICES = {
+    "model": ("network",),
     "labels": ("complete", "incomplete"),
     "vectorizer": ("tfidf", "hashing"),
     "analyzer": ("auto", "word", "char", "char_wb"),
@@ -34,17 +35,20 @@ _BOUNDS = {
     "momentum": (0, 1), "epochs": (1, 1_000_000),
     "batch_size": (1, 1 << 24), "warmup": (0, 1), "clip_norm": (0, math.inf), "devices": (1, 4096),
     "seed": (0, 2**31 - 1), "patience": (0, math.inf), "valid_fraction": (0, 0.9), "test_fraction": (0, 0.9),
-    "keep": (0, 1), "count_weight": (0, math.inf), "bootstrap": (0, 100_000), "max_parameters": (1, math.inf),
+    "keep": (0, 1), "bootstrap": (0, 100_000), "max_parameters": (1, math.inf),
 }  # fmt: skip
 
 
+RETIRED = ("count_weight",)  # fields of version 0.1 that no longer mean anything; their values are ignored
+
+
 class ConfigError(ValueError):
-    """A field that cannot be so: one line that names it."""
+    """A field with a value that it cannot have. The message is one line and names the field."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The choices of a run. Each field is a flag of ``lastlayer train`` and a key of its YAML file.
+    """The settings of a run. Each field is a flag of ``lastlayer train`` and a key of its YAML file.
 
     Example:
         >>> from lastlayer.train import Config
@@ -52,6 +56,7 @@ class Config:
         20
     """
 
+    model: str = field(default="network", metadata={"help": "kind of model"})
     loss: str = field(default="lml", metadata={"help": "a loss by name, e.g. lml, binary, two_way, asymmetric"})
     loss_options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "options of the loss, name=value,name=value"}
@@ -61,7 +66,6 @@ class Config:
     observed: str = field(
         default="auto", metadata={"help": "share of true labels that are observed; auto: mean labels / k if incomplete"}
     )
-    count_weight: float = field(default=0.1, metadata={"help": "weight of the count term with k=predicted"})
     probability: str = field(default="auto", metadata={"help": "how scores become probabilities"})
     hidden: tuple[int, ...] = field(default=(), metadata={"help": "widths of hidden layers; none is a linear model"})
     dropout: float = field(default=0.0, metadata={"help": "dropout after hidden layers"})
@@ -116,7 +120,7 @@ class Config:
         A linear model on sparse rows learns by plain SGD: Adam gives rare features steps as large as those of common
         ones, and they fit noise (bibtex: recall@5 of held-out rows 58 with AdamW, 66 with SGD).
         """
-        linear = sparse and not self.hidden and not LOSSES[self.loss].scale_falls and self.k != "predicted"
+        linear = sparse and not self.hidden and not LOSSES[self.loss].scale_falls
         optimizer = self.optimizer if self.optimizer != "auto" else "sgd" if linear else "adamw"
         rate, decay = ("10.0", "1e-05") if optimizer == "sgd" else ("0.005" if self.hidden else "0.05", "0.01")
         return dataclasses.replace(
@@ -150,6 +154,7 @@ def make(values: dict[str, Any], where: str = "config") -> Config:
     import difflib
 
     known = [item.name for item in dataclasses.fields(Config)]
+    values = {name: value for name, value in values.items() if name not in RETIRED}
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

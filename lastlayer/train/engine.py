@@ -1,50 +1,41 @@
-"""Train a run from rows to a run folder, resume it, and load it again."""
+"""Train a run: from rows to a run folder, from the start or from where it was stopped."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from torch import Tensor
 
 from lastlayer.data import DataError, LabelData, hide_labels, single_positive, split_rows
 from lastlayer.runs import RunError, RunFolder, write_atomically
-from lastlayer.shard import ClassShard
-from lastlayer.train import checkpoint, sharded
+from lastlayer.train import checkpoint
 from lastlayer.train import measure as evaluation
+from lastlayer.train.batches import EpochBatches
 from lastlayer.train.config import Config, ConfigError, make
-from lastlayer.train.config import load as load_config
+from lastlayer.train.count import CountModel
 from lastlayer.train.features import FeatureMap
-from lastlayer.train.module import EpochBatches, LabelSetData, LabelSetModule, Resolved
-from lastlayer.train.network import LabelSetNetwork
+from lastlayer.train.module import LabelSetData, LabelSetModule, TrainingError
+from lastlayer.train.network_scorer import NetworkScorer, build
+from lastlayer.train.placement import Placement, placement_of
+from lastlayer.train.resolved import Resolved
+from lastlayer.train.serve import TrainedModel
+from lastlayer.train.serve import load as load
 
 EXAMPLES, LONGEST = 2000, 2000
 
 
-@dataclass(frozen=True)
-class Model:
-    """A finished run, loaded: what it takes to predict."""
-
-    module: LabelSetModule
-    features: FeatureMap
-    labels: Sequence[str]
-    config: Config
-    reader: dict[str, Any]
-
-
 class History(Callback):
-    """Keeps one line an epoch, in the checkpoint too, and writes it as history.csv."""
+    """Keeps one line per epoch, also in the checkpoint, and writes history.csv."""
 
     def __init__(self, run: RunFolder | None) -> None:
         self.run, self.rows, self.started = run, [], 0.0  # type: ignore[var-annotated]
@@ -81,7 +72,7 @@ class History(Callback):
 
 
 def prepare(parts: dict[str, LabelData], config: Config) -> dict[str, LabelData]:
-    """Return train, valid and test rows: the parts of the file, or splits of it; training labels hidden if asked."""
+    """Return train, valid and test rows: the parts of the file, or splits of it, with training labels hidden."""
     parts = {name: data for name, data in parts.items() if len(data)}
     if "all" in parts:
         data = parts.pop("all")
@@ -110,39 +101,9 @@ def prepare(parts: dict[str, LabelData], config: Config) -> dict[str, LabelData]
     return parts
 
 
-def build(
-    config: Config,
-    resolved: Resolved,
-    features: FeatureMap,
-    n_labels: int,
-    steps: int,
-    shard: ClassShard | None = None,
-) -> LabelSetModule:
-    """Make the module of a run, unless it is too large."""
-    held = n_labels if shard is None else shard.size
-    size = LabelSetNetwork.count_parameters(features.n_features, held, config.hidden)
-    if size > config.max_parameters:
-        raise ConfigError(
-            f"the network would have {size} parameters, `max_parameters` is {config.max_parameters}. Use fewer "
-            "`n_features`, a hidden layer (`hidden: [256]`), or raise the bound."
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        network = LabelSetNetwork(
-            features.n_features,
-            n_labels,
-            hidden=config.hidden,
-            dropout=config.dropout,
-            sparse=features.is_sparse,
-            count_head=config.k == "predicted",
-            shard=shard,
-        )
-    return LabelSetModule(network, config, resolved, total_steps=steps)
-
-
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Keep notes of Lightning and of the named loggers off the screen, and global random state as it was."""
+    """Silence Lightning and the named loggers, and restore the global random state afterwards."""
     loggers = [logging.getLogger(n) for n in ("pytorch_lightning", "lightning.pytorch", "lightning_utilities", *names)]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -198,53 +159,39 @@ def train(
     Args:
         parts: Rows by part, as :func:`lastlayer.data.read_parts` returns them; what is missing is split off.
         config: The choices of the run.
-        out: The run folder. One that holds an unfinished run of the same config and data is resumed from its last
-            whole checkpoint; anything else there is an error, and stays as it is.
+        out: The run folder. If it holds an unfinished run of the same config and data, that run is resumed from its
+            last whole checkpoint. Anything else there is an error, and is left as it is.
         resume: Whether an unfinished run may be resumed.
         progress: Whether to show a progress bar.
-        command: What to note in environment.json.
+        command: The command to note in environment.json.
         shard_classes: Whether to split the labels over the processes of the default process group, each of which
             calls this with the same arguments. See :mod:`lastlayer.train.sharded`.
-        data_parallel: With `shard_classes`, into how many groups the processes fall, each with all labels and a share
-            of the rows of a batch.
+        data_parallel: With `shard_classes`, the number of groups of processes. Each group holds all labels and takes
+            a share of the rows of a batch.
 
     Returns:
         The run folder.
     """
     begun = time.perf_counter()
+    placement = placement_of(shard_classes, data_parallel)
     _check_devices(config)
-    if shard_classes:
-        sharded.check(config)
-    elif data_parallel != 1:
-        raise ConfigError("`data_parallel` needs split classes (--shard-classes). Use `devices` to split rows alone.")
-    run, parts = sharded.run_folder(out) if shard_classes else RunFolder(out), prepare(parts, config)
+    placement.check(config)
+    run, parts = placement.run_folder(out), prepare(parts, config)
     resolved = Resolved.of(config, parts["train"])
-    if "valid" not in parts and resolved.monitor:
-        resolved = Resolved(**{**asdict(resolved), "monitor": ""})
+    if "valid" not in parts:
+        resolved = replace(resolved, monitor="")
     about = _about(parts, config, resolved)
-    last = sharded.once(lambda: _enter(run, config, about, resume, command, shard_classes), shard_classes)
+    placement.compare(about)
+    last = placement.once(lambda: _enter(run, config, about, resume, command, placement))
     features = FeatureMap.fit(parts["train"], config)
-    steps = len(EpochBatches(len(parts["train"]), config.batch_size, seed=0, world=config.devices)) * config.epochs
-    n_labels = parts["train"].n_labels
-    group, others = sharded.groups(data_parallel) if shard_classes else (None, None)
-    shard = sharded.split(n_labels, group) if shard_classes else None
-    module = build(config, resolved, features, n_labels, steps, shard)
-    module.data = others
-    files, options = sharded.setup(module) if shard_classes else (checkpoint.SafeCheckpointIO(), {})
-    module.start_at_frequencies(parts["train"])
-    run.write_json("features.json", features.state)
-    run.write_json(
-        "labels.json",
-        {"names": list(parts["train"].label_names), "train_counts": parts["train"].label_counts()},
-    )
-    about["resolved"]["n_features"] = features.n_features
-    about["resolved"].update({name: getattr(module.config, name) for name in ("optimizer", "lr", "weight_decay")})
-    run.write_json("data.json", about)
+    placement.place(parts["train"].n_labels)
+    module = _module(config, resolved, features, parts["train"], placement)
+    files, options = placement.trainer_options(module)
+    _describe(run, module, features, parts["train"], about)
     inputs = {name: features(data) for name, data in parts.items()}
     data = LabelSetData(
         inputs["train"], parts["train"], inputs.get("valid"), parts.get("valid"),
-        batch_size=config.batch_size, seed=config.seed,
-        share=(0, 1) if others is None else (others.rank, others.ranks),
+        batch_size=config.batch_size, seed=config.seed, share=placement.share,
     )  # fmt: skip
     history = History(run)
     with quiet():
@@ -252,7 +199,7 @@ def train(
             config,
             progress=progress,
             callbacks=[*_callbacks(config, resolved, run, history, progress), *options.pop("callbacks", [])],
-            logger=_loggers(config, run),
+            logger=_loggers(config, run) if placement.writes else False,
             default_root_dir=str(run.path),
             **options,
         )
@@ -260,6 +207,8 @@ def train(
             fitter.fit(module, datamodule=data, ckpt_path=None if last is None else str(last))
         except SystemExit:  # how Lightning answers Ctrl-C
             raise KeyboardInterrupt from None
+        except TrainingError:
+            raise
         except (KeyError, RuntimeError) as error:
             if last is None or str(error).startswith("shard:"):
                 raise
@@ -267,16 +216,49 @@ def train(
         if fitter.interrupted:
             raise KeyboardInterrupt
     if fitter.is_global_zero:
-        unknown = {name: features.unknown_rows(x) for name, x in inputs.items()}
-        notes = [features.note(n, len(parts[name]), f"rows of the {name} part") for name, n in unknown.items()]
-        said = [note for note in notes if note]
-        _finish(run, module, files, config, resolved, parts, inputs, history, time.perf_counter() - begun, said)
-    sharded.once(lambda: None, shard_classes)  # the folder is whole on return, on every process
+        epoch = _take_best(run, module, files, resolved, history)
+        count = placement.once(lambda: _count_model(resolved, inputs["train"], parts["train"], config.seed))
+        names = parts["train"].label_names
+        model = TrainedModel(
+            NetworkScorer(module.network, placement), features, names, config, resolved, {}, count,
+            shard=placement.shard,
+        )  # fmt: skip
+        _finish(run, model, parts, inputs, history, epoch)
+        run.write_json("done.json", {"seconds": round(time.perf_counter() - begun, 2)})
+    placement.once(lambda: None)  # the folder is whole on return, in every process
     return run
 
 
+def _module(
+    config: Config, resolved: Resolved, features: FeatureMap, labels: LabelData, placement: Placement
+) -> LabelSetModule:
+    """Make the network, which starts at the frequencies of the labels, with its loss and schedule."""
+    network = build(config, features, labels.n_labels, placement)
+    steps = len(EpochBatches(len(labels), config.batch_size, seed=0, world=config.devices)) * config.epochs
+    module = LabelSetModule(network, config, resolved, total_steps=steps, placement=placement)
+    module.start_at_frequencies(labels)
+    return module
+
+
+def _describe(
+    run: RunFolder, module: LabelSetModule, features: FeatureMap, labels: LabelData, about: dict[str, Any]
+) -> None:
+    """Write what is known before training: features, labels, and what "auto" became."""
+    run.write_json("features.json", features.state)
+    run.write_json("labels.json", {"names": list(labels.label_names), "train_counts": labels.label_counts()})
+    about["resolved"]["n_features"] = features.n_features
+    about["resolved"].update({name: getattr(module.config, name) for name in ("optimizer", "lr", "weight_decay")})
+    run.write_json("data.json", about)
+
+
+def _count_model(resolved: Resolved, x: Any, labels: LabelData, seed: int) -> CountModel | None:
+    if not resolved.k_per_row:
+        return None
+    return CountModel.fit(x, labels.row_counts() / (resolved.observed or 1.0), labels.n_labels, seed=seed)
+
+
 def _check_devices(config: Config) -> None:
-    """Refuse a device that is not there, and more processes than cores, before anything is written."""
+    """Refuse a device that is not there, or more processes than cores, before anything is written."""
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     if config.accelerator in ("gpu", "mps") and not has_gpu:
         raise ConfigError(f"`accelerator` must be auto or cpu where there is no GPU, got {config.accelerator!r}.")
@@ -307,7 +289,7 @@ def _enter(
     about: dict[str, Any],
     resume: bool,
     command: Sequence[str] | None,
-    shard_classes: bool = False,
+    placement: Placement,
 ) -> Path | None:
     """Claim the folder; return the checkpoint to resume from, if there is one. Nothing is overwritten."""
     if not run.exists():
@@ -324,7 +306,7 @@ def _enter(
         raise RunError(f"{run.path}: holds a finished run. Choose another folder.")
     if not resume:
         raise RunError(f"{run.path}: holds an unfinished run. Resume it, or choose another folder.")
-    before = make(load_config(run / "config.yaml"), str(run / "config.yaml"))
+    before = make(run.config(), str(run / "config.yaml"))
     differing = [f.name for f in fields(Config) if getattr(before, f.name) != getattr(config, f.name)]
     if differing:
         raise RunError(f"{run.path}: holds an unfinished run with another `{differing[0]}`. Choose another folder.")
@@ -337,9 +319,7 @@ def _enter(
     last = run / "checkpoints/last.ckpt"
     if not last.exists():
         return None
-    if sharded.is_split(run) != shard_classes:
-        how = "without --shard-classes" if shard_classes else "with --shard-classes"
-        raise RunError(f"{run.path}: holds an unfinished run {how}. Resume it so, or choose another folder.")
+    placement.check_checkpoints(run)
     checkpoint.read(last)  # a damaged one is an error now, before anything is written
     return last
 
@@ -369,8 +349,6 @@ def _callbacks(config: Config, resolved: Resolved, run: RunFolder, history: Hist
 
 def _loggers(config: Config, run: RunFolder) -> Any:
     out: list[Any] = []
-    if isinstance(run, sharded.ReadOnlyRun):
-        return False
     if "csv" in config.loggers:
         from pytorch_lightning.loggers import CSVLogger
 
@@ -382,42 +360,52 @@ def _loggers(config: Config, run: RunFolder) -> Any:
     return out or False
 
 
-def _finish(
+def _take_best(
     run: RunFolder,
     module: LabelSetModule,
     files: checkpoint.SafeCheckpointIO,
-    config: Config,
     resolved: Resolved,
-    parts: dict[str, LabelData],
-    inputs: dict[str, Any],
     history: History,
-    seconds: float,
-    said: Sequence[str] = (),
-) -> None:
-    """Load the best weights, measure the held-out rows, write the rest of the folder."""
-    best = run / "checkpoints/best.ckpt"
-    epoch = len(history.rows) - 1
+) -> int:
+    """Load the weights of the best epoch; return its number."""
+    best, epoch = run / "checkpoints/best.ckpt", len(history.rows) - 1
     if resolved.monitor and best.exists():
         state = files.load_checkpoint(best)
         epoch = int(state["epoch"])
         module.load_state_dict(state["state_dict"])
     module.to("cpu")
-    run.write_tensors("weights.safetensors", sharded.whole_weights(module.network))
+    return epoch
+
+
+def _finish(
+    run: RunFolder,
+    model: TrainedModel,
+    parts: dict[str, LabelData],
+    inputs: dict[str, Any],
+    history: History,
+    epoch: int,
+) -> None:
+    """Write the model, measure the held-out rows, and write the rest of the folder."""
+    config, resolved = model.config, model.resolved
+    model.scorer.save(run)
+    if model.count is not None:
+        model.count.save(run)
     part = next((p for p in ("test", "valid") if p in parts), "train")
-    found = evaluation.predict(module, inputs[part], parts[part])
+    found = evaluation.predict(model, inputs[part], parts[part])
     measured = evaluation.measure(found, resolved.at, resamples=config.bootstrap, seed=config.seed)
-    notes = [*evaluation.notes(config, part), *said]
+    unknown = {name: model.features.unknown_rows(x) for name, x in inputs.items()}
+    said = [model.features.note(n, len(parts[name]), f"rows of the {name} part") for name, n in unknown.items()]
+    notes = [*evaluation.notes(config, part), *(note for note in said if note)]
     run.write_json(
         "metrics.json",
         {"part": part, **measured, "best_epoch": epoch, "epochs": len(history.rows), "notes": notes},
     )
     run.write_tensors("predictions.safetensors", found.tensors())
     run.write_json("examples.json", {"rows": examples(parts[part])})
-    run.write_json("done.json", {"seconds": round(seconds, 2)})
 
 
 def examples(data: LabelData) -> list[dict[str, Any]]:
-    """Return the first held-out rows with their texts."""
+    """Return the first rows with their texts."""
     return [
         {
             "row": i,
@@ -426,45 +414,3 @@ def examples(data: LabelData) -> list[dict[str, Any]]:
         }
         for i in range(min(len(data), EXAMPLES))
     ]
-
-
-def load(path: str | Path | RunFolder, *, shard_classes: bool = False) -> Model:
-    """Load a finished run for prediction.
-
-    Args:
-        path: The run folder.
-        shard_classes: Whether to split the labels over the processes of the default process group.
-
-    Returns:
-        The module with its weights, the feature map, the label names and the config.
-    """
-    run = path if isinstance(path, RunFolder) else RunFolder(path)
-    if not run.exists():
-        raise RunError(f"{run.path}: not a run folder: there is no config.yaml in it.")
-    if not run.is_done():
-        raise RunError(f"{run.path}: the run is not finished. Resume it with `lastlayer train`.")
-    config = make(load_config(run / "config.yaml"), str(run / "config.yaml"))
-    about, labels = run.read_json("data.json"), run.labels()
-    try:
-        features = FeatureMap(run.read_json("features.json"))
-        known = {f.name for f in fields(Resolved)}
-        values = {k: v for k, v in about["resolved"].items() if k in known}
-        resolved = Resolved(**{**values, "at": tuple(values["at"])})
-        reader = about["parts"]["train"]["source"]
-    except DataError as error:
-        raise RunError(f"{run.path}/{error}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{run / 'data.json'}: damaged: {str(error)[:80]}.") from None
-    if shard_classes:
-        sharded.check(config)
-    shard = sharded.split(len(labels)) if shard_classes else None
-    module = build(config, resolved, features, len(labels), 1, shard)
-    weights: dict[str, Tensor] = sharded.read_weights(run, module.network)
-    try:
-        module.network.load_state_dict(weights)
-    except RuntimeError:
-        raise RunError(f"{run / 'weights.safetensors'}: damaged: its shapes do not fit the config.") from None
-    if not all(math.isfinite(float(w.sum())) for w in weights.values()):
-        raise RunError(f"{run / 'weights.safetensors'}: holds numbers that are not finite.")
-    module.eval()
-    return Model(module, features, labels, config, reader)

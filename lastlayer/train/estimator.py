@@ -18,10 +18,15 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from lastlayer.data import LabelData
 from lastlayer.data.labeldata import NumberNames
+from lastlayer.train.batches import EpochBatches, rows_to_input
 from lastlayer.train.config import Config
-from lastlayer.train.engine import build, quiet
+from lastlayer.train.count import CountModel
+from lastlayer.train.engine import quiet
 from lastlayer.train.features import FeatureMap
-from lastlayer.train.module import EpochBatches, LabelSetData, LabelSetModule, Resolved, fit_in_process, rows_to_input
+from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
+from lastlayer.train.network_scorer import build
+from lastlayer.train.placement import Placement
+from lastlayer.train.resolved import Resolved
 
 
 class LabelSetClassifier(ClassifierMixin, BaseEstimator):
@@ -32,7 +37,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
 
     Args:
         k: The expected number of labels a row, or ``"auto"``: the mean number of labels (1 for single labels; with
-            incomplete labels the 90th percentile), or ``"predicted"``: a count head predicts it for each row.
+            incomplete labels the 90th percentile), or ``"predicted"``: a regression on the features predicts it for
+            each row.
         loss: A loss by name: ``"lml"``, ``"binary"``, ``"two_way"``, ``"asymmetric"``, ...
         loss_options: Its options, a dictionary.
         labels: ``"complete"``, or ``"incomplete"``: a label that is not given may still apply.
@@ -121,7 +127,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         X, y = self._checked(X, y, reset=True)
         self._start(X, y, None)
         self.n_iter_ = _epochs(X.shape[0]) if self.epochs == "auto" else self._config().epochs
-        self._train(X, self._labels(y), self.n_iter_)
+        labels = self._labels(y)
+        self._train(X, labels, self.n_iter_)
+        self._fit_counts(X, labels)
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> LabelSetClassifier:
@@ -141,7 +149,10 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
             self._start(X, y, classes)
         elif classes is not None and not np.array_equal(np.sort(np.asarray(classes)), np.sort(self.classes_)):
             raise ValueError("LabelSetClassifier: `classes` must be those of the first call to partial_fit.")
-        self._train(X, self._labels(y), 1, schedule="constant", warmup=0.0)
+        labels = self._labels(y)
+        self._train(X, labels, 1, schedule="constant", warmup=0.0)
+        if self.count_ is None:  # the counts of the first rows
+            self._fit_counts(X, labels)
         self.n_iter_ = getattr(self, "n_iter_", 0) + 1
         return self
 
@@ -244,11 +255,17 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         resolved = Resolved.of(config, labels)
         if not self.multilabel_ and self.k == "auto":
             resolved = Resolved(**{**vars(resolved), "k": 1.0})
-        self.resolved_, self.k_ = resolved, resolved.k
-        module = build(config, resolved, self.features_, len(self.classes_), 1)
-        module.start_at_frequencies(labels)
-        self.network_ = module.network
+        self.resolved_, self.k_ = resolved, None if resolved.k_per_row else resolved.k
+        self.network_ = build(config, self.features_, len(self.classes_), Placement())
+        LabelSetModule(self.network_, config, resolved, total_steps=1).start_at_frequencies(labels)
         self.optimizer_state_: dict[str, Any] | None = None
+        self.count_: CountModel | None = None
+
+    def _fit_counts(self, X: Any, labels: LabelData) -> None:
+        if self.resolved_.k_per_row and self.multilabel_:
+            counts = labels.row_counts() / (self.resolved_.observed or 1.0)
+            x = self.features_.transform(X)
+            self.count_ = CountModel.fit(x, counts, labels.n_labels, seed=self.seed_)
 
     def _labels(self, y: Any) -> LabelData:
         """Return targets as label lists over `classes_`."""
@@ -294,11 +311,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         with torch.no_grad():
             rows: Any = rows_to_input(x, np.arange(x.shape[0]))
             rows = (rows[0], rows[1], rows[2].double()) if isinstance(rows, tuple) else rows.double()
-            logits, count = copy.deepcopy(self.network_).double()(rows)
+            logits = copy.deepcopy(self.network_).double()(rows) / self.resolved_.temperature
+            count = None if self.count_ is None else torch.from_numpy(self.count_(x))
             if self.multilabel_ and self.resolved_.probability == "sigmoid":
                 return logits, logits.sigmoid().sum(-1) if count is None else count.double()
-            fixed = 1.0 if not self.multilabel_ else float(self.resolved_.k or 0.0)
-            k = torch.full_like(logits[:, 0], fixed) if count is None or not self.multilabel_ else count.double()
+            fixed = self.resolved_.k if self.multilabel_ else 1.0
+            k = torch.full_like(logits[:, 0], fixed) if count is None else count.double()
             return logits + lml_threshold(logits, k).unsqueeze(-1), k
 
 

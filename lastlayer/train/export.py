@@ -1,4 +1,4 @@
-"""Hand a trained run to other runtimes: torch.export or ONNX."""
+"""Export a trained run to other runtimes: torch.export or ONNX."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from lastlayer.runs import RunError
-from lastlayer.train.engine import load, quiet
-from lastlayer.train.module import LabelSetModule
+from lastlayer.train.network_scorer import NetworkScorer
+from lastlayer.train.serve import TrainedModel, load, probabilities
 
 
 class Exported(nn.Module):
-    """Dense rows of features to logits and probabilities; features.json says how to make the rows."""
+    """Map dense rows of features, which features.json says how to make, to logits and probabilities."""
 
-    def __init__(self, module: LabelSetModule) -> None:
+    def __init__(self, model: TrainedModel) -> None:
         super().__init__()
-        self.network, self.resolved = module.network, module.resolved
+        assert isinstance(model.scorer, NetworkScorer)
+        self.network, self.resolved, self.count = model.scorer.network, model.resolved, model.count
+        if self.count is not None:
+            self.count_weight = nn.Buffer(torch.from_numpy(self.count.weight))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(logits, probabilities)``, each ``(rows, n_labels)``."""
-        from lastlayer.project.lml import lml
-
-        logits, count = self.network(features)
-        if self.resolved.probability == "sigmoid":
-            return logits, logits.sigmoid()
-        return logits, lml(logits, float(self.resolved.k or 0) if count is None else count, impl="torch")
+        logits, count = self.network(features), None
+        if self.count is not None:
+            count = (features @ self.count_weight + self.count.bias).expm1().clamp(self.count.low, self.count.high)
+        return logits, probabilities(logits, self.resolved, count)[0]
 
 
 def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
@@ -39,14 +40,18 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
         kind: ``"onnx"`` or ``"torch"``.
 
     Returns:
-        The file. Input: ``features`` (rows, n_features) float32, as ``features.json`` of the run makes them. Outputs:
-        ``logits`` and ``probabilities`` (rows, n_labels), in the order of ``labels.json``.
+        The file. Its input is ``features`` (rows, n_features) float32, as ``features.json`` of the run defines them.
+        Its outputs are ``logits`` and ``probabilities`` (rows, n_labels), in the order of ``labels.json``.
     """
+    from lastlayer.train.engine import quiet
+
     out = Path(out)
     if out.exists():
         raise RunError(f"{out}: already there. Choose another name.")
     model = load(run)
-    program = Exported(model.module).eval()
+    if not isinstance(model.scorer, NetworkScorer):
+        raise RunError(f"{run}: a model of kind {model.config.model} cannot be exported, only a network can.")
+    program = Exported(model).eval()
     rows = torch.export.Dim("rows", min=1, max=1 << 20)
     example = (torch.zeros(2, model.features.n_features),)
     with quiet("torch.onnx"):

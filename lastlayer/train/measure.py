@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from lastlayer.data import DataError, LabelData
-from lastlayer.decode.top_k import decode_top_k
-from lastlayer.shard import ClassShard, gather
 from lastlayer.train.config import Config
-from lastlayer.train.module import LabelSetModule, rows_to_input, top_metrics
+from lastlayer.train.serve import TrainedModel, load
 
 DENSE = 8_000_000  # entries of a matrix of probabilities that is kept whole
 TOP = 50
@@ -47,25 +45,21 @@ class Predictions:
         return out if self.probability is None else {**out, "probability": self.probability}
 
 
-def predict(module: LabelSetModule, x: Any, labels: LabelData, *, batch_size: int = 512, top: int = TOP) -> Predictions:
-    """Compute probabilities for rows of features, and keep those of the `top` best labels of each."""
-    n, device = len(labels), next(module.parameters()).device
-    n_labels, shard = module.network.n_labels, module.shard
-    keep = n * n_labels <= DENSE
-    most = min(top, n_labels)
-    module.eval()
+def predict(
+    model: TrainedModel, x: Any, labels: LabelData, *, batch_size: int | None = None, top: int = TOP
+) -> Predictions:
+    """Compute probabilities for rows of features, and keep those of the `top` best labels of each row."""
+    n, n_labels = len(labels), len(model.labels)
+    most, keep = min(top, n_labels), n * n_labels <= DENSE
     index, value, counts, whole = [], [], [], []
-    with torch.inference_mode():
-        for at in range(0, n, batch_size):
-            rows: Any = rows_to_input(x, np.arange(at, min(at + batch_size, n)))
-            rows = tuple(part.to(device) for part in rows) if isinstance(rows, tuple) else rows.to(device)
-            y, k = module.probabilities(rows)
-            places, best = y.topk(most, -1)[::-1] if shard is None else decode_top_k(y, most, shard=shard)
-            index.append(places.cpu())
-            value.append(best.float().cpu())
-            counts.append(k.float().cpu())
-            if keep:
-                whole.append(gather_classes(y.float(), n_labels, shard).cpu())
+    for batch in model.batches(x, batch_size):
+        places, best = model.best(batch, most)
+        index.append(places)
+        value.append(best)
+        counts.append(batch.k.float().cpu())
+        keep = keep and batch.index is None
+        if keep:
+            whole.append(model.whole(batch.probability.float()).cpu())
 
     def joined(parts: list[Tensor], *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.cat(parts).clone() if parts else torch.zeros(shape, dtype=dtype)
@@ -79,12 +73,21 @@ def predict(module: LabelSetModule, x: Any, labels: LabelData, *, batch_size: in
     )
 
 
-def gather_classes(value: Tensor, n_labels: int, shard: ClassShard | None) -> Tensor:
-    """Return ``(..., n_labels)`` on every process from the slices of ``ClassShard.split``."""
-    if shard is None:
-        return value
-    size = -(-n_labels // shard.ranks)
-    return gather(torch.nn.functional.pad(value, (0, size - value.shape[-1])), shard)[..., :n_labels]
+def top_metrics(top: Tensor, target: Tensor, at: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return precision, recall and nDCG at each k for each row, from its best classes; nan for a row without labels."""
+    hit = (top.unsqueeze(-1) == target.unsqueeze(-2)).any(-1).double()
+    count = (target >= 0).sum(-1).double()
+    none = torch.where(count > 0, 0.0, torch.nan)
+    discount = 1 / torch.arange(2, max(at) + 2, device=top.device, dtype=torch.float64).log2()
+    ideal = discount.cumsum(0)
+    out = {}
+    for k in at:
+        right = hit[:, :k].sum(-1)
+        out[f"precision@{k}"] = right / k + none
+        out[f"recall@{k}"] = right / count.clamp(min=1) + none
+        best = ideal[(count.clamp(1, k) - 1).long()]
+        out[f"ndcg@{k}"] = (hit[:, :k] * discount[: min(k, hit.shape[1])]).sum(-1) / best + none
+    return out
 
 
 def measure(found: Predictions, at: tuple[int, ...], *, resamples: int = 200, seed: int = 0) -> dict[str, Any]:
@@ -201,32 +204,28 @@ def notes(config: Config, part: str) -> list[str]:
     ]
 
 
-def evaluate(run: Any, data: LabelData, *, resamples: int = 200, shard_classes: bool = False) -> dict[str, Any]:
+def evaluate(run: Any, data: LabelData, *, resamples: int = 200) -> dict[str, Any]:
     """Measure a finished run on other rows.
 
     Args:
-        run: A folder, or a :class:`~lastlayer.train.RunFolder`.
+        run: A run folder, or a model that was loaded from one.
         data: Rows with labels; labels that the run does not know are dropped and counted in the result. It is an error
             if none is left.
-        resamples: Of the bootstrap.
-        shard_classes: Whether to split the labels over the processes of the default process group.
+        resamples: The number of bootstrap resamples.
 
     Returns:
         ``{"rows", "metrics", "labels", "unknown_labels", "unknown_names", "notes"}``, with the names of the five
         commonest unknown labels.
     """
-    from lastlayer.train.engine import load
-
-    model = load(run, shard_classes=shard_classes)
+    model = run if isinstance(run, TrainedModel) else load(run)
     known, unknown = data.with_labels(model.labels)
     names = list(data.unknown_labels(model.labels))[:5]
     if not len(known.indices):
         rows = f"all labels are unknown to the run: {', '.join(names)}" if names else "no row has a label"
         raise DataError(f"evaluate: `data` must have labels that the run knows; {rows}.")
     x = model.features(known)
-    found = predict(model.module, x, known)
-    at = model.module.resolved.at
-    out = measure(found, at, resamples=resamples, seed=model.config.seed)
+    found = predict(model, x, known)
+    out = measure(found, model.resolved.at, resamples=resamples, seed=model.config.seed)
     said = [*notes(model.config, "other"), model.features.note(model.features.unknown_rows(x), len(known))]
     return {
         **out,

@@ -1,4 +1,4 @@
-"""The networks of the trainer: linear or multi-layer, on dense rows or on sparse ones through an embedding bag."""
+"""The networks of the trainer: linear or with hidden layers, on dense rows or on sparse ones (an embedding bag)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ Input = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 class LabelSetNetwork(nn.Module):
-    """Map rows to logits, and to an expected number of labels if there is a count head.
+    """Map rows to logits.
 
     Args:
         n_features: The width of the input.
         n_labels: The number of labels.
-        hidden: The widths of hidden layers; none is a linear model.
+        hidden: The widths of the hidden layers; without any it is a linear model.
         dropout: The dropout after each hidden layer.
         sparse: Whether the input is sparse: ``(index, offsets, value)`` as in :class:`torch.nn.EmbeddingBag`.
-        count_head: Whether to predict the number of labels a row.
-        shard: This process's slice of the labels, where they are split over several: the outputs are those of the
-            slice, the hidden layers are alike on all. See :mod:`lastlayer.train.sharded`.
+        shard: This process's slice of the labels, if they are split over processes. The outputs are those of the
+            slice; the hidden layers are the same in all processes. See :mod:`lastlayer.train.sharded`.
 
     Example:
         >>> from lastlayer.train import LabelSetNetwork
-        >>> logits, count = LabelSetNetwork(8, 3, hidden=(4,))(torch.zeros(2, 8))
-        >>> logits.shape, count
-        (torch.Size([2, 3]), None)
+        >>> LabelSetNetwork(8, 3, hidden=(4,))(torch.zeros(2, 8)).shape
+        torch.Size([2, 3])
     """
 
     def __init__(
@@ -46,13 +44,12 @@ class LabelSetNetwork(nn.Module):
         hidden: Sequence[int] = (),
         dropout: float = 0.0,
         sparse: bool = False,
-        count_head: bool = False,
         shard: ClassShard | None = None,
     ) -> None:
         super().__init__()
         self.n_features, self.n_labels = n_features, n_labels
-        self.sparse, self.count_head, self.shard = sparse, count_head, shard
-        widths = [*hidden, n_labels + count_head]
+        self.sparse, self.shard = sparse, shard
+        widths = [*hidden, n_labels]
         if shard is not None and not hidden:
             widths = [shard.size]
         self.first: nn.Module
@@ -69,12 +66,12 @@ class LabelSetNetwork(nn.Module):
 
     @staticmethod
     def count_parameters(n_features: int, n_labels: int, hidden: Sequence[int]) -> int:
-        """The number of weights that such a network has, before it is made."""
+        """Return the number of weights of such a network before it is made."""
         widths = [n_features, *hidden, n_labels]
         return sum(a * b + b for a, b in pairwise(widths))
 
     def _start(self, linear: bool) -> None:
-        """A linear model starts at 0; a deeper one breaks symmetry at the scale of rows of unit length."""
+        """Start a linear model at 0; break the symmetry of a deeper one at the scale of rows of unit length."""
         weight = self.first.weight
         assert isinstance(weight, Tensor)
         if linear:
@@ -83,30 +80,25 @@ class LabelSetNetwork(nn.Module):
             nn.init.normal_(weight, std=0.3 if self.sparse else 1 / math.sqrt(self.n_features))
 
     def output_bias(self) -> nn.Parameter:
-        """The biases of the outputs: one a label, then that of the count."""
+        """Return the biases of the outputs, one per label."""
         last = self.rest[-1].bias if len(self.rest) else self.bias
         assert isinstance(last, nn.Parameter)
         return last
 
     def class_dims(self) -> dict[str, int]:
-        """The parameters with an entry for each label, and the dimension in which they have it."""
+        """Return the parameters that have one entry per label, and the dimension of these entries."""
         last = len(self.rest) - 1
         if last < 0:
             return {"first.weight": 1 if self.sparse else 0, "bias": 0}
         return {f"rest.{last}.weight": 0, f"rest.{last}.bias": 0}
 
-    def forward(self, rows: Input) -> tuple[Tensor, Tensor | None]:
-        """Return logits ``(rows, n_labels)`` and expected counts ``(rows,)`` or None."""
+    def forward(self, rows: Input) -> Tensor:
+        """Return logits ``(rows, n_labels)``."""
         x = self.before_output(rows)
-        if len(self.rest):
-            x = self.rest[-1](x)
-        if not self.count_head:
-            return x, None
-        # Strictly between 0 and n_labels, so that the projection always has a solution.
-        return x[:, :-1], self.n_labels * x[:, -1].float().sigmoid()
+        return self.rest[-1](x) if len(self.rest) else x
 
     def before_output(self, rows: Input) -> Tensor:
-        """Return the input of the output layer; of a linear model, its output."""
+        """Return the input of the output layer; for a linear model, its output."""
         if isinstance(rows, tuple):
             index, offsets, value = rows
             assert isinstance(self.first, nn.EmbeddingBag)
@@ -130,8 +122,8 @@ class LabelSetNetwork(nn.Module):
 class _Bag(torch.autograd.Function):
     """The sum of weighted embeddings on the CPU.
 
-    Its gradient is such a sum as well, over the rows of each feature in place of the features of each row. Autograd's
-    own takes seven times as long: it neither orders the pairs by feature nor works on them in blocks.
+    The gradient is a sum of the same form, over the rows of each feature instead of the features of each row. The
+    gradient of autograd takes seven times as long, since it neither sorts the pairs by feature nor works in blocks.
     """
 
     @staticmethod

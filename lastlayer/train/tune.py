@@ -16,7 +16,7 @@ from lastlayer.data import LabelData
 from lastlayer.runs import RunError, RunFolder, write_atomically
 from lastlayer.train.config import Config, load, make
 from lastlayer.train.engine import prepare, train
-from lastlayer.train.module import Resolved
+from lastlayer.train.resolved import Resolved
 
 
 def propose(config: Config, number: int, losses: Sequence[str], k: float, sparse: bool) -> Config:
@@ -76,7 +76,7 @@ def tune(
     _same_study(folder, asked)
     lines = []
     for number in range(trials):
-        trial = propose(config, number, losses or [config.loss], resolved.k or 1.0, sparse)
+        trial = propose(config, number, losses or [config.loss], resolved.k, sparse)
         trial = dataclasses.replace(trial, bootstrap=0)
         run = RunFolder(folder / f"trial_{number:03d}")
         if not run.is_done():

@@ -14,10 +14,11 @@ from tools import HUNG
 from train_tools import make_rows
 
 from lastlayer.cli import main
-from lastlayer.data import hide_labels
+from lastlayer.data import DataError, hide_labels
 from lastlayer.head import linear
-from lastlayer.train import Config, ConfigError, RunError, RunFolder, engine, sharded, train
-from lastlayer.train.module import LabelSetModule, Rows
+from lastlayer.train import Config, ConfigError, RunError, RunFolder, load, sharded, train
+from lastlayer.train.batches import Rows
+from lastlayer.train.module import LabelSetModule
 
 COMMON = ["--epochs=3", "--batch-size=32", "--bootstrap=20", "--quiet"]
 DEEP = [*COMMON, "--hidden=8", "--dropout=0.2", "--lr=0.02"]
@@ -105,7 +106,7 @@ def test_one_process_resumes_what_a_mesh_began(mesh_folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data_parallel": 2}, "`data_parallel` needs split classes"),
+        ({"data_parallel": 2}, "`data_parallel` needs sharded classes"),
         ({"data_parallel": 2, "shard_classes": True}, "must divide the number of processes, 1, got 2"),
     ],
 )
@@ -195,18 +196,18 @@ def test_loss_in_blocks_is_the_loss(tmp_path, monkeypatch, labels):
     blocks = train({"all": rows}, config, tmp_path / "blocks", shard_classes=True)
     assert len(used) == 2 * len(range(0, 43, 16))
     assert_same(blocks, plain)
-    model = engine.load(plain)
+    model = load(plain)
     batch = Rows(model.features(rows), rows.with_labels(model.labels)[0])[range(20)]
+    module = LabelSetModule(model.scorer.network, config, model.resolved, total_steps=1)
     with torch.no_grad():
-        loss, _ = model.module.loss(batch["input"], batch["target"])
-        torch.testing.assert_close(model.module.loss_in_blocks(batch["input"], batch["target"]), loss)
+        loss, _ = module.loss(batch["input"], batch["target"])
+        torch.testing.assert_close(module.loss_in_blocks(batch["input"], batch["target"]), loss)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "hill"}, "`loss` must be one of .*lml.* with split classes, got 'hill'"),
-        ({"k": "predicted"}, "`k` must be a number or auto"),
+        ({"loss": "hill"}, "`loss` must be one of .*lml.* with sharded classes, got 'hill'"),
         ({"devices": 2}, "`devices` must be 1 .* torchrun"),
         ({"precision": "16"}, "`precision` must be 32 or bf16"),
     ],
@@ -221,9 +222,11 @@ def test_each_process_needs_a_label(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 5)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 4)
-    assert sharded.split(9).size == 1  # 2, 2, 2, 2, 1
+    placement = sharded.ShardedPlacement()
+    placement.place(9)
+    assert placement.shard.size == 1  # 2, 2, 2, 2, 1
     with pytest.raises(ConfigError, match="7 labels leave none for the last of 5 processes"):
-        sharded.split(7)  # 2, 2, 2, 1, 0
+        placement.place(7)  # 2, 2, 2, 1, 0
 
 
 def test_an_unsplit_run_is_not_resumed_split(tmp_path):
@@ -237,3 +240,32 @@ def test_an_unsplit_run_is_not_resumed_split(tmp_path):
 def test_plan_is_a_command(capsys):
     assert main(["plan", "--labels=1e6", "--features=512", "--rows=1024", "--devices=2"]) == 0
     assert "classes per device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (make_rows(20), None),
+        (make_rows(20, seed=1), r"rank 1 was given other train rows than rank 0 \(20 rows and 20 rows\)"),
+        (make_rows(19), r"rank 1 was given other train rows than rank 0 \(19 rows and 20 rows\)"),
+    ],
+)
+def test_ranks_with_other_rows_are_told(monkeypatch, rows, message):
+    def told(data):
+        return {"parts": {"train": {"rows": len(data), "fingerprint": data.fingerprint()}}}
+
+    def gather(found, mine, group=None):
+        theirs = told(rows)["parts"]["train"]
+        found[:] = [mine, {"train": (theirs["rows"], theirs["fingerprint"])}]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(sharded.sharding, "_answered", lambda function, *a, **b: function(*a, **b))
+    placement = sharded.ShardedPlacement()
+    if message is None:
+        placement.compare(told(make_rows(20)))
+        return
+    with pytest.raises(DataError, match=message):
+        placement.compare(told(make_rows(20)))

@@ -6,7 +6,7 @@ import scipy.sparse as sp
 import torch
 
 from lastlayer.train import LabelSetNetwork
-from lastlayer.train.module import rows_to_input
+from lastlayer.train.batches import rows_to_input
 
 
 def network(dtype=torch.float64):
@@ -32,7 +32,7 @@ def test_gradcheck():
 
     def logits(weight):
         state = {**dict(made.named_parameters()), "first.weight": weight}
-        return torch.func.functional_call(made, state, ((index, offsets, value),))[0]
+        return torch.func.functional_call(made, state, ((index, offsets, value),))
 
     assert torch.autograd.gradcheck(logits, made.first.weight.detach().clone().requires_grad_())
 
@@ -41,5 +41,5 @@ def test_a_feature_twice_in_a_row_counts_twice():
     made = network()
     twice = (torch.tensor([1, 1]), torch.tensor([0]), torch.tensor([1.0, 2.0]))
     once = (torch.tensor([1]), torch.tensor([0]), torch.tensor([3.0]))
-    grads = [torch.autograd.grad(made(rows)[0].sum(), made.first.weight)[0] for rows in (twice, once)]
+    grads = [torch.autograd.grad(made(rows).sum(), made.first.weight)[0] for rows in (twice, once)]
     torch.testing.assert_close(*grads)

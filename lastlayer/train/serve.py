@@ -1,0 +1,299 @@
+"""Trained models without the trainer: load a run, and get scores, probabilities and label sets for new rows.
+
+The config of a run names the kind of its model (``model``). Each kind is a module with ``load(run, ...)`` that returns
+a :class:`Scorer`. Everything else (features, probabilities, label sets, metrics) is shared. Nothing here imports
+Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lastlayer.data import DataError, LabelData
+from lastlayer.runs import RunFolder
+from lastlayer.runs.files import RunError, damaged
+from lastlayer.runs.folder import finished
+from lastlayer.shard import ClassShard, gather, reduce
+from lastlayer.train.config import Config, make
+from lastlayer.train.count import CountModel
+from lastlayer.train.features import FeatureMap
+from lastlayer.train.placement import Placement
+from lastlayer.train.resolved import Resolved
+
+KINDS = {"network": "lastlayer.train.network_scorer"}  # the module of each kind of model
+
+
+class Scores(NamedTuple):
+    """The scores of rows: for all labels, or for the best labels of each row.
+
+    Args:
+        logits: ``(rows, n_labels)``; or ``(rows, m)``, best first, if `index` is given.
+        index: None, or the labels that the logits belong to, ``(rows, m)`` int64, padded with -1 (logit ``-inf``).
+    """
+
+    logits: Tensor
+    index: Tensor | None = None  # type: ignore[assignment]  # over tuple.index, which nobody needs here
+
+
+class Scorer(Protocol):
+    """One kind of trained model."""
+
+    def scores(self, x: Any) -> Scores:
+        """Score rows of features: a float32 array or CSR matrix, as the feature map of the run returns them."""
+
+    def to(self, device: str | torch.device) -> None:
+        """Move the model to a device; `scores` returns tensors there."""
+
+    def save(self, run: RunFolder) -> None:
+        """Write the model's files to a run folder."""
+
+
+def probabilities(
+    logits: Tensor, resolved: Resolved, count: Tensor | None = None, *, shard: ClassShard | None = None
+) -> tuple[Tensor, Tensor]:
+    """Turn logits into probabilities.
+
+    Args:
+        logits: ``(rows, n_labels)``.
+        resolved: The rule, k and the temperature of the run.
+        count: The number of labels of each row, where it is predicted.
+        shard: This process's slice of the labels.
+
+    Returns:
+        The probabilities, and the expected number of labels of each row.
+    """
+    from lastlayer.project.lml import lml
+
+    logits = logits / resolved.temperature if resolved.temperature != 1 else logits
+    if resolved.probability == "sigmoid":
+        y = logits.sigmoid()
+        return y, reduce(y, "sum", shard).squeeze(-1) if count is None else count
+    k = logits.new_full(logits.shape[:1], resolved.k) if count is None else count
+    return lml(logits, k, shard=shard, impl="torch" if torch.compiler.is_compiling() else "auto"), k
+
+
+class Batch(NamedTuple):
+    """The predictions for some rows."""
+
+    logits: Tensor  # (rows, n_labels), or (rows, m)
+    probability: Tensor  # likewise
+    k: Tensor  # (rows,), the expected number of labels
+    index: Tensor | None  # type: ignore[assignment]  # (rows, m), the labels of lists
+
+
+@dataclass
+class TrainedModel:
+    """A trained model: what :func:`lastlayer.load` returns.
+
+    Rows are given as a list of texts, a NumPy array or CSR matrix of features, or :class:`~lastlayer.data.LabelData`,
+    and must be of the kind that the model was trained on. Any number of rows may be given; they are scored in batches.
+
+    Attributes:
+        labels: The names of the labels, in the order of the columns of `predict_proba`.
+        thresholds: One probability per label, from which the label is best predicted: the one with the best F1 on the
+            held-out rows of the run. None where the run stored none; nan for a label that no held-out row has.
+        config: The settings of the run.
+    """
+
+    scorer: Scorer
+    features: FeatureMap
+    labels: Sequence[str]
+    config: Config
+    resolved: Resolved
+    reader: dict[str, Any]  # how the training rows were read
+    count: CountModel | None = None
+    thresholds: np.ndarray | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    shard: ClassShard | None = None
+    batch_size: int = 512
+
+    def predict(self, rows: Any, *, k: int | None = None, threshold: float | None = None) -> list[list[str]]:
+        """Return the label set of each row, best label first.
+
+        Args:
+            rows: The rows.
+            k: The number of labels per row. By default it is the number that the run expects, at least 1.
+            threshold: Instead of `k`: every label whose probability is at least this.
+        """
+        found = self.predict_pairs(rows, k=k, threshold=threshold)
+        return [[name for name, _ in row] for row in found]
+
+    def predict_pairs(
+        self, rows: Any, *, k: int | None = None, threshold: float | None = None
+    ) -> Iterator[list[tuple[str, float]]]:
+        """Return the labels of each row with their probabilities, best first; the arguments are those of `predict`."""
+        return self.pairs(self.matrix(rows), k=k, threshold=threshold)
+
+    def pairs(
+        self, x: Any, *, k: int | None = None, threshold: float | None = None
+    ) -> Iterator[list[tuple[str, float]]]:
+        """Yield what `predict_pairs` does, for rows of features as `matrix` returns them."""
+        if k is not None and k < 1:
+            raise ValueError(f"predict: `k` must be at least 1, got {k}.")
+        for batch in self.batches(x):
+            index, value = self.best(batch, self._width(batch, k, threshold))
+            sizes = self._sizes(batch.k, value, k, threshold)
+            for labels, values, size in zip(index.tolist(), value.tolist(), sizes, strict=True):
+                found = zip(labels[:size], values[:size], strict=True)
+                yield [(self.labels[label], p) for label, p in found if label >= 0]
+
+    def predict_proba(self, rows: Any) -> np.ndarray:
+        """Return the probability of each label, ``(rows, n_labels)`` float32; 0 for labels that were not scored."""
+        return self._dense(rows, "probability", 0.0)
+
+    def decision_function(self, rows: Any) -> np.ndarray:
+        """Return the logit of each label, ``(rows, n_labels)`` float32; ``-inf`` for labels that were not scored."""
+        return self._dense(rows, "logits", -np.inf)
+
+    def to(self, device: str | torch.device) -> TrainedModel:
+        """Move the model to a device; returns itself."""
+        self.device = torch.device(device)
+        self.scorer.to(self.device)
+        return self
+
+    def matrix(self, rows: Any) -> Any:
+        """Return the features of rows, a float32 array or CSR matrix."""
+        if not isinstance(rows, LabelData):
+            rows = _table(rows)
+        return self.features(rows) if len(rows) else np.zeros((0, self.features.n_features), np.float32)
+
+    def batches(self, x: Any, size: int | None = None) -> Iterator[Batch]:
+        """Yield the predictions for rows of features, `size` rows at a time."""
+        size = size or self.batch_size
+        for at in range(0, x.shape[0], size):
+            part = x[at : at + size]
+            with torch.inference_mode():
+                logits, index = self.scorer.scores(part)
+                logits = logits.float()
+                count = None
+                if self.count is not None:
+                    count = torch.from_numpy(self.count(part)).to(logits)
+                y, k = probabilities(logits, self.resolved, count, shard=self.shard)
+                yield Batch(logits, y, k, index)
+
+    def best(self, batch: Batch, most: int) -> tuple[Tensor, Tensor]:
+        """Return the labels of the `most` largest probabilities of each row, best first, and these, on the CPU."""
+        from lastlayer.decode.top_k import decode_top_k
+
+        most = min(most, len(self.labels))
+        if batch.index is not None:
+            return batch.index[:, :most].cpu(), batch.probability[:, :most].float().cpu()
+        index, value = decode_top_k(batch.probability, most, shard=self.shard)
+        return index.cpu(), value.float().cpu()
+
+    def whole(self, value: Tensor) -> Tensor:
+        """Return ``(rows, n_labels)`` in every process from the slices of sharded labels."""
+        if self.shard is None:
+            return value
+        n = len(self.labels)
+        size = -(-n // self.shard.ranks)
+        return gather(torch.nn.functional.pad(value, (0, size - value.shape[-1])), self.shard)[..., :n]
+
+    def _width(self, batch: Batch, k: int | None, threshold: float | None) -> int:
+        """How many labels of each row are needed at most."""
+        if k is not None:
+            return k
+        if threshold is None:
+            return max(int(batch.k.round().max()), 1)
+        if self.shard is None:
+            return max(int((batch.probability >= threshold).sum(-1).max()), 1)
+        return len(self.labels)
+
+    @staticmethod
+    def _sizes(expected: Tensor, value: Tensor, k: int | None, threshold: float | None) -> list[int]:
+        if threshold is not None:
+            sizes = (value >= threshold).sum(-1)
+            return (sizes if k is None else sizes.clamp(max=k)).tolist()
+        return [k] * len(value) if k is not None else expected.round().clamp(min=1).int().tolist()
+
+    def _dense(self, rows: Any, name: str, rest: float) -> np.ndarray:
+        x = self.matrix(rows)
+        out = np.full((x.shape[0], len(self.labels)), rest, np.float32)
+        at = 0
+        for batch in self.batches(x):
+            value = getattr(batch, name).float()
+            part = out[at : at + len(value)]
+            at += len(value)
+            if batch.index is None:
+                part[:] = self.whole(value).cpu().numpy()
+                continue
+            row, column = (batch.index >= 0).nonzero(as_tuple=True)
+            part[row.cpu().numpy(), batch.index[row, column].cpu().numpy()] = value[row, column].cpu().numpy()
+        return out
+
+
+def load(
+    run: str | Path | RunFolder, *, device: str | torch.device = "cpu", placement: Placement | None = None
+) -> TrainedModel:
+    """Load a finished run for prediction.
+
+    Args:
+        run: The run folder.
+        device: Where to compute.
+        placement: Where the labels are; by default all of them are in this process.
+
+    Returns:
+        The model: ``predict``, ``predict_proba``, ``decision_function``, ``labels`` and ``thresholds``.
+
+    Example:
+        >>> import lastlayer as ll
+        >>> model = ll.load("run")  # doctest: +SKIP
+        >>> model.predict(["a text", "another text"])  # doctest: +SKIP
+        [['label', 'another label'], ['label']]
+    """
+    run = finished(run.path if isinstance(run, RunFolder) else run)
+    config = make(run.config(), str(run / "config.yaml"))
+    about, labels = run.read_json("data.json"), run.labels()
+    try:
+        features = FeatureMap(run.read_json("features.json"))
+        resolved = Resolved.of_run(about["resolved"], config)
+        reader = about["parts"]["train"]["source"]
+    except DataError as error:
+        raise RunError(f"{run.path}/{error}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(run / "data.json", error) from None
+    placement = placement or Placement()
+    placement.place(len(labels))
+    kind = importlib.import_module(KINDS[config.model])
+    model = TrainedModel(
+        scorer=kind.load(run, config, features, len(labels), placement),
+        features=features,
+        labels=labels,
+        config=config,
+        resolved=resolved,
+        reader=reader,
+        count=CountModel.load(run) if resolved.k_per_row else None,
+        thresholds=_thresholds(run),
+        shard=placement.shard,
+    )
+    return model if torch.device(device).type == "cpu" else model.to(device)
+
+
+def _thresholds(run: RunFolder) -> np.ndarray | None:
+    found = run.metrics().get("labels") or {}
+    if not found.get("threshold"):
+        return None
+    return np.array([np.nan if t is None else t for t in found["threshold"]], dtype=np.float32)
+
+
+def _table(rows: Any) -> LabelData:
+    """Return texts or features as rows without labels."""
+    if isinstance(rows, str):
+        raise TypeError("predict: `rows` must be a list of texts, got one text. Write [text].")
+    texts = isinstance(rows, list | tuple) and all(isinstance(row, str) for row in rows)
+    if not texts and not hasattr(rows, "shape"):
+        rows = np.asarray(rows, dtype=np.float32)
+    if not texts and len(rows.shape) != 2:
+        raise ValueError(f"predict: `rows` must be texts or have shape (rows, features), got {tuple(rows.shape)}.")
+    n = len(rows) if texts else rows.shape[0]
+    zeros = np.zeros(n + 1, np.int64)
+    features = None if texts else rows.tocsr() if hasattr(rows, "tocsr") else np.asarray(rows, dtype=np.float32)
+    return LabelData(list(rows) if texts else None, features, zeros, zeros[:0], [])

@@ -1,0 +1,145 @@
+"""Loaded runs: label sets, probabilities and logits of new rows, without the trainer."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from train_tools import make_rows
+
+import lastlayer as ll
+from lastlayer.data import LabelData
+from lastlayer.runs import RunError
+from lastlayer.train import Config, train
+from lastlayer.train.export import export
+from lastlayer.train.serve import Batch, Scores
+
+FAST = {"epochs": 6, "batch_size": 32, "bootstrap": 0}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train({"all": make_rows(300)}, Config(**FAST), tmp_path_factory.mktemp("run") / "a")
+
+
+def test_texts_lists_and_tables_are_rows(run):
+    model, rows = ll.load(run.path), make_rows(40, seed=4)
+    y = model.predict_proba(rows.texts)
+    assert y.shape == (40, 6)
+    np.testing.assert_array_equal(y, model.predict_proba(rows))
+    logits = torch.from_numpy(model.decision_function(rows.texts))
+    np.testing.assert_allclose(y, ll.lml(logits, model.resolved.k), atol=1e-6)
+    order = (-y).argsort(1, kind="stable")
+    assert model.predict(rows.texts, k=2) == [[model.labels[j] for j in row[:2]] for row in order]
+    size = round(model.resolved.k)
+    assert model.predict(rows.texts) == [[model.labels[j] for j in row[:size]] for row in order]
+    for threshold in (0.01, 0.5, 0.999):
+        expected = [[model.labels[j] for j in row if p[j] >= threshold] for row, p in zip(order, y, strict=True)]
+        assert model.predict(rows.texts, threshold=threshold) == expected
+    assert model.thresholds.shape == (6,)
+    assert model.predict([]) == []
+
+
+def test_batches_do_not_change_the_result(run):
+    model, texts = ll.load(run.path), make_rows(30, seed=4).texts
+    whole = model.predict_proba(texts)
+    model.batch_size = 7
+    np.testing.assert_allclose(model.predict_proba(texts), whole, atol=1e-6)
+
+
+def test_features_are_rows(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 5)).astype(np.float32)
+    lists = [[str(j) for j in range(5) if row[j] > 0] for row in x]
+    for name, features in (("dense", x), ("sparse", sp.csr_matrix(np.maximum(x, 0)))):
+        train({"all": LabelData.from_lists(lists, features=features)}, Config(**FAST), tmp_path / name)
+        model = ll.load(tmp_path / name)
+        assert model.predict_proba(features[:9]).shape == (9, 5)
+    with pytest.raises(ValueError, match=r"must be texts or have shape \(rows, features\), got \(5,\)"):
+        model.predict(x[0])
+    with pytest.raises(ValueError, match="was trained on features, the rows are texts"):
+        model.predict(["a text"])
+
+
+def test_messages(run):
+    model = ll.load(run.path)
+    with pytest.raises(TypeError, match="must be a list of texts, got one text"):
+        model.predict("one text")
+    with pytest.raises(ValueError, match="`k` must be at least 1, got 0"):
+        model.predict(["a"], k=0)
+    with pytest.raises(RunError, match="must be the folder of a finished run, and is not there"):
+        ll.load("no/such/run")
+
+
+def test_loading_and_predicting_import_no_lightning(run):
+    code = (
+        f"import sys, lastlayer as ll; ll.load({str(run.path)!r}).predict(['word1 word2']); "
+        "print([m for m in ('pytorch_lightning', 'torchmetrics') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("probability", ["auto", "sigmoid"])
+def test_the_temperature_of_the_loss_is_that_of_the_probabilities(tmp_path, probability):
+    config = Config(**FAST, loss_options="temperature=3", probability=probability)
+    run, rows = train({"all": make_rows(200)}, config, tmp_path / "run"), make_rows(20, seed=2)
+    model = ll.load(run.path)
+    logits = torch.from_numpy(model.decision_function(rows)) / 3
+    expected = logits.sigmoid() if probability == "sigmoid" else ll.lml(logits, model.resolved.k)
+    np.testing.assert_allclose(model.predict_proba(rows), expected, atol=1e-6)
+    stored = torch.from_numpy(run.predictions()["probability"])
+    assert (stored - torch.from_numpy(model.predict_proba(rows))[:1]).abs().max() > 0
+    export(run.path, tmp_path / "model.pt2", "torch")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    found = program(torch.from_numpy(model.matrix(rows).toarray()))[1]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_predicted_counts_do_not_touch_the_order(tmp_path):
+    rows, other = make_rows(400), make_rows(200, seed=3)
+    runs = [train({"all": rows}, Config(**FAST, k=k), tmp_path / k) for k in ("auto", "predicted")]
+    fixed, counted = (ll.load(run.path) for run in runs)
+    np.testing.assert_array_equal(fixed.decision_function(other), counted.decision_function(other))
+    counts = counted.predict_proba(other).sum(1)
+    true = other.row_counts()
+    assert np.abs(counts - true).mean() < 0.7 * np.abs(fixed.resolved.k - true).mean()
+    assert {len(labels) for labels in counted.predict(other)} > {2}
+    np.testing.assert_allclose(counts, counted.count(counted.matrix(other)), rtol=1e-5)
+    export(runs[1].path, tmp_path / "model.pt2", "torch")
+    found = torch.export.load(tmp_path / "model.pt2").module()(torch.from_numpy(counted.matrix(other).toarray()))[1]
+    np.testing.assert_allclose(found.detach(), counted.predict_proba(other), atol=1e-5)
+    (runs[1] / "count.safetensors").unlink()
+    with pytest.raises(RunError, match=r"trained by version 0\.1 with `k: predicted`"):
+        ll.load(runs[1].path)
+
+
+class Lists:
+    """A kind of model that scores only the two best of six labels."""
+
+    def scores(self, x):
+        rows = torch.arange(x.shape[0])
+        index = torch.stack([rows % 6, torch.where(rows % 2 == 0, (rows + 1) % 6, -1)], 1)
+        return Scores(torch.where(index >= 0, torch.tensor([1.0, -1.0]), -torch.inf), index)
+
+    def to(self, device):
+        pass
+
+
+def test_a_kind_of_model_may_score_the_best_labels_only(run):
+    model = ll.load(run.path)
+    model.scorer, model.resolved = Lists(), type(model.resolved)(**{**vars(model.resolved), "probability": "sigmoid"})
+    texts = make_rows(4, seed=1).texts
+    assert isinstance(next(model.batches(model.matrix(texts))), Batch)
+    assert model.predict(texts, k=2) == [["label0", "label1"], ["label1"], ["label2", "label3"], ["label3"]]
+    y = model.predict_proba(texts)
+    assert y[1].tolist() == pytest.approx([0, torch.tensor(1.0).sigmoid().item(), 0, 0, 0, 0])
+    assert np.isneginf(model.decision_function(texts)).sum() == 4 * 6 - 6
+    from lastlayer.train.measure import measure, predict
+
+    rows = make_rows(4, seed=1).with_labels(model.labels)[0]
+    found = predict(model, model.features(rows), rows)
+    assert found.probability is None
+    assert measure(found, (1, 2))["rows"] == 4
