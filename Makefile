@@ -2,18 +2,29 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+# What pip is given to install torch, where its default build is not wanted: a wheel, or "torch --index-url ADDRESS".
+TORCH ?=
+# The versions of Triton to which the kernels are held, beside the one that is installed with everything else.
+TRITONS ?= 3.6.0 3.7.1
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all check docs bench sanitize clean
+.PHONY: demo test test-all test-triton check docs bench sanitize clean
 
 demo: $(VENV)/.demo  ## the main job on data that ships with the package
 	$(BIN)/python -m lastlayer demo
 
 test: $(VENV)/.dev  ## the tests and doctests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST)
 
 test-all: $(VENV)/.dev  ## the longer tests, which `make test` leaves out
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
+	$(PYTEST) -m "slow and not kernels"
+
+test-triton: $(VENV)/.dev $(TRITONS:%=$(VENV)/triton/%)  ## all tests of the GPU kernels in Triton's interpreter, per version
+	TRITON_INTERPRET=1 $(PYTEST) -m kernels tests/_triton tests/head
+	for version in $(TRITONS); do \
+		PYTHONPATH=$(VENV)/triton/$$version TRITON_INTERPRET=1 $(PYTEST) -m kernels tests/_triton tests/head || exit 1; \
+	done
 
 check: $(VENV)/.dev  ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -37,13 +48,21 @@ sanitize:  ## the C code under the address and undefined-behaviour sanitizers
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(if $(TORCH),$(INSTALL) $(TORCH))
+	touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
 	$(INSTALL) -e ".[train,report]"
 	touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.torch
 	$(INSTALL) -e ".[dev]"
 	touch $@ $(VENV)/.demo
+
+$(VENV)/triton/%: | $(BIN)/python  # the interpreter of Triton 3.6 needs an older numpy
+	$(INSTALL) --no-deps --target $@.part triton==$* "numpy<2.4"
+	mv $@.part $@
 
 clean:
 	rm -rf $(VENV) build docs/_build *.egg-info

@@ -1,5 +1,8 @@
 """What several test files share."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,3 +21,8 @@ def assert_as_accurate(actual: Tensor, plain: Tensor, exact: Tensor, slack: floa
     allowed = slack * (plain.double() - exact).abs().max().item()
     allowed += 2 * torch.finfo(actual.dtype).eps * exact.abs().max().item()
     assert error <= allowed, f"error {error:.2e} to float64, allowed {allowed:.2e}"
+
+
+def slow(*values: Any) -> Any:
+    """Values of parameters whose cases `make test` leaves out, and `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)

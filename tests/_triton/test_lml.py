@@ -13,9 +13,13 @@ from lastlayer.loss.lml import lml_loss
 from lastlayer.project.lml import lml, lml_threshold, log_lml
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU, or TRITON_INTERPRET=1 (see test_interpreter.py)"
-)
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(
+        not (INTERPRETED or DEVICE.type == "cuda"),
+        reason="needs a GPU, or TRITON_INTERPRET=1 (see test_interpreter.py)",
+    ),
+]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

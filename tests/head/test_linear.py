@@ -1,13 +1,9 @@
-import importlib.util
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tools import DEVICE, HUNG, assert_as_accurate
+from tools import DEVICE, assert_as_accurate, slow
 
 from lastlayer import ShardedLinear, linear_lml_loss, lml_loss
 from lastlayer.head import linear
@@ -62,7 +58,7 @@ def test_is_the_loss_of_the_logits(n, k, scale, gap):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("k", [5, 1500])
+@pytest.mark.parametrize("k", [pytest.param(5, marks=pytest.mark.kernels), 1500])
 def test_is_as_accurate_as_the_loss_of_the_logits(dtype, k):
     arguments = problem(3000, dtype=dtype)
     exact = results(whole, *(t.double() if t.is_floating_point() else t for t in arguments), k)
@@ -133,9 +129,10 @@ def test_autocast_computes_as_linear_does():
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("shape", [(1, 1), (3, 3000), (6, 1030)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rho", [slow(0.0), 0.3, slow(1.0)])
 def test_kernels_are_plain(shape, dtype, rho):
     """On a GPU, or with TRITON_INTERPRET=1."""
     rows, n = shape
@@ -189,8 +186,9 @@ def scanned(limit, room):
     return layer, scan
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("limit", "room"), [(4, 2000), (4, 15), (1000, 2000)])
-@pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rho", [slow(0.0), 0.3, slow(1.0)])
 @pytest.mark.parametrize("k", [0, 3, 2000, "rows"])
 def test_search_by_kernels_is_plain(k, rho, limit, room, monkeypatch):
     """On a GPU, or with TRITON_INTERPRET=1."""
@@ -211,6 +209,7 @@ def test_search_by_kernels_is_plain(k, rho, limit, room, monkeypatch):
         torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 37, 2048])
 def test_floors_by_kernels_are_order_statistics(n, dtype):
@@ -225,7 +224,8 @@ def test_floors_by_kernels_are_order_statistics(n, dtype):
         assert torch.equal(kernels.floors(x, rank), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
 def test_options_by_kernels_are_as_accurate(dtype):
     """On a GPU, or with TRITON_INTERPRET=1."""
     features, weight, bias, target = problem(1500, dtype=dtype)
@@ -243,6 +243,7 @@ def test_options_by_kernels_are_as_accurate(dtype):
         assert_as_accurate(actual, plain, exact)
 
 
+@pytest.mark.kernels
 def test_every_class_asked_for_and_every_label_seen_by_kernels():
     features, weight, bias, _ = problem(600, dtype=torch.float32)
     bias[9] = -torch.inf
@@ -256,6 +257,7 @@ def test_every_class_asked_for_and_every_label_seen_by_kernels():
     assert found[0].tolist() == [0, torch.inf, torch.inf, torch.inf, torch.inf, 0, 0]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("observed", [0.0, 0.3])
 def test_broken_rows_by_kernels(observed):
     """A row that is nan says so, with a label or not, and has no gradient where nobody asks for it."""
@@ -270,7 +272,8 @@ def test_broken_rows_by_kernels(observed):
     torch.testing.assert_close(*found, equal_nan=True)
 
 
-@pytest.mark.parametrize("negatives", [None, 300])
+@pytest.mark.kernels
+@pytest.mark.parametrize("negatives", [slow(None), 300])
 def test_the_default_dtype_does_not_show_by_kernels(negatives):
     features, weight, bias, target = problem(1500, dtype=torch.float32)
     options = {"bias": bias, "observed": 0.3, "negatives": negatives}
@@ -283,18 +286,6 @@ def test_the_default_dtype_does_not_show_by_kernels(negatives):
         finally:
             torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(*found)
-
-
-def test_kernels_in_the_interpreter():
-    """In a process of its own, since Triton decides at its import."""
-    if DEVICE.type == "cuda" or importlib.util.find_spec("triton") is None:
-        pytest.skip("there is a GPU, or no triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", __file__]
-    command += ["-k", "by_kernels or kernels_are or (accurate and 5-)"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "skipped" not in done.stdout
 
 
 @pytest.mark.parametrize("terms", [8, 16])
