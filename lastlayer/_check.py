@@ -129,6 +129,11 @@ def work_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def autocast(device: torch.device) -> bool:
+    """Whether autocast is on for a device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def reduced(op: str, loss: Tensor, reduction: Reduction, counts: Tensor | None = None) -> Tensor:
     """Reduce a loss a row; the mean is over the rows where `counts` is true, and 0 where there is none."""
     choice(op, "reduction", reduction, ("none", "mean", "sum"))
@@ -225,11 +230,20 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None,
     return Labels(_distinct(index), None, n)
 
 
+def readable(x: Tensor) -> bool:
+    """Whether reading a value costs nothing and fixes nothing: a plain CPU tensor, and no trace, mode or transform."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
 def below(op: str, name: str, index: Tensor, n: int, rule: str, advice: str) -> None:
     """Check that indices are below `n` where reading them costs nothing: on the CPU, outside of traces."""
-    if index.device.type != "cpu" or type(index) is not Tensor or index.numel() == 0:
-        return
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if index.numel() == 0 or not readable(index):
         return
     largest = int(index.max())
     if largest >= n:

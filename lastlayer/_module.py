@@ -1,4 +1,4 @@
-"""The Module form of a function: it stores the arguments and calls the function."""
+"""The Module form of a function: it stores the options and calls the function."""
 
 from __future__ import annotations
 
@@ -9,9 +9,24 @@ from torch import Tensor, nn
 
 
 class FunctionModule(nn.Module):
-    """A Module whose ``forward`` is ``function(*inputs, **options)``; tensors among the options become buffers.
+    """A Module that stores the options of a function and calls it.
 
-    Keywords of a call, such as the mask of a batch, come on top of the options.
+    A subclass names the function, takes the options in ``__init__``, and declares ``forward`` with the arguments that
+    change from call to call and their types::
+
+        class LML(FunctionModule):
+            function = staticmethod(lml)
+
+            def __init__(self, k: float | Tensor, *, dim: int = -1) -> None:
+                super().__init__(k=k, dim=dim)
+
+            def forward(self, logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
+                out: Tensor = self._call(logits, mask=mask)
+                return out
+
+    Tensors among the options become buffers: they move with the Module from device to device and are saved with it.
+    They are arguments, not activations, so ``module.bfloat16()`` leaves their dtype as it is: 257 stays 257. A
+    ``Parameter`` is cast like any other.
     """
 
     function: ClassVar[Callable[..., Any]]
@@ -25,11 +40,21 @@ class FunctionModule(nn.Module):
             else:
                 setattr(self, name, value)
 
-    def _call(self, *inputs: Tensor, **more: Any) -> Any:
+    def _call(self, *inputs: Any, **more: Any) -> Any:
+        """Call the function on inputs, with the options and what a call adds to them."""
         options = {name: getattr(self, name) for name in self._options} | more
         return type(self).function(*inputs, **options)
 
-    forward: Callable[..., Any] = _call  # a class may declare its own, with a signature, and hand it on to `_call`
+    forward: Callable[..., Any] = _call  # for a subclass that declares none
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = {name: self._buffers[name] for name in self._options if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, value in before.items():
+            moved = self._buffers[name]
+            if value is not None and moved is not None and moved.dtype != value.dtype:
+                self._buffers[name] = value.to(moved.device)
+        return self
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)

@@ -1,4 +1,4 @@
-"""The compiled `lml` and `lml_loss`: the return values of the plain versions, rows on as many threads as torch uses."""
+"""The compiled `lml` and `lml_loss`: the return values of the plain versions, on as many threads as torch uses."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _DENSE = {
 
 
 def forward(
-    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str
+    logits: Tensor, k: Tensor | float, mask: Tensor | None, temperature: float, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(out, center, delta)`` as `project.lml._plain` does."""
+    """Return ``(out, center, delta)`` as `project.lml._plain` does; `k` may be one number."""
     logits = logits.contiguous()
-    center, delta = _rows(logits), _rows(logits)
+    center = logits.new_empty((*logits.shape[:-1], 1))
+    delta = torch.empty_like(center)
     out = logits.new_empty(0) if kind == "nu" else torch.empty_like(logits)
     _run(_FORWARD, logits, mask, temperature, k=k, kind=_KINDS[kind], out=out, center=center, delta=delta)
     return out, center, delta
@@ -49,7 +50,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits and k as `project.lml._plain_backward` does."""
     logits = logits.contiguous()
-    grad_logits, grad_k = torch.empty_like(logits), _rows(logits)
+    grad_logits, grad_k = torch.empty_like(logits), torch.empty_like(center)
     _run(
         _BACKWARD,
         logits,
@@ -68,20 +69,21 @@ def backward(
 
 def loss_forward(
     logits: Tensor,
-    k: Tensor,
+    k: Tensor | float,
     mask: Tensor | None,
     temperature: float,
     observed: float,
     index: Tensor | None,
     dense: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return ``(loss, center, delta, log_mass, pull)``: the loss a row, and what the backward needs of it.
+    """Return ``(loss, center, delta, log_mass, pull)``: one loss per row, and what the backward pass needs.
 
     `log_mass` is the logarithm of ``sum h``, ``h = y (1 - y)``, and `pull` the sum of the derivatives of the loss in
     ``x + nu``.
     """
     logits = logits.contiguous()
-    center, delta, log_mass, pull = (_rows(logits) for _ in range(4))
+    center = logits.new_empty((*logits.shape[:-1], 1))
+    delta, log_mass, pull = torch.empty_like(center), torch.empty_like(center), torch.empty_like(center)
     loss = logits.new_empty(logits.shape[:-1])
     _run(
         _LOSS_FORWARD,
@@ -114,9 +116,9 @@ def loss_backward(
     pull: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of logits and k, for an upstream gradient a row."""
+    """Return the gradients of logits and k, for one upstream gradient per row."""
     logits = logits.contiguous()
-    grad_logits, grad_k = torch.empty_like(logits), _rows(logits)
+    grad_logits, grad_k = torch.empty_like(logits), torch.empty_like(center)
     _run(
         _LOSS_BACKWARD,
         logits,
@@ -136,24 +138,30 @@ def loss_backward(
     return grad_logits, grad_k
 
 
-def _rows(logits: Tensor) -> Tensor:
-    return logits.new_empty((*logits.shape[:-1], 1))
-
-
-def _run(operation: int, logits: Tensor, mask: Tensor | None, temperature: float, **arguments: Any) -> None:
+def _run(
+    operation: int, logits: Tensor, mask: Tensor | None, temperature: float, *, k: Any = None, **arguments: Any
+) -> None:
     """Fill in the call and run it; tensors among the arguments are handed over by their address."""
-    if logits.numel() == 0 and logits.shape[:-1].numel() == 0:
+    rows, n = logits.shape[:-1].numel(), logits.shape[-1]
+    if rows == 0:
         return
-    call = Call(rows=logits.shape[:-1].numel(), n=logits.shape[-1], logits=logits.data_ptr())
-    call.temperature, call.threads = temperature, torch.get_num_threads()
-    kept = [logits]  # alive until the call returns
+    call = Call(rows=rows, n=n, logits=logits.data_ptr(), temperature=temperature, threads=torch.get_num_threads())
+    kept: list[Any] = [logits]  # alive until the call returns
     if mask is not None:
         shared = mask.stride(-1) == 1 and all(
             s == 0 or d == 1 for s, d in zip(mask.stride(), mask.shape[:-1], strict=False)
         )
         mask = mask if shared else mask.contiguous()
-        call.mask, call.mask_stride = mask.data_ptr(), 0 if shared else logits.shape[-1]
+        call.mask, call.mask_stride = mask.data_ptr(), 0 if shared else n
         kept.append(mask)
+    if isinstance(k, Tensor):
+        k = k.to(logits.dtype).contiguous()
+        call.k, call.k_stride = k.data_ptr(), 1
+        kept.append(k)
+    elif k is not None:  # one number serves all rows
+        number = ctypes.c_double(k) if logits.dtype == torch.float64 else ctypes.c_float(k)
+        call.k, call.k_stride = ctypes.addressof(number), 0
+        kept.append(number)
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             if name == "dense":
@@ -162,10 +170,7 @@ def _run(operation: int, logits: Tensor, mask: Tensor | None, temperature: float
                 call.m = value.shape[-1]
             elif value.dtype != logits.dtype:
                 value = value.to(logits.dtype)
-            if name == "k":
-                call.k_stride = any(step for step, size in zip(value.stride(), value.shape, strict=True) if size > 1)
-            if name != "k" or call.k_stride:  # else one number serves all rows
-                value = value.contiguous()
+            value = value.contiguous()
             kept.append(value)
             value = value.data_ptr()
         if value is not None:

@@ -1,21 +1,30 @@
-"""What autograd and the functional transforms want to know, and the glue between them and the kernels."""
+"""The glue between autograd Functions, the functional transforms and the kernels."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lastlayer.shard import ClassShard
 
-def recorded(*inputs: Tensor | float) -> bool:
-    """Whether autograd wants to know what becomes of the inputs."""
-    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+
+def recorded(*inputs: Any) -> bool:
+    """Whether autograd records what becomes of the inputs."""
+    if torch.is_grad_enabled():
+        for value in inputs:
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def without_transforms(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """The same with `setup_context` in `forward`: autograd then binds no signature, which takes long."""
+    """Return the same Function with `setup_context` inside `forward`, which saves autograd the binding of arguments."""
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = function.forward(*inputs)
@@ -26,13 +35,43 @@ def without_transforms(function: type[torch.autograd.Function]) -> type[torch.au
     return type(f"{function.__name__}Backward", (torch.autograd.Function,), members)
 
 
-def batched(gradient: Tensor) -> bool:
-    """Whether this is a batch of gradients that poses as one: ``torch.autograd.grad(..., is_grads_batched=True)``."""
-    return not torch._C._has_storage(gradient)
+def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an outer forward mode differentiate a `jvp`, as ``jacfwd(jacfwd(f))`` does.
+
+    torch calls it with forward mode off at all levels, so that the outer derivative would silently be 0. Here it is
+    on, and the saved tensors come without the tangents of this level, which are in the other arguments.
+    """
+
+    @functools.wraps(jvp)
+    def wrapper(ctx: Any, *tangents: Any) -> Any:
+        with forward_ad._set_fwd_grad_enabled(True):
+            saved = [None if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]
+            return jvp(SimpleNamespace(**vars(ctx), saved_tensors=saved), *tangents)
+
+    return wrapper
 
 
-def transformed(*gradients: Tensor | None) -> bool:
-    """Whether a transform, forward mode or a batch of gradients is at work, which kernels cannot see through."""
-    if not torch.compiler.is_compiling() and any(batched(g) for g in gradients if g is not None):
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+def mapped(batch_size: int, in_dims: tuple[Any, ...], x: Tensor, *others: Any) -> list[Any]:
+    """Return the inputs of a ``vmap`` rule with the mapped dimension first, for rows ``(..., n)``.
+
+    Every leading dimension of the rows is a batch dimension, so the mapped one joins them. Tensors among `others`
+    have the rows of `x` and any last dimension; they are expanded.
+    """
+    values = [
+        value.movedim(where, 0) if isinstance(value, Tensor) and where is not None else value
+        for value, where in zip((x, *others), in_dims, strict=False)
+    ]
+    rows = (batch_size, *values[0].shape[in_dims[0] is not None : -1])
+    return [value.expand(*rows, value.shape[-1]) if isinstance(value, Tensor) else value for value in values]
+
+
+def broken_rows(delta: Tensor, grad_out: Tensor | None, grad_delta: Tensor | None, shard: ClassShard | None) -> Tensor:
+    """Return which rows have a nan gradient: those without a solution whose upstream gradient is not 0.
+
+    Sharded, all rows without a solution: whether any rank has a gradient would cost a collective.
+    """
+    broken = delta.isnan()
+    if shard is not None:
+        return broken
+    asked = [(g != 0).any(-1, keepdim=True) for g in (grad_out, grad_delta) if g is not None]
+    return broken & (asked[0] | asked[-1])

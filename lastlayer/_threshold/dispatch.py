@@ -1,39 +1,103 @@
-"""Which implementation takes an input, and why another does not."""
+"""What a call asks for, which implementation takes it and why another does not, and how a kernel is called.
+
+A kernel reads memory, so it is called directly only on plain tensors while nothing watches the call. In every other
+case (tracing, a dispatch mode, a tensor subclass) the registered operator of `operators.py` is called instead: the
+dispatcher unwraps, records or fakes it, and in the end hands plain tensors to the same kernel.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import math
+from collections.abc import Callable
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lastlayer import _check, _native, _triton
-from lastlayer.shard import ClassShard
+from lastlayer._threshold.search import sizes
+from lastlayer.shard import ClassShard, local_part, spread, unwrap
 
 Impl = Literal["auto", "torch", "native", "triton"]
 
 
+class Problem(NamedTuple):
+    """Rows to be solved: checked, with the classes in the last dimension, for one implementation."""
+
+    x: Tensor
+    k: Any  # one number for all rows, or a tensor (*batch, 1) of the work dtype
+    mask: Tensor | None
+    temperature: float
+    shard: ClassShard | None
+    impl: Impl
+
+
+def enter(
+    op: str,
+    logits: Tensor,
+    k: float | Tensor,
+    dim: int,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    shard: ClassShard | None,
+    impl: Impl,
+    *,
+    at_most_n: bool = True,
+) -> tuple[Problem, Callable[[Tensor], Tensor]]:
+    """Check the arguments; return the problem, and the way back to the form of the input."""
+    back: Callable[[Tensor], Tensor] = _unchanged
+    if shard is not None or type(logits) is not Tensor:
+        logits, shard, back = unwrap(op, logits, shard, dim, k)
+    x = _check.logits(op, logits)
+    if mask is not None:
+        mask = _check.mask(op, local_part(mask), x)
+    if dim != -1:
+        place, wrap = _check.dim(op, dim, x.ndim), back
+        x, mask = x.movedim(place, -1), None if mask is None else mask.movedim(place, -1)
+        back = lambda out: wrap(out.movedim(-1, place))  # noqa: E731
+    divisor = _check.temperature(op, temperature)
+    if isinstance(divisor, Tensor):  # one per row; autograd sees the division
+        x, divisor = _divided(x, spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype)), 1.0
+    impl = choose(op, impl, x, shard)
+    if isinstance(k, Tensor) or torch.compiler.is_compiling():
+        k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
+    else:
+        n = x.shape[-1]
+        k = _check.cardinality_of_all(op, k, n, n if at_most_n and shard is None else math.inf)
+    return Problem(x, k, mask, divisor, shard, impl), back
+
+
+def _unchanged(out: Tensor) -> Tensor:
+    return out
+
+
+def _divided(x: Tensor, temperature: Tensor) -> Tensor:
+    """Divide by a temperature, which does not change an infinite score."""
+    finite = x.isfinite()
+    return torch.where(finite, torch.where(finite, x, 0) / temperature, x)
+
+
 def choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None) -> Impl:
     """Turn ``"auto"`` into the fastest implementation that applies; check an explicit one."""
-    _check.choice(op, "impl", impl, ("auto", "torch", "native", "triton"))
-    if impl == "torch":
-        return impl
     if impl == "auto":
-        if _exporting():  # a graph for other runtimes holds plain operators
+        if _exporting() or shard is not None:  # a graph for other runtimes holds plain operators
             return "torch"
-        fastest: tuple[Impl, ...] = ("triton", "native")
-        return next((name for name in fastest if not _unfit(name, x, shard)), "torch")
-    reason = _unfit(impl, x, shard)
+        if not _unfit("triton", x, shard):
+            return "triton"
+        return "torch" if _unfit("native", x, shard) else "native"
+    _check.choice(op, "impl", impl, ("auto", "torch", "native", "triton"))
+    reason = "" if impl == "torch" else _unfit(impl, x, shard)
     if reason:
         raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: {reason}. Use `impl="auto"`.')
     return impl
 
 
 def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
-    """Why an implementation cannot take this input; empty if it can."""
+    """Say why an implementation cannot take this input; empty if it can."""
     if shard is not None:
         return "the classes are sharded"
     if torch.jit.is_tracing():
@@ -52,9 +116,69 @@ def _exporting() -> bool:
     return bool(is_exporting and is_exporting())
 
 
+def transformed() -> bool:
+    """Whether a functional transform or forward mode is at work, which kernels cannot see through."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def differentiated(*gradients: Tensor | None) -> bool:
+    """Whether derivatives must be plain torch operations: to be differentiated again, transformed or batched."""
+    if torch.is_grad_enabled() or transformed():
+        return True
+    return not torch.compiler.is_compiling() and any(batched(g) for g in gradients if g is not None)
+
+
+def batched(gradient: Tensor) -> bool:
+    """Whether this is a batch of gradients that poses as one: ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    return type(gradient) is Tensor and not torch._C._has_storage(gradient)
+
+
+def direct(*values: Any) -> bool:
+    """Whether a kernel may read the memory of the tensors among the values, unseen by any trace or mode."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    for value in values:
+        if isinstance(value, Tensor) and not (type(value) in (Tensor, nn.Parameter) and _in_memory(value)):
+            return False
+    return True
+
+
+def _in_memory(value: Tensor) -> bool:
+    """Whether a tensor's memory holds its values: it is no batch of gradients, negative view or symbolic zero."""
+    return torch._C._has_storage(value) and not (value.is_neg() or value._is_zerotensor())
+
+
 @functools.cache
 def kernels(impl: str) -> ModuleType:
     """Import the kernels of an implementation."""
-    if impl == "triton":
-        return importlib.import_module("lastlayer._triton.lml")
-    return importlib.import_module("lastlayer._native.lml")
+    return importlib.import_module(f"lastlayer._{impl}.lml")
+
+
+def forward(problem: Problem, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out, center, delta)`` from a kernel."""
+    x, k, mask, temperature, _, impl = problem
+    if direct(x, k, mask):
+        return kernels(impl).forward(x, k, mask, temperature, kind)
+    return torch.ops.lastlayer.lml_forward(x, sizes(k, x), mask, temperature, kind, impl)
+
+
+def backward(impl: Impl, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of logits and `k` from a kernel."""
+    if direct(*arguments):
+        return kernels(impl).backward(*arguments)
+    return torch.ops.lastlayer.lml_backward(*arguments, impl)
+
+
+def loss_forward(problem: Problem, rho: float, index: Tensor | None, dense: Tensor | None) -> tuple[Tensor, ...]:
+    """Return ``(loss, center, delta, log_mass, pull)`` from a kernel."""
+    x, k, mask, temperature, _, impl = problem
+    if direct(x, k, mask, index, dense):
+        return kernels(impl).loss_forward(x, k, mask, temperature, rho, index, dense)
+    return torch.ops.lastlayer.lml_loss_forward(x, sizes(k, x), mask, temperature, rho, index, dense, impl)
+
+
+def loss_backward(impl: Impl, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of logits and `k` from a kernel, for one upstream gradient per row."""
+    if direct(*arguments):
+        return kernels(impl).loss_backward(*arguments)
+    return torch.ops.lastlayer.lml_loss_backward(*arguments, impl)

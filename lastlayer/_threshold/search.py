@@ -80,7 +80,7 @@ def _solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tens
         return Sums(reduce(small_parts(d, peak, delta), "sum", shard), peak)
 
     passes = _PASSES if shard is None else _SHARDED_PASSES
-    found = iterate(sums, left.k, start, ~left.solvable, passes, stops=may_stop(x))
+    found = iterate(sums, left.k, start, ~left.solvable, passes, stops=_check.readable(x))
     return ended(found, left)
 
 
@@ -149,15 +149,6 @@ def iterate(
         if stops and bool(done.all()):
             break
     return Found(center, delta, done, sums, step)
-
-
-def may_stop(x: Tensor) -> bool:
-    """Whether reading a value costs nothing: an ordinary CPU tensor, outside of any trace.
-
-    Sharded, all ranks read the same: what they read comes from sums over all of them.
-    """
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return type(x) is Tensor and x.device.type == "cpu" and not traced
 
 
 def bracket(x: Tensor, left: Feasible, shard: ClassShard | None) -> tuple[Start, Tensor]:
@@ -241,6 +232,13 @@ def scores(logits: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
     if temperature != 1.0:
         x = x / temperature
     return x if mask is None else x.masked_fill(~mask, -torch.inf)
+
+
+def sizes(k: float | Tensor, x: Tensor) -> Tensor:
+    """Return `k` as a tensor of the work dtype and of shape ``(*batch, 1)``, whether or not it is one number."""
+    if isinstance(k, Tensor):
+        return k
+    return torch.full((), k, dtype=_check.work_dtype(x), device=x.device).expand(*x.shape[:-1], 1)
 
 
 def points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:

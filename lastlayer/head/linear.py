@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
 from lastlayer._threshold import dispatch, search
+from lastlayer.loss import _rows
 from lastlayer.loss.lml import lml_loss
-from lastlayer.project import lml as projection
+from lastlayer.project.lml import apply
 from lastlayer.shard import (
     ClassShard,
     Thresholds,
@@ -141,7 +142,7 @@ def linear_lml_loss(
     if rho > 0:
         contributes = _says_something(labels, shard) | contributes
     loss = torch.where(contributes, loss.view(batch), 0)
-    return _check.reduced(op, loss, reduction, contributes).to(dtype)
+    return _rows.leave(op, loss, reduction, contributes, dtype)
 
 
 def _says_something(labels: Labels, shard: ClassShard | None) -> Tensor:
@@ -169,8 +170,7 @@ def _check_layer(op: str, features: Any, weight: Any, bias: Any, shard: ClassSha
     if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
         got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
         raise ValueError(f"{op}: `bias` must have shape ({weight.shape[0]},), got {got}.")
-    autocast = torch.is_autocast_enabled(features.device.type)
-    if weight.dtype != features.dtype and not autocast:
+    if weight.dtype != features.dtype and not _check.autocast(features.device):
         raise TypeError(
             f"{op}: `weight` must be of the dtype of `features`, {features.dtype}, got {weight.dtype}. "
             "Convert one, or use torch.autocast."
@@ -179,9 +179,8 @@ def _check_layer(op: str, features: Any, weight: Any, bias: Any, shard: ClassSha
 
 def _dot_dtype(features: Tensor) -> torch.dtype:
     """The dtype in which the logits are computed, as F.linear would."""
-    device = features.device.type
-    if torch.is_autocast_enabled(device) and features.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
+    if _check.autocast(features.device) and features.dtype != torch.float64:
+        return torch.get_autocast_dtype(features.device.type)
     return features.dtype
 
 
@@ -507,7 +506,7 @@ def _solve_lost(layer: _Layer, lost: Tensor, k: Tensor, rows: _Rows, shard: Clas
     for part in which.split(max(1, _tile(k) // 4 // max(most, 1))):  # with a dozen temporaries
         x = layer.of_rows(part).logits(slice(None))
         impl = dispatch.choose("linear_lml_loss", "auto", x, shard)
-        _, center, delta = projection.apply(x, k[part], None, 1.0, "nu", shard, impl)
+        _, center, delta = apply(dispatch.Problem(x, k[part], None, 1.0, shard, impl), "nu")
         z = search.points(x.to(layer.work), center, delta)
         live = x.isfinite() & delta.isfinite()
         rows.center[part], rows.delta[part] = center, delta

@@ -64,8 +64,13 @@ def logsumexp(x: Tensor, found: Tensor, shard: ClassShard | None = None) -> tupl
 
 
 def leave(op: str, loss: Tensor, reduction: Reduction, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Reduce a loss a row and return it in the user's dtype; in float16 a finite loss stays finite."""
+    """Reduce the losses of the rows and return the result in the user's dtype; in float16 a finite loss stays finite.
+
+    Under autocast the result is float32 at least, as that of torch's own losses.
+    """
     loss = _check.reduced(op, loss, reduction, counts)
+    if _check.autocast(loss.device):
+        return loss.to(_check.work_dtype(loss))
     if dtype == torch.float16:
         limit = torch.finfo(dtype).max
         over = loss.isfinite() & (loss.abs() > limit)

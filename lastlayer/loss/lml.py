@@ -12,11 +12,23 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
 from lastlayer._module import FunctionModule
-from lastlayer._threshold import autograd, dispatch, search
-from lastlayer._threshold.dispatch import Impl
+from lastlayer._threshold import search
+from lastlayer._threshold.autograd import recorded, without_transforms
+from lastlayer._threshold.dispatch import (
+    Impl,
+    Problem,
+    batched,
+    differentiated,
+    direct,
+    enter,
+    kernels,
+    loss_backward,
+    loss_forward,
+    transformed,
+)
 from lastlayer.loss import _rows
-from lastlayer.project import lml as projection
-from lastlayer.shard import ClassShard, local_part, reduce, total, unwrap
+from lastlayer.project.lml import apply
+from lastlayer.shard import ClassShard, local_part, reduce, total
 
 
 def lml_loss(
@@ -66,25 +78,23 @@ def lml_loss(
     """
     op = "lml_loss"
     rho = _check.number(op, "observed", observed, 0, 1)
-    logits, shard, _ = unwrap(op, logits, shard, -1, k)
-    at_once = reduction in ("mean", "sum") and _wants_gradient(logits)
-    x, k, mask, divisor, _, chosen = projection.enter(op, logits, k, -1, temperature, mask, shard, impl, number=at_once)
-    labels = _check.target(op, local_part(target), x, shard)
-    if impl == "auto" and autograd.transformed():
-        chosen = "torch"
-    if chosen == "triton" and rho == 1 and labels.index is not None:
+    problem, _ = enter(op, logits, k, -1, temperature, mask, shard, impl)
+    labels = _check.target(op, local_part(target), problem.x, problem.shard)
+    if impl == "auto" and transformed():
+        problem = problem._replace(impl="torch")
+    if problem.impl == "triton" and rho == 1 and labels.index is not None:
         # Of index lists the kernel takes the labels' terms away again; they may be infinite.
-        labels = Labels(None, labels.positive(), x.shape[-1])
-    if chosen != "torch" and at_once:
-        weight = _weight(labels, rho, reduction, x, chosen)
-        loss = _LMLReducedLoss.apply(x, k, mask, divisor, rho, labels.index, labels.dense, weight, chosen)
+        labels = Labels(None, labels.positive(), labels.n_classes)
+    if problem.impl == "torch":
+        loss = _plain(problem, rho, labels)
+    elif reduction in ("mean", "sum") and _at_once(problem, labels):
+        weight = _weight(labels, rho, reduction, problem)
+        loss = _LMLReducedLoss.apply(*problem, rho, labels.index, labels.dense, weight)
         return _rows.leave(op, loss, "none", None, logits.dtype)
-    if chosen == "torch":
-        loss = _plain(x, k, mask, divisor, rho, labels, shard)
     else:
-        loss = _by_kernel(x, k, mask, divisor, rho, labels.index, labels.dense, chosen)[0]
-    contributes = _contributes(labels, rho, _check.work_dtype(x), shard)
-    loss = torch.where(contributes, loss, 0)  # a row that says nothing is silent, whatever its logits
+        loss = _by_kernel(problem, rho, labels)
+    contributes = _contributes(labels, rho, loss.dtype, problem.shard)
+    loss = torch.where(contributes, loss, 0)  # a row that contributes nothing has no loss, whatever its logits
     return _rows.leave(op, loss, reduction, contributes, logits.dtype)
 
 
@@ -101,24 +111,26 @@ def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassSha
     return found | (reduce(known.to(dtype), "sum", shard).squeeze(-1) > 0)
 
 
-def _weight(labels: Labels, rho: float, reduction: Reduction, x: Tensor, impl: Impl) -> Tensor:
+def _weight(labels: Labels, rho: float, reduction: Reduction, problem: Problem) -> Tensor:
     """The weight of each row in the reduced loss, or that of all rows; in few operations, as launches take time."""
-    work = _check.work_dtype(x)
-    if impl == "triton" and labels.index is not None:  # there a row without a label says nothing by itself
+    x, work = problem.x, _check.work_dtype(problem.x)
+    if problem.impl == "triton" and labels.index is not None:  # there a row without a label has no loss by itself
         if rho == 0 and reduction == "mean":
-            return dispatch.kernels("triton").weight_of_mean(labels.index)
+            return kernels("triton").weight_of_mean(labels.index)
         rows = x.shape[:-1].numel() if reduction == "mean" else 1
         return torch.full((), 1 / max(rows, 1), dtype=torch.float32, device=x.device)
     weight = _contributes(labels, rho, work, None).to(work)
     return weight / weight.sum().clamp(min=1) if reduction == "mean" else weight
 
 
-def _wants_gradient(logits: Any) -> bool:
-    """Whether an ordinary backward pass may follow: no trace, no transform."""
+def _at_once(problem: Problem, labels: Labels) -> bool:
+    """Whether an ordinary backward pass may follow, so that a kernel may reduce the loss and prepare the gradient."""
+    x, k, mask, *_ = problem
     return (
         torch.is_grad_enabled()
-        and getattr(logits, "requires_grad", False)
-        and not (torch.compiler.is_compiling() or autograd.transformed())
+        and x.requires_grad
+        and direct(x, k, mask, labels.index, labels.dense)
+        and not transformed()
     )
 
 
@@ -160,12 +172,13 @@ def lml_fenchel_young_loss(
         known = labels.dense >= 0
         mask = known if mask is None else mask & known
     count = labels.count().to(_check.work_dtype(logits))
-    x, size, mask, _, _, impl = projection.enter(op, logits, count if k is None else k, -1, 1.0, mask, None, "auto")
+    problem, _ = enter(op, logits, count if k is None else k, -1, 1.0, mask, None, "auto")
+    scores = search.scores(problem.x, problem.mask, 1.0)
+    size = search.sizes(problem.k, scores)
     if labels.dense is not None:  # where less is known, less can be asked for
         size = torch.minimum(size, (labels.dense >= 0).sum(-1, keepdim=True).to(size.dtype))
-    _, center, delta = projection.apply(x, size, mask, 1.0, "nu", None, impl)
+    _, center, delta = apply(problem._replace(k=size), "nu")
 
-    scores = search.scores(x, mask, 1.0)
     z = _live_points(scores, center, delta)
     nu = (delta - center).squeeze(-1)
     # softplus(z) - z over the labels is softplus(-z): what is left is small where the fit is good.
@@ -180,22 +193,14 @@ def lml_fenchel_young_loss(
     return _rows.leave(op, loss, reduction, None, logits.dtype)
 
 
-def _plain(
-    logits: Tensor,
-    k: Tensor | float,
-    mask: Tensor | None,
-    temperature: float,
-    rho: float,
-    labels: Labels,
-    shard: ClassShard | None,
-) -> Tensor:
-    """Return the loss a row in plain torch: the fallback, and what the kernels are checked against."""
-    _, center, delta = projection.apply(logits, k, mask, temperature, "nu", shard, "torch")
-    z = _live_points(search.scores(logits, mask, temperature), center, delta)
+def _plain(problem: Problem, rho: float, labels: Labels) -> Tensor:
+    """Return one loss per row in plain torch: the fallback, and what the kernels are checked against."""
+    _, center, delta = apply(problem._replace(impl="torch"), "nu")
+    z = _live_points(search.scores(problem.x, problem.mask, problem.temperature), center, delta)
     loss = labels.sum_over_positives(lambda z: -F.logsigmoid(z), z)
     if rho > 0:
         loss = loss + _unseen(z, rho, labels)
-    return total(loss, shard)
+    return total(loss, problem.shard)
 
 
 def _live_points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
@@ -216,191 +221,127 @@ def _unseen(z: Tensor, rho: float, labels: Labels) -> Tensor:
     return silent.sum(-1) - labels.sum_over_positives(lambda s: s, silent)
 
 
-def _plain_gradients(
-    ctx: Any,
-    logits: Tensor,
-    k: Any,
-    mask: Tensor | None,
-    index: Tensor | None,
-    dense: Tensor | None,
-    upstream: Tensor,
-) -> tuple[Tensor | None, ...]:
+def _plain_gradients(ctx: Any, problem: Problem, labels: Labels, upstream: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of logits and k through plain torch: for second derivatives, and batches of gradients."""
     further, needed = torch.is_grad_enabled(), ctx.needs_input_grad[:2]
     with torch.enable_grad():
-        loss = _plain(logits, k, mask, ctx.temperature, ctx.rho, Labels(index, dense, logits.shape[-1]), None)
-    inputs = [value for value, wanted in zip((logits, k), needed, strict=True) if wanted]
+        loss = _plain(problem, ctx.rho, labels)
+    inputs = [value for value, wanted in zip(problem[:2], needed, strict=True) if wanted]
     found = iter(torch.autograd.grad(loss, inputs, upstream.expand_as(loss), create_graph=further))
     return tuple(next(found) if wanted else None for wanted in needed)
 
 
 class _LMLLoss(torch.autograd.Function):
-    """The loss a row by a kernel: ``(logits, k) -> loss``, with nothing of the size of the logits but the gradient."""
+    """One loss per row by a kernel: ``(logits, k) -> loss``; only the gradient has the size of the logits."""
 
     @staticmethod
     def forward(
         logits: Tensor,
-        k: Tensor,
+        k: Any,
         mask: Tensor | None,
         temperature: float,
+        shard: ClassShard | None,
+        impl: Impl,
         rho: float,
         index: Tensor | None,
         dense: Tensor | None,
-        impl: Impl,
     ) -> tuple[Tensor, ...]:
-        arguments = (logits, k, mask, temperature, rho, index, dense)
-        if torch.compiler.is_compiling():
-            return torch.ops.lastlayer.lml_loss_forward(*arguments, impl)
-        return dispatch.kernels(impl).loss_forward(*arguments)
+        return loss_forward(Problem(logits, k, mask, temperature, shard, impl), rho, index, dense)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, k, mask, ctx.temperature, ctx.rho, index, dense, ctx.impl = inputs
+        logits, k, mask, ctx.temperature, _, ctx.impl, ctx.rho, index, dense = inputs
         _, *rows = output
         ctx.mark_non_differentiable(*rows)
-        ctx.save_for_backward(logits, k, mask, index, dense, *rows)
+        _save(ctx, logits, k, mask, index, dense, *rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        logits, k, mask, index, dense, center, delta, log_mass, pull = ctx.saved_tensors
+        problem, labels, rows = _saved(ctx)
         if torch.is_grad_enabled():
-            grad_logits, grad_k = _plain_gradients(ctx, logits, k, mask, index, dense, grads[0])
+            grad_logits, grad_k = _plain_gradients(ctx, problem, labels, grads[0])
         else:
-            arguments = (logits, mask, ctx.temperature, ctx.rho, index, dense, center, delta, log_mass, pull, grads[0])
-            if torch.compiler.is_compiling():
-                grad_logits, grad_k = torch.ops.lastlayer.lml_loss_backward(*arguments, ctx.impl)
-            elif autograd.batched(grads[0]):  # linear in the gradient, one number a row
-                one = torch.ones_like(delta.squeeze(-1))
-                found = dispatch.kernels(ctx.impl).loss_backward(*arguments[:-1], one)
-                grad_logits, grad_k = (grads[0].unsqueeze(-1) * f for f in found)
-            else:
-                grad_logits, grad_k = dispatch.kernels(ctx.impl).loss_backward(*arguments)
-        return grad_logits, grad_k, None, None, None, None, None, None
+            several = not torch.compiler.is_compiling() and batched(grads[0])
+            upstream = torch.ones_like(rows[0].squeeze(-1)) if several else grads[0]
+            x, _, mask, temperature, _, impl = problem
+            arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, upstream)
+            grad_logits, grad_k = loss_backward(impl, *arguments)
+            if several:  # linear in the gradient, one number per row
+                grad_logits, grad_k = (grads[0].unsqueeze(-1) * found for found in (grad_logits, grad_k))
+        return grad_logits, grad_k if ctx.needs_input_grad[1] else None, *(None,) * 7
 
 
-_LMLLossBackward = autograd.without_transforms(_LMLLoss)
+_LMLLossBackward = without_transforms(_LMLLoss)
 
 
-def _by_kernel(x: Tensor, k: Any, *rest: Any) -> tuple[Tensor, ...]:
-    if torch.compiler.is_compiling() or autograd.transformed():
-        return _LMLLoss.apply(x, k, *rest)
-    return _LMLLossBackward.apply(x, k, *rest) if autograd.recorded(x, k) else _LMLLoss.forward(x, k, *rest)
+def _save(ctx: Any, logits: Tensor, k: Any, *tensors: Tensor | None) -> None:
+    """Save for backward; a `k` that is one number goes past autograd."""
+    ctx.k = None if isinstance(k, Tensor) else k
+    ctx.save_for_backward(logits, k if isinstance(k, Tensor) else None, *tensors)
+
+
+def _saved(ctx: Any) -> tuple[Problem, Labels, list[Tensor]]:
+    """Return what :func:`_save` was given: the problem, the labels, and the rest."""
+    logits, k, mask, index, dense, *rows = ctx.saved_tensors
+    k = ctx.k if k is None else k
+    return Problem(logits, k, mask, ctx.temperature, None, ctx.impl), Labels(index, dense, logits.shape[-1]), rows
+
+
+def _by_kernel(problem: Problem, rho: float, labels: Labels) -> Tensor:
+    """Return one loss per row."""
+    if torch.compiler.is_compiling() or transformed():
+        return _LMLLoss.apply(*problem, rho, labels.index, labels.dense)[0]
+    if recorded(problem.x, problem.k):
+        return _LMLLossBackward.apply(*problem, rho, labels.index, labels.dense)[0]
+    return loss_forward(problem, rho, labels.index, labels.dense)[0]
 
 
 class _LMLReducedLoss(torch.autograd.Function):
-    """The reduced loss ``sum(weight * loss)`` by a kernel.
+    """The reduced loss ``sum(weight * loss)`` by a kernel, called directly.
 
-    On a GPU it writes the gradient with the loss, in one pass over the logits: it must know what becomes of it.
+    On a GPU the kernel writes the gradient together with the loss, in one pass over the logits.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
-        k: Tensor | float,
+        k: Any,
         mask: Tensor | None,
         temperature: float,
+        shard: ClassShard | None,
+        impl: Impl,
         rho: float,
         index: Tensor | None,
         dense: Tensor | None,
         weight: Tensor,
-        impl: Impl,
     ) -> Tensor:
         arguments = (logits, k, mask, temperature, rho, index, dense)
-        kernels = dispatch.kernels(impl)
         if impl == "triton":
-            loss, *rows, ctx.grad = kernels.loss_forward_with_grad(*arguments, weight)
+            loss, *rows, ctx.grad = kernels(impl).loss_forward_with_grad(*arguments, weight)
         else:
-            loss, *rows = kernels.loss_forward(*arguments)
+            loss, *rows = kernels(impl).loss_forward(*arguments)
             loss, ctx.grad = torch.where(weight > 0, weight * loss, 0), None
-        one_for_all = not isinstance(k, Tensor)
-        ctx.save_for_backward(logits, None if one_for_all else k, mask, index, dense, weight, *rows)
-        ctx.temperature, ctx.rho, ctx.impl, ctx.k = temperature, rho, impl, k if one_for_all else None
+        ctx.temperature, ctx.rho, ctx.impl = temperature, rho, impl
+        _save(ctx, logits, k, mask, index, dense, weight, *rows)
         return loss.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        logits, k, mask, index, dense, weight, center, delta, log_mass, pull = ctx.saved_tensors
-        k = ctx.k if k is None else k
-        if torch.is_grad_enabled() or autograd.transformed(*grads):
-            grad_logits, grad_k = _plain_gradients(ctx, logits, k, mask, index, dense, grads[0] * weight)
-            return grad_logits, grad_k, None, None, None, None, None, None, None
-        kernels = dispatch.kernels(ctx.impl)
+        problem, labels, (weight, *rows) = _saved(ctx)
+        upstream = grads[0] * weight
         grad, ctx.grad = ctx.grad, None  # handed over once; a second backward pass computes it again
-        if grad is not None:
-            grad_logits = kernels.scale_rows_(grad, grads[0])
-            grad_k = (grads[0] * weight).unsqueeze(-1) * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
+        if differentiated(*grads):
+            grad_logits, grad_k = _plain_gradients(ctx, problem, labels, upstream)
+        elif grad is not None and direct(*grads):
+            *_, log_mass, pull = rows
+            grad_logits = kernels(ctx.impl).scale_rows_(grad, grads[0])
+            grad_k = upstream.unsqueeze(-1) * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
         else:
-            rows = (center, delta, log_mass, pull, grads[0] * weight)
-            grad_logits, grad_k = kernels.loss_backward(logits, mask, ctx.temperature, ctx.rho, index, dense, *rows)
-            grad_k = grad_k if ctx.needs_input_grad[1] else None
-        return grad_logits, grad_k, None, None, None, None, None, None, None
-
-
-@torch.library.custom_op("lastlayer::lml_loss_forward", mutates_args=())
-def _op_forward(
-    logits: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    rho: float,
-    index: Tensor | None,
-    dense: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return dispatch.kernels(impl).loss_forward(logits, k, mask, temperature, rho, index, dense)
-
-
-@_op_forward.register_fake
-def _(
-    logits: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    rho: float,
-    index: Tensor | None,
-    dense: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    row = logits.new_empty((*logits.shape[:-1], 1), dtype=_check.work_dtype(logits))
-    return row.new_empty(row.shape[:-1]), row, torch.empty_like(row), torch.empty_like(row), torch.empty_like(row)
-
-
-@torch.library.custom_op("lastlayer::lml_loss_backward", mutates_args=())
-def _op_backward(
-    logits: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    rho: float,
-    index: Tensor | None,
-    dense: Tensor | None,
-    center: Tensor,
-    delta: Tensor,
-    log_mass: Tensor,
-    pull: Tensor,
-    grad: Tensor,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    kernels = dispatch.kernels(impl)
-    return kernels.loss_backward(logits, mask, temperature, rho, index, dense, center, delta, log_mass, pull, grad)
-
-
-@_op_backward.register_fake
-def _(
-    logits: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    rho: float,
-    index: Tensor | None,
-    dense: Tensor | None,
-    center: Tensor,
-    delta: Tensor,
-    log_mass: Tensor,
-    pull: Tensor,
-    grad: Tensor,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(delta)
+            x, _, mask, temperature, _, impl = problem
+            arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, upstream)
+            grad_logits, grad_k = loss_backward(impl, *arguments)
+        return grad_logits, grad_k if ctx.needs_input_grad[1] else None, *(None,) * 8
 
 
 class LMLLoss(FunctionModule):
@@ -419,6 +360,13 @@ class LMLLoss(FunctionModule):
     ) -> None:
         super().__init__(k=k, observed=observed, temperature=temperature, reduction=reduction, impl=impl)
 
+    def forward(
+        self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None
+    ) -> Tensor:
+        """Return the loss."""
+        loss: Tensor = self._call(logits, target, mask=mask, shard=shard)
+        return loss
+
 
 class LMLFenchelYoungLoss(FunctionModule):
     """Module form of :func:`lml_fenchel_young_loss`, which documents the arguments."""
@@ -427,3 +375,8 @@ class LMLFenchelYoungLoss(FunctionModule):
 
     def __init__(self, k: float | Tensor | None = None, *, reduction: Reduction = "mean") -> None:
         super().__init__(k=k, reduction=reduction)
+
+    def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """Return the loss."""
+        loss: Tensor = self._call(logits, target, mask=mask)
+        return loss

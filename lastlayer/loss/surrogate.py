@@ -13,6 +13,7 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels
 from lastlayer._module import FunctionModule
+from lastlayer.loss import _rows
 from lastlayer.loss.topk import first_label
 
 _OP = "metric_surrogate_loss"
@@ -105,7 +106,8 @@ def metric_surrogate_loss(
     best = torch.ones_like(c, dtype=torch.bool) if refactoring.best is None else refactoring.best(c.detach(), target)
     bits = _anchors(c.detach().reshape(-1), best.reshape(-1), anchors, generator)
     value = refactoring.value(bits.reshape(bits.shape[0], *c.shape), target).detach().to(c.dtype)
-    return -_interpolated(c.reshape(-1), bits, value).to(logits.dtype)
+    loss = -_interpolated(c.reshape(-1), bits, value)
+    return _rows.leave(_OP, loss, "none", None, logits.dtype)
 
 
 def _refactoring(metric: Any) -> MetricRefactoring:

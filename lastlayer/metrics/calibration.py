@@ -200,7 +200,7 @@ def bin_sums(op: str, scores: Tensor, target: Tensor, k: Any, n_bins: Any, per: 
     scores = _check.logits(op, scores, "scores").detach()
     groups = scores.shape[-1] if per == "class" else 1
     rows = _ranking.matrix(scores)
-    sums = torch.zeros(3, groups * n_bins + 1, dtype=_sums.exact_dtype(scores.device), device=scores.device)
+    sums = rows.new_zeros(3, groups * n_bins + 1, dtype=_sums.exact_dtype(scores.device))
     if k is None:
         _add_all(sums, rows, _ranking.flat(_check.target(op, target, scores)), n_bins, groups)
     else:

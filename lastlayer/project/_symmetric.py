@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lastlayer._threshold.autograd import mapped, nestable
 from lastlayer.project.lml import lml_threshold
 
 _DIRECT = 16  # coefficients up to which products are sums of positive terms; longer ones go through the FFT
@@ -72,8 +73,6 @@ def slopes(x: Tensor, nu: Tensor, wanted: tuple[int, ...], signs: tuple[float, .
 
 
 class _LogCounts(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, nu: Tensor, wanted: tuple[int, ...], signs: tuple[float, ...]) -> Tensor:
         found = Tree(tilt(x, nu), max(wanted), min(wanted)).coefficients(wanted).log().unbind(-1)
@@ -90,9 +89,14 @@ class _LogCounts(torch.autograd.Function):
         x, nu = ctx.saved_tensors
         return grads[0].unsqueeze(-1) * slopes(x, nu, ctx.wanted, ctx.signs), None, None, None
 
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return log_counts(*mapped(info.batch_size, in_dims, *inputs)), 0
+
 
 class _LogCountsForwardMode(_LogCounts):
     @staticmethod
+    @nestable
     def jvp(ctx: Any, x_t: Tensor, *_: Any) -> Tensor:
         x, nu = ctx.saved_tensors
         return (slopes(x, nu, ctx.wanted, ctx.signs) * x_t).sum(-1)

@@ -6,9 +6,11 @@ import numbers
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._module import FunctionModule
+from lastlayer._threshold.autograd import nestable
 from lastlayer.project.lml import lml_threshold
 from lastlayer.shard import ClassShard, reduce, replicate, spread
 
@@ -407,6 +409,7 @@ class _DualsForwardMode(_Duals):
     """As `_Duals`, with forward-mode derivatives."""
 
     @staticmethod
+    @nestable
     def jvp(ctx: Any, x_t: Tensor | None, _: Any, sums_t: Tensor | None, limits_t: Tensor | None, *__: Any) -> Any:
         h, bound, finite = _curvature(ctx)
         v, w = h.new_zeros(*h.shape[:-1], 1), h.new_zeros(*h.shape[:-2], 1, h.shape[-1])
@@ -429,8 +432,10 @@ def _curvature(ctx: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(nu.isnan(), nu, h), bound, mu.isfinite()
 
 
-class LMLBalanced(nn.Module):
+class LMLBalanced(FunctionModule):
     """Module form of :func:`lml_balanced`, which documents the arguments."""
+
+    function = staticmethod(lml_balanced)
 
     def __init__(
         self,
@@ -438,17 +443,11 @@ class LMLBalanced(nn.Module):
         capacity: float | Tensor | None = None,
         *,
         at_most: bool = False,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
     ) -> None:
-        super().__init__()
-        self.k, self.capacity, self.at_most, self.temperature = k, capacity, at_most, temperature
+        super().__init__(k=k, capacity=capacity, at_most=at_most, temperature=temperature)
 
-    def forward(self, logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, logits: Tensor, mask: Tensor | None = None, *, shard: ClassShard | None = None) -> Tensor:
         """Return the balanced assignment of `logits`."""
-        return lml_balanced(
-            logits, self.k, self.capacity, at_most=self.at_most, mask=mask, temperature=self.temperature
-        )
-
-    def extra_repr(self) -> str:
-        """Show the arguments."""
-        return f"k={self.k}, capacity={self.capacity}, at_most={self.at_most}, temperature={self.temperature}"
+        out: Tensor = self._call(logits, mask=mask, shard=shard)
+        return out

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer._threshold.search import feasible, finite_part, kinds, may_stop, scores
-from lastlayer.project.lml import enter
-from lastlayer.shard import ClassShard, kth_largest, reduce, unwrap
+from lastlayer._threshold.autograd import broken_rows, mapped, nestable
+from lastlayer._threshold.dispatch import enter
+from lastlayer._threshold.search import feasible, finite_part, kinds, scores, sizes
+from lastlayer.shard import ClassShard, kth_largest, reduce
 
 Kind = Literal["softmax", "sparsemax"]
 
@@ -104,25 +105,24 @@ def _project(
     impl: str,
 ) -> Tensor:
     _check.choice(op, "impl", impl, ("auto", "torch"))
-    logits, shard, wrap = unwrap(op, logits, shard, dim, k)
-    x, size, mask, divisor, last, _ = enter(op, logits, k, dim, temperature, mask, shard, "torch")
-    return wrap(_apply(x, size, mask, divisor, kind, shard)[0].movedim(-1, last))
+    problem, back = enter(op, logits, k, dim, temperature, mask, shard, "torch")
+    return back(_apply(*problem[:5], kind)[0])
 
 
 def _apply(
-    x: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: Kind, shard: ClassShard | None
+    x: Tensor, k: Any, mask: Tensor | None, temperature: float, shard: ClassShard | None, kind: Kind
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(y, center, delta)`` with ``tau = center + delta``; gradients flow into `y` and `delta`."""
     # The compiler takes no Function that defines forward mode.
     function = _Capped if torch.compiler.is_compiling() else _CappedForwardMode
-    return function.apply(x, k, mask, temperature, kind, shard)
+    return function.apply(x, k, mask, temperature, shard, kind)
 
 
 def _forward(
-    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: Kind, shard: ClassShard | None
+    logits: Tensor, k: Any, mask: Tensor | None, temperature: float, shard: ClassShard | None, kind: Kind
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = scores(logits, mask, temperature)
-    center, delta = _solve(x, k, kind, shard)
+    center, delta = _solve(x, sizes(k, x), kind, shard)
     u = _points(x, center, delta)
     y = u.clamp(max=0).exp() if kind == "softmax" else u.clamp(0, 1)
     return torch.where(delta.isnan(), delta, y).to(logits.dtype), center, delta
@@ -166,7 +166,7 @@ def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | Non
         count = torch.minimum(count, k.ceil() - 1)  # more is rounding
         more = count > before
         delta = torch.where(more, mass.log() - (k - count).log(), delta)
-        if may_stop(d) and not bool(more.any()):
+        if _check.readable(d) and not bool(more.any()):
             break
         before = torch.maximum(count, before)
     return delta
@@ -193,7 +193,7 @@ def _search_sparsemax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | N
         good = same | ((active > 0) & (newton >= lo) & (newton <= hi) & (number < 12 or number % 3 < 2))
         delta = torch.where(done | (active == 0) & (excess == 0), delta, torch.where(good, newton, (lo + hi) / 2))
         done, before = done | same, (torch.where(good, active, -1), count)
-        if may_stop(d) and bool(done.all()):
+        if _check.readable(d) and bool(done.all()):
             break
     return delta
 
@@ -215,13 +215,13 @@ class _Capped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: Kind, shard: ClassShard | None
+        logits: Tensor, k: Any, mask: Tensor | None, temperature: float, shard: ClassShard | None, kind: Kind
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(logits, k, mask, temperature, kind, shard)
+        return _forward(logits, k, mask, temperature, shard, kind)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, _, mask, ctx.temperature, ctx.kind, ctx.shard = inputs
+        logits, _, mask, ctx.temperature, ctx.shard, ctx.kind = inputs
         _, center, delta = output
         ctx.mark_non_differentiable(center)
         ctx.save_for_backward(logits, mask, center, delta)
@@ -242,20 +242,13 @@ class _Capped(torch.autograd.Function):
         grad_x, grad_k = h * (u - mean) + p * given, mean - given * inverse
         if ctx.temperature != 1.0:
             grad_x = grad_x / ctx.temperature
-        broken = delta.isnan()
-        grad_x = torch.where(broken, torch.nan, grad_x).to(logits.dtype)
-        return grad_x, torch.where(broken, torch.nan, grad_k), None, None, None, None
+        broken = broken_rows(delta, grad_y, grad_delta, ctx.shard)
+        grad_x, grad_k = torch.where(broken, torch.nan, grad_x).to(logits.dtype), torch.where(broken, torch.nan, grad_k)
+        return grad_x, grad_k if ctx.needs_input_grad[1] else None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        # Every leading dimension is a batch dimension: the mapped one joins them.
-        tensors: list[Any] = [
-            value if where is None or not isinstance(value, Tensor) else value.movedim(where, 0)
-            for value, where in zip(inputs[:3], in_dims[:3], strict=True)
-        ]
-        batch = (info.batch_size, *tensors[0].shape[in_dims[0] is not None : -1])
-        tensors = [t if t is None else t.expand(*batch, t.shape[-1]) for t in tensors]
-        x, k, mask = tensors
+        x, k, mask = mapped(info.batch_size, in_dims, *inputs[:3])
         return _apply(x, k, mask, *inputs[3:]), (0, 0, 0)
 
 
@@ -263,6 +256,7 @@ class _CappedForwardMode(_Capped):
     """As `_Capped`, with forward-mode derivatives."""
 
     @staticmethod
+    @nestable
     def jvp(ctx: Any, logits_t: Tensor | None, k_t: Tensor | None, *_: Any) -> Any:
         logits, mask, center, delta = ctx.saved_tensors
         x = scores(logits, mask, ctx.temperature)
@@ -288,6 +282,11 @@ class CappedSoftmax(FunctionModule):
     ) -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
+    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
+        """Return the probabilities."""
+        out: Tensor = self._call(logits, mask=mask, shard=shard)
+        return out
+
 
 class CappedSparsemax(FunctionModule):
     """Module form of :func:`capped_sparsemax`, which documents the arguments."""
@@ -303,3 +302,8 @@ class CappedSparsemax(FunctionModule):
         impl: Literal["auto", "torch"] = "auto",
     ) -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
+
+    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
+        """Return the probabilities."""
+        out: Tensor = self._call(logits, mask=mask, shard=shard)
+        return out

@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer._threshold.autograd import recorded, transformed, without_transforms
-from lastlayer._threshold.dispatch import Impl, choose, kernels
-from lastlayer._threshold.search import points, scores, solve, tails
-from lastlayer.shard import ClassShard, local_part, reduce, replicate, spread, unwrap
+from lastlayer._threshold.autograd import broken_rows, mapped, nestable, recorded, without_transforms
+from lastlayer._threshold.dispatch import Impl, Problem, backward, differentiated, enter, forward, transformed
+from lastlayer._threshold.search import points, scores, sizes, solve, tails
+from lastlayer.shard import ClassShard, reduce, replicate
 
 Kind = Literal["y", "log", "nu"]
 
@@ -53,7 +52,8 @@ def lml(
         >>> lml(torch.tensor([2.0, 1.0, 0.0, -1.0]), k=2)
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
     """
-    return _project("lml", logits, k, "y", dim, temperature, mask, shard, impl)
+    problem, back = enter("lml", logits, k, dim, temperature, mask, shard, impl)
+    return back(apply(problem, "y")[0])
 
 
 def log_lml(
@@ -86,7 +86,8 @@ def log_lml(
         >>> log_lml(torch.tensor([200.0, 200.0, -200.0]), k=2)
         tensor([   0.0000,    0.0000, -199.6534])
     """
-    return _project("log_lml", logits, k, "log", dim, temperature, mask, shard, impl)
+    problem, back = enter("log_lml", logits, k, dim, temperature, mask, shard, impl)
+    return back(apply(problem, "log")[0])
 
 
 def lml_threshold(
@@ -122,10 +123,9 @@ def lml_threshold(
         >>> lml_threshold(torch.tensor([[1.0, 1.0, 1.0, 1.0]]), k=2)
         tensor([-1.])
     """
-    logits, shard, _ = unwrap("lml_threshold", logits, shard, dim, k)
-    x, k, mask, divisor, _, impl = enter("lml_threshold", logits, k, dim, temperature, mask, shard, impl)
-    _, center, delta = apply(x, k, mask, divisor, "nu", shard, impl)
-    return (replicate(delta, shard) - center).squeeze(-1).to(logits.dtype)
+    problem, _ = enter("lml_threshold", logits, k, dim, temperature, mask, shard, impl)
+    _, center, delta = apply(problem, "nu")
+    return (replicate(delta, problem.shard) - center).squeeze(-1).to(logits.dtype)
 
 
 def lml_at_most(
@@ -161,123 +161,41 @@ def lml_at_most(
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
-    logits, shard, wrap = unwrap("lml_at_most", logits, shard, dim, k)
-    x, size, mask, divisor, last, impl = enter(
-        "lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False
-    )
-    score = scores(x, mask, divisor)
-    free = reduce((score > -torch.inf).to(score.dtype), "sum", shard)
-    tight, center, delta = apply(x, torch.minimum(size, free), mask, divisor, "y", shard, impl)
-    fits = delta - center >= 0
-    y = torch.where(fits, score.sigmoid().to(tight.dtype), tight)
-    return wrap(y.movedim(-1, last))
+    problem, back = enter("lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False)
+    x = scores(problem.x, problem.mask, problem.temperature)
+    free = reduce((x > -torch.inf).to(x.dtype), "sum", problem.shard)
+    tight, center, delta = apply(problem._replace(k=torch.minimum(sizes(problem.k, x), free)), "y")
+    return back(torch.where(delta - center >= 0, x.sigmoid().to(tight.dtype), tight))
 
 
-def _project(
-    op: str,
-    logits: Tensor,
-    k: float | Tensor,
-    kind: Kind,
-    dim: int,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    shard: ClassShard | None,
-    impl: Impl,
-) -> Tensor:
-    logits, shard, wrap = unwrap(op, logits, shard, dim, k)
-    x, k, mask, divisor, last, impl = enter(op, logits, k, dim, temperature, mask, shard, impl, number=True)
-    out, _, _ = apply(x, k, mask, divisor, kind, shard, impl)
-    return wrap(out if last == out.ndim - 1 else out.movedim(-1, last))
-
-
-def enter(
-    op: str,
-    logits: Tensor,
-    k: float | Tensor,
-    dim: int,
-    temperature: float | Tensor,
-    mask: Tensor | None,
-    shard: ClassShard | None,
-    impl: Impl,
-    at_most_n: bool = True,
-    number: bool = False,
-) -> tuple[Tensor, Any, Tensor | None, float, int, Impl]:
-    """Check the arguments and bring the classes to the last dimension.
-
-    `k` becomes a tensor ``(*batch, 1)``; with `number`, one number stays one where a kernel takes that.
-    """
-    logits = _check.logits(op, logits)
-    dim = _check.dim(op, dim, logits.ndim)
-    mask = _check.mask(op, local_part(mask), logits)
-    divisor = _check.temperature(op, temperature)
-    x = logits if dim == logits.ndim - 1 else logits.movedim(dim, -1)
-    mask = None if mask is None else mask.movedim(dim, -1)
-    if isinstance(divisor, Tensor):  # one a row; autograd sees the division
-        x, divisor = _divided(x, spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype)), 1.0
-    impl = choose(op, impl, x, shard)
-    if number and impl == "triton" and not (isinstance(k, Tensor) or torch.compiler.is_compiling() or transformed()):
-        k = _check.cardinality_of_all(op, k, x.shape[-1], x.shape[-1])
-    else:
-        k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
-    return x, k, mask, divisor, dim, impl
-
-
-def _divided(x: Tensor, temperature: Tensor) -> Tensor:
-    """Divide by a temperature, which an infinite score has no part in."""
-    finite = x.isfinite()
-    return torch.where(finite, torch.where(finite, x, 0) / temperature, x)
-
-
-def apply(
-    x: Tensor,
-    k: Tensor | float,
-    mask: Tensor | None,
-    temperature: float,
-    kind: Kind,
-    shard: ClassShard | None,
-    impl: Impl,
-) -> tuple[Tensor, Tensor, Tensor]:
+def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
     if torch.compiler.is_compiling():  # which takes no Function that defines forward mode
-        return _LML.apply(x, k, mask, temperature, kind, shard, impl)
+        return _LML.apply(*problem, kind)
     if transformed():
-        return _LMLForwardMode.apply(x, k, mask, temperature, kind, shard, impl)
-    if recorded(x, k):
-        return _LMLBackward.apply(x, k, mask, temperature, kind, shard, impl)
-    return _forward(x, k, mask, temperature, kind, shard, impl)  # autograd's door costs more than a small batch
+        return _LMLForwardMode.apply(*problem, kind)
+    if recorded(problem.x, problem.k):
+        return _LMLBackward.apply(*problem, kind)
+    return _forward(problem, kind)  # without autograd's own overhead
 
 
-def _forward(
-    logits: Tensor,
-    k: Any,
-    mask: Tensor | None,
-    temperature: float,
-    kind: Kind,
-    shard: ClassShard | None,
-    impl: Impl,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if impl == "torch":
-        return _plain(logits, k, mask, temperature, kind, shard)
-    if torch.compiler.is_compiling():
-        return torch.ops.lastlayer.lml_forward(logits, k, mask, temperature, kind, impl)
-    return kernels(impl).forward(logits, k, mask, temperature, kind)
+def _forward(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    return _plain(problem, kind) if problem.impl == "torch" else forward(problem, kind)
 
 
-def _plain(
-    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: Kind, shard: ClassShard | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _plain(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` in plain torch: the fallback, and what the kernels are checked against."""
-    x = scores(logits, mask, temperature)
-    center, delta = solve(x, k, shard)
+    dtype, x = problem.x.dtype, scores(problem.x, problem.mask, problem.temperature)
+    center, delta = solve(x, sizes(problem.k, x), problem.shard)
     if kind == "nu":
-        return logits.new_empty(0), center, delta
+        return x.new_empty(0, dtype=dtype), center, delta
     if kind == "log":
-        return F.logsigmoid(points(x, center, delta)).to(logits.dtype), center, delta
+        return F.logsigmoid(points(x, center, delta)).to(dtype), center, delta
     infinite = ~delta.isfinite()
     z = points(x, center, torch.where(infinite, delta, 0))
     tail = tails(z, torch.zeros_like(delta), torch.where(infinite, 0, delta))
     y = torch.where(z > 0, 1, tail) / (1 + tail)
-    return torch.where(delta.isnan(), delta, y).to(logits.dtype), center, delta
+    return torch.where(delta.isnan(), delta, y).to(dtype), center, delta
 
 
 class _LML(torch.autograd.Function):
@@ -286,18 +204,18 @@ class _LML(torch.autograd.Function):
     @staticmethod
     def forward(
         logits: Tensor,
-        k: Tensor,
+        k: Any,
         mask: Tensor | None,
         temperature: float,
-        kind: Kind,
         shard: ClassShard | None,
         impl: Impl,
+        kind: Kind,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(logits, k, mask, temperature, kind, shard, impl)
+        return _forward(Problem(logits, k, mask, temperature, shard, impl), kind)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, _, mask, ctx.temperature, ctx.kind, ctx.shard, ctx.impl = inputs
+        logits, _, mask, ctx.temperature, ctx.shard, ctx.impl, ctx.kind = inputs
         _, center, delta = output
         ctx.mark_non_differentiable(center)
         ctx.save_for_backward(logits, mask, center, delta)
@@ -313,25 +231,17 @@ class _LML(torch.autograd.Function):
         if grad_out is None and grad_delta is None:
             return (None,) * 7
         arguments = (logits, mask, ctx.temperature, center, delta, grad_out, grad_delta, ctx.kind)
-        if ctx.impl == "torch" or torch.is_grad_enabled() or transformed(grad_out, grad_delta):
+        if ctx.impl == "torch" or differentiated(grad_out, grad_delta):
             grad_logits, grad_k = _plain_backward(*arguments, ctx.shard)
-        elif torch.compiler.is_compiling():
-            grad_logits, grad_k = torch.ops.lastlayer.lml_backward(*arguments, ctx.impl)
         else:
-            grad_logits, grad_k = kernels(ctx.impl).backward(*arguments)
+            grad_logits, grad_k = backward(ctx.impl, *arguments)
         return grad_logits, grad_k if ctx.needs_input_grad[1] else None, None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        # Every leading dimension is a batch dimension: the mapped one joins them.
-        tensors = [
-            value if where is None or not isinstance(value, Tensor) else value.movedim(where, 0)
-            for value, where in zip(inputs[:3], in_dims[:3], strict=True)
-        ]
-        batch = (info.batch_size, *tensors[0].shape[in_dims[0] is not None : -1])
-        tensors = [t if t is None else t.expand(*batch, t.shape[-1]) for t in tensors]
-        x, k, mask = tensors
-        return apply(x, k, mask, *inputs[3:]), (0 if inputs[4] != "nu" else None, 0, 0)
+        x, k, mask = mapped(info.batch_size, in_dims, *inputs[:3])
+        *rest, kind = inputs[3:]
+        return apply(Problem(x, k, mask, *rest), kind), (0 if kind != "nu" else None, 0, 0)
 
 
 _LMLBackward = without_transforms(_LML)
@@ -341,6 +251,7 @@ class _LMLForwardMode(_LML):
     """As `_LML`, with forward-mode derivatives."""
 
     @staticmethod
+    @nestable
     def jvp(ctx: Any, logits_t: Tensor | None, k_t: Tensor | None, *_: Any) -> Any:
         logits, mask, center, delta = ctx.saved_tensors
         x = scores(logits, mask, ctx.temperature)
@@ -407,67 +318,13 @@ def _plain_backward(
         grad_x, grad_k = v - p * given, _product(given, inverse)
     if temperature != 1.0:
         grad_x = grad_x / temperature
-    broken = delta.isnan()
-    if shard is None:  # a row nobody asks for has no gradient, nan or not; over ranks that would cost a collective
-        broken = broken & _asked(grad_out, grad_delta)
+    broken = broken_rows(delta, grad_out, grad_delta, shard)
     return torch.where(broken, torch.nan, grad_x).to(logits.dtype), torch.where(broken, torch.nan, grad_k)
 
 
 def _product(given: Tensor, inverse: Tensor) -> Tensor:
     """Multiply by ``1 / sum h``, which overflows across a wide gap: nothing given stays nothing."""
     return torch.where(given == 0, 0, given * torch.where(given == 0, 0, inverse))
-
-
-def _asked(grad_out: Tensor | None, grad_delta: Tensor | None) -> Tensor:
-    """Which rows have an upstream gradient that is not 0."""
-    found = [(g != 0).any(-1, keepdim=True) for g in (grad_out, grad_delta) if g is not None]
-    return found[0] | found[-1]
-
-
-@torch.library.custom_op("lastlayer::lml_forward", mutates_args=())
-def _op_forward(
-    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels(impl).forward(logits, k, mask, temperature, kind)
-
-
-@_op_forward.register_fake
-def _(
-    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    row = logits.new_empty((*logits.shape[:-1], 1), dtype=_check.work_dtype(logits))
-    out = logits.new_empty(0) if kind == "nu" else torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return out, row, torch.empty_like(row)
-
-
-@torch.library.custom_op("lastlayer::lml_backward", mutates_args=())
-def _op_backward(
-    logits: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    center: Tensor,
-    delta: Tensor,
-    grad_out: Tensor | None,
-    grad_delta: Tensor | None,
-    kind: str,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    return kernels(impl).backward(logits, mask, temperature, center, delta, grad_out, grad_delta, kind)
-
-
-@_op_backward.register_fake
-def _(
-    logits: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    center: Tensor,
-    delta: Tensor,
-    grad_out: Tensor | None,
-    grad_delta: Tensor | None,
-    kind: str,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(delta)
 
 
 class LML(FunctionModule):
@@ -478,6 +335,11 @@ class LML(FunctionModule):
     def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
+    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
+        """Return the probabilities."""
+        out: Tensor = self._call(logits, mask=mask, shard=shard)
+        return out
+
 
 class LogLML(FunctionModule):
     """Module form of :func:`log_lml`, which documents the arguments."""
@@ -486,6 +348,11 @@ class LogLML(FunctionModule):
 
     def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
+
+    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
+        """Return the log-probabilities."""
+        out: Tensor = self._call(logits, mask=mask, shard=shard)
+        return out
 
 
 class LMLThreshold(FunctionModule):
@@ -496,6 +363,11 @@ class LMLThreshold(FunctionModule):
     def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
+    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
+        """Return the dual variable of each row."""
+        out: Tensor = self._call(logits, mask=mask, shard=shard)
+        return out
+
 
 class LMLAtMost(FunctionModule):
     """Module form of :func:`lml_at_most`, which documents the arguments."""
@@ -504,3 +376,8 @@ class LMLAtMost(FunctionModule):
 
     def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
+
+    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
+        """Return the probabilities."""
+        out: Tensor = self._call(logits, mask=mask, shard=shard)
+        return out

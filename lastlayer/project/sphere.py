@@ -39,3 +39,8 @@ class SphericalExp(FunctionModule):
 
     def __init__(self) -> None:
         super().__init__()
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Return the point on the sphere."""
+        out: Tensor = self._call(logits)
+        return out

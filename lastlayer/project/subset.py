@@ -175,6 +175,11 @@ class SampleSubset(FunctionModule):
     def __init__(self, k: int, *, generator: torch.Generator | None = None) -> None:
         super().__init__(k=k, generator=generator)
 
+    def forward(self, logits: Tensor) -> Tensor:
+        """Return the classes drawn."""
+        out: Tensor = self._call(logits)
+        return out
+
 
 class SubsetMarginals(FunctionModule):
     """Module form of :func:`subset_marginals`, which documents the arguments."""
@@ -183,3 +188,8 @@ class SubsetMarginals(FunctionModule):
 
     def __init__(self, k: int) -> None:
         super().__init__(k=k)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Return the probability of each class."""
+        out: Tensor = self._call(logits)
+        return out
