@@ -1,12 +1,16 @@
 """Build the compiled CPU kernels; the rest of the package's description is in pyproject.toml.
 
-The library has no Python module in it: it is loaded with ctypes (see lastlayer/_native). It is optional: without a
-working compiler the installation goes on, and the package runs on plain torch.
+The libraries hold no Python module: they are loaded with ctypes (see lastlayer/_native), so that one wheel serves every
+version of Python. They are optional: without a working compiler the package is installed all the same and runs on plain
+torch.
 """
 
 from __future__ import annotations
 
+import os
+
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 
@@ -16,6 +20,18 @@ class BuildLibrary(build_ext):
     def get_export_symbols(self, ext: Extension) -> list[str]:
         """Name nothing but what the source marks for export."""
         return ext.export_symbols
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Leave the version of Python out of the name."""
+        return os.path.join(*fullname.split(".")) + (".pyd" if os.name == "nt" else ".so")
+
+
+class Wheel(bdist_wheel):
+    """A wheel for one platform and every version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags of Python, its binary interface and the platform."""
+        return "py3", "none", super().get_tag()[2]
 
 
 FOLDER = "lastlayer/_native"
@@ -47,7 +63,7 @@ def library(name: str, *headers: str) -> Extension:
 
 
 setup(
-    cmdclass={"build_ext": BuildLibrary},
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
     ext_modules=[
         library("lml", "lml_rows", "lml_tile", "lml_types"),
         library("linear", "linear_block", "linear_types"),

@@ -125,7 +125,7 @@ from lastlayer.project.subset import subset_log_prob as subset_log_prob
 from lastlayer.project.subset import subset_marginals as subset_marginals
 from lastlayer.shard import ClassShard as ClassShard
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Names that need an optional package, and where they are: imported when first asked for.
 _LAZY = {

@@ -168,7 +168,8 @@ def _watched(
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """Return the library, or why there is none."""
-    files = [Path(__file__).with_name(f"_linear{suffix}") for suffix in EXTENSION_SUFFIXES]
+    # The plainest suffix first: one that names a version of Python is from before 0.2.
+    files = [Path(__file__).with_name(f"_linear{suffix}") for suffix in reversed(EXTENSION_SUFFIXES)]
     path = next((file for file in files if file.exists()), None)
     if path is None:
         return None, "it was not built: the installation found no C compiler that could"
