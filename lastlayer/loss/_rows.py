@@ -51,16 +51,23 @@ def any_class(found: Tensor, shard: ClassShard | None = None) -> Tensor:
     return here if shard is None else reduce(here.unsqueeze(-1).float(), "max", shard).squeeze(-1) > 0
 
 
-def logsumexp(x: Tensor, found: Tensor, shard: ClassShard | None = None) -> tuple[Tensor, Tensor]:
-    """Return the logsumexp of the entries found, and whether there is one; without one it is 0, with no gradient."""
+def logsumexp(
+    x: Tensor, found: Tensor, shard: ClassShard | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``T log sum exp(x / T)`` over the entries found as ``peak + rest``, and whether there is an entry.
+
+    The peak, a constant of shape ``(*batch, 1)``, is the largest entry; the rest, of shape ``batch``, is at least 0 and
+    carries the gradient. Subtract the peak from scores before adding the rest: next to scores in the ten thousands the
+    sum of the two has lost the digits of the rest in float32. Without an entry both are 0, with no gradient.
+    """
     peak = reduce(torch.where(found, x, -torch.inf).detach(), "max", shard)
     some = peak != -torch.inf
     peak = torch.where(some, peak, 0)
-    mass = torch.where(found, (torch.where(found, x, peak) - peak).exp(), 0).sum(-1, keepdim=True)
+    mass = torch.where(found, ((torch.where(found, x, peak) - peak) / temperature).exp(), 0).sum(-1, keepdim=True)
     # Each rank goes on alike from here, so the gradient of the sum must reach each rank once: total, not reduce.
     mass = total(mass, shard)
-    value = torch.where(some, torch.where(some, mass, 1).log() + peak, 0)
-    return value.squeeze(-1), some.squeeze(-1)
+    rest = temperature * torch.where(some, mass, 1).log()
+    return peak, rest.squeeze(-1), some.squeeze(-1)
 
 
 def leave(op: str, loss: Tensor, reduction: Reduction, counts: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -109,10 +109,10 @@ def _positives_above(
     shard: ClassShard | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, and whether it has a positive."""
-    high, has_negative = _rows.logsumexp(x / cool, negative, shard)
-    low, has_positive = _rows.logsumexp(-x / warm, positive, shard)
+    highest, above, has_negative = _rows.logsumexp(x, negative, shard, cool)
+    lowest, below, has_positive = _rows.logsumexp(-x, positive, shard, warm)
     active = has_positive & has_negative
-    z = torch.where(active, cool * high + warm * low + margin, 0)
+    z = torch.where(active, (highest + lowest).squeeze(-1) + above + below + margin, 0)
     return torch.where(active, -F.logsigmoid(-z), 0), has_positive
 
 
@@ -222,19 +222,19 @@ def multihot_softmax_loss(
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
-    top, _ = _rows.logsumexp(x, live, shard)
+    peak, rest, _ = _rows.logsumexp(x, live, shard)
     if labels.dense is None:  # gather: nothing of the size of the logits
         mass = labels.sum_over_positives(lambda here: here, live).to(x.dtype)
-        hit = labels.sum_over_positives(lambda score: score, x)
+        hit = labels.sum_over_positives(lambda score, here, top: here * (score - top), x, live.to(x.dtype), peak)
     else:
         weight = torch.where(live & (labels.dense > 0), labels.dense.to(x.dtype), 0)
-        mass, hit = weight.sum(-1), (weight * x).sum(-1)
+        mass, hit = weight.sum(-1), (weight * (x - peak)).sum(-1)
     mass, hit = total(mass, shard), total(hit, shard)
     counts = mass > 0
-    loss = top - hit / torch.where(counts, mass, 1)
+    loss = rest - hit / torch.where(counts, mass, 1)
     if smoothing > 0:
-        even = _rows.over_classes(x, live, shard) / total(live.sum(-1).to(x.dtype), shard).clamp(min=1)
-        loss = (1 - smoothing) * loss + smoothing * (top - even)
+        even = _rows.over_classes(x - peak, live, shard) / total(live.sum(-1).to(x.dtype), shard).clamp(min=1)
+        loss = (1 - smoothing) * loss + smoothing * (rest - even)
     return _rows.leave(op, torch.where(counts, loss, 0), reduction, counts, logits.dtype)
 
 

@@ -30,9 +30,9 @@ def outlier_uniform_loss(logits: Tensor, *, reduction: Reduction = "mean") -> Te
         tensor([0.0000, 0.9963])
     """
     op = "outlier_uniform_loss"
-    x, live, top, counts = _softmax(op, logits)
+    x, live, peak, rest, counts = _softmax(op, logits)
     n = live.sum(-1).clamp(min=1).to(x.dtype)
-    loss = torch.where(counts, top - _rows.over_classes(x, live) / n - n.log(), 0)
+    loss = torch.where(counts, rest - _rows.over_classes(x - peak, live) / n - n.log(), 0)
     return _rows.leave(op, loss, reduction, counts, logits.dtype)
 
 
@@ -54,19 +54,18 @@ def outlier_max_confidence_loss(logits: Tensor, *, reduction: Reduction = "mean"
         tensor([-1.0986, -0.0949])
     """
     op = "outlier_max_confidence_loss"
-    x, live, top, counts = _softmax(op, logits)
-    # A row ruled out is all 0 here: finite, and dropped below.
-    peak = torch.where(live | ~counts.unsqueeze(-1), x, -torch.inf).amax(-1)
-    return _rows.leave(op, torch.where(counts, peak - top, 0), reduction, counts, logits.dtype)
+    x, live, peak, rest, counts = _softmax(op, logits)
+    # A row ruled out is all 0 here: finite, and dropped below. The largest is 0, and has a gradient.
+    largest = torch.where(live | ~counts.unsqueeze(-1), x - peak, -torch.inf).amax(-1)
+    return _rows.leave(op, torch.where(counts, largest - rest, 0), reduction, counts, logits.dtype)
 
 
-def _softmax(op: str, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scores (0 where ruled out), where they are not, their logsumexp, and the rows with a class left."""
+def _softmax(op: str, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return scores (0 where ruled out), where they are not, both parts of their logsumexp, and the rows with one."""
     logits = _check.logits(op, logits)
     live = logits != -torch.inf
     x = torch.where(live, logits.to(_check.work_dtype(logits)), 0)
-    top, counts = _rows.logsumexp(x, live)
-    return x, live, top, counts
+    return x, live, *_rows.logsumexp(x, live)
 
 
 class OutlierUniformLoss(FunctionModule):

@@ -42,6 +42,10 @@ def quasibinary_loss(
     op = "quasibinary_loss"
     x, labels, live = _rows.enter(op, logits, target)
     if log_normalizer is None:
+        # A constant added to the batch changes nothing: about the largest score the logarithms keep their digits.
+        peak = torch.where(live, x, -torch.inf).detach().flatten()
+        peak = peak.amax() if peak.numel() else x.new_zeros(())
+        x = torch.where(live, x - torch.where(peak.isfinite(), peak, 0), 0)
         log_c, known = batch_log_normalizer(x, labels, live, None)
         loss = torch.where(known, row_loss(x, labels, live, log_c), 0)
     elif isinstance(log_normalizer, Tensor):

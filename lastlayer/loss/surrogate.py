@@ -154,12 +154,15 @@ def _drawn(found: Tensor, count: int, generator: torch.Generator | None) -> Tens
 
 def _interpolated(c: Tensor, bits: Tensor, value: Tensor) -> Tensor:
     """Return the inverse-distance interpolation at ``sigmoid(c)``: the exact value where that is an anchor."""
-    chosen = bits.to(c.dtype)
+    # In float64: near an anchor, where a batch is well fitted, the squares of float32 underflow, and their inverses
+    # overflow in the gradient. The weights count in proportion only: the nearest anchor's is 1.
+    wide, chosen = c.double(), bits.double()
     # (u - a)^2 is (1 - u)^2 or u^2: sums of what is positive, no difference of large numbers.
-    square = chosen @ (-c).sigmoid().square() + (1 - chosen) @ c.sigmoid().square()
-    exact = square == 0
-    weight = torch.where(exact.any(), exact.to(c.dtype), torch.where(exact, 1, square).rsqrt())
-    return (weight * value).sum() / weight.sum()
+    square = chosen @ (-wide).sigmoid().square() + (1 - chosen) @ wide.sigmoid().square()
+    exact = square < 1e-290
+    square = torch.where(exact, 1, square)
+    weight = torch.where(exact.any(), exact.to(wide.dtype), (square / square.detach().amin()).rsqrt())
+    return ((weight * value).sum() / weight.sum()).to(c.dtype)
 
 
 def _labels(scores: Tensor, target: Tensor) -> tuple[Labels, Tensor]:

@@ -41,7 +41,8 @@ def truncated_entropy_loss(
         reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a label, 0 if there is none.
 
     Returns:
-        The loss, of the dtype of `logits`. A row without a label has loss 0, as has one without rivals in :math:`J`.
+        The loss, of the dtype of `logits`. A row without a label has loss 0, as has one without rivals in :math:`J`. A
+        label that is ruled out has an infinite loss, if there are rivals.
 
     Example:
         >>> logits = torch.tensor([[2.0, 5.0, 1.0, 0.0]])
@@ -65,9 +66,12 @@ def truncated_entropy_loss(
     some = peak != -torch.inf
     peak = torch.where(some, peak, 0)
     mass = reduce(torch.where(rival, (torch.where(rival, x, peak) - peak).exp(), 0), "sum", shard)
-    rivals = torch.where(some, torch.where(some, mass, 1).log() + peak, -torch.inf)
-    x = torch.where(live | ~positive, x, -torch.inf)  # a label ruled out has an infinite loss
-    loss = labels.sum_over_positives(lambda x, rivals: -F.logsigmoid(x - rivals), x, rivals)
+    rest = torch.where(some, mass, 1).log()
+    x = torch.where(live | ~positive, x, -torch.inf)  # a label ruled out has an infinite loss, if there are rivals
+    loss = labels.sum_over_positives(
+        lambda x, peak, rest, some: torch.where(some > 0, -F.logsigmoid((x - peak) - rest), 0),
+        *(x, peak, rest, some.to(x.dtype)),
+    )
     return _rows.leave(op, total(loss, shard), reduction, count > 0, logits.dtype)
 
 
@@ -113,7 +117,9 @@ def smooth_topk_svm_loss(
     here = first_label(labels)
     has_label = here >= 0
     own = torch.arange(x.shape[-1], device=x.device) == here
-    scores = torch.where(live, x, -torch.inf) / (k * tau)
+    # A constant added to the row changes nothing: about the label's score the sums keep their digits.
+    pivot = torch.where(has_label, x.gather(-1, here.clamp(min=0)), 0).detach() if x.shape[-1] else x
+    scores = torch.where(live, x - pivot, -torch.inf) / (k * tau)
     others = scores.masked_fill(own, -torch.inf)
     # Half way between k - 1 and k classes both sums are near the most likely count.
     enough = (others != -torch.inf).sum(-1, keepdim=True) >= k
