@@ -71,7 +71,16 @@ struct space {
 
 static double log_sigmoid(double z) { return fmin(z, 0) - log1p(exp(-fabs(z))); }
 
-static double log_h(double z) { return -fabs(z) - 2 * log1p(exp(-fabs(z))); }
+/* A sum of h = y (1 - y): exp(peak) times sum. */
+struct mass {
+    double peak, sum;
+};
+
+/* h exp(-peak), for a peak that is no less than -|z| but for rounding. */
+static double scaled_h(double z, double peak) {
+    double over = 1 / (1 + exp(-fabs(z)));
+    return exp(-fabs(z) - peak) * over * over;
+}
 
 /* The quantile of the normal distribution for p <= 1/2 to 3e-3 (Abramowitz and Stegun 26.2.22). */
 static double normal_quantile(double log_p) {

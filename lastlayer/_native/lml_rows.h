@@ -341,7 +341,7 @@ FN void NAME(weigh_part)(NAME(row) * row, int64_t first, int64_t last, struct su
     *sums = (struct sums){.a = a, .b = b};
 }
 
-/* h (u - shift) scale for y; (1 - y) u scale - h shift for the logarithm; -h shift for nu. */
+/* h (u - shift) scale for y; ((1 - y) u - h shift) scale for the logarithm; -h shift scale for nu. */
 FN void NAME(spread_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict x = row->x, *restrict u = row->u;
     REAL *restrict out = row->out;
@@ -359,11 +359,11 @@ FN void NAME(spread_part)(NAME(row) * row, int64_t first, int64_t last, struct s
         for (int64_t i = first; i < last; i++) {
             POINT_H
             REAL v = NAME(finite)(x[i]) ? (z < 0 ? over : e * over) * u[i] : R(0.0);
-            out[i] = v * scale - h * shift;
+            out[i] = (v - h * shift) * scale;
         }
     else
         PRAGMA(omp simd)
-        for (int64_t i = first; i < last; i++) out[i] = -out[i] * shift;
+        for (int64_t i = first; i < last; i++) out[i] = -out[i] * shift * scale;
 }
 
 /* At a point of the loss: keep = 1 - rho y, and the derivative d of the loss in z. h / keep is formed without the e
@@ -496,9 +496,9 @@ FN void NAME(solve_hard)(double *x, int64_t n, double k, double *center, double 
         struct sums m = NAME(hard_sums)(x, n, at, peak);
         double surplus = m.above - k, exponent = surplus == 0 ? 0 : peak, unit = exp(exponent);
         /* Inside a gap that wide, which side is nearer is a matter of rounding: y is 0 or 1, and log y right to eps. */
-        if (surplus == 0 && -peak > 1e12) break;
+        if (surplus == 0 && -peak > 4 / DBL_EPSILON) break;
         double f = surplus + m.f * unit, cubic = surplus + m.square * unit, r = f / ((m.a + m.b) * unit);
-        double root = sqrt(cubic * cubic + 4 * (m.a * unit) * (m.b * unit));
+        double root = hypot(cubic, 2 * sqrt(m.a * unit) * sqrt(m.b * unit)); /* no square underflows */
         double safe = cubic > 0 ? log(2) + log(m.a) + exponent - log(cubic + root)
                                 : log(root - cubic) - log(2) - log(m.b) - exponent;
         if ((safe < 0) != (f > 0)) safe = 0;
@@ -675,36 +675,38 @@ FN void NAME(forward_rows)(const struct call *call, int64_t index, int count, st
     }
 }
 
-/* log sum h, where the sum itself may underflow. */
-FN double NAME(log_mass)(NAME(row) * row) {
-    double c = row->c, t = row->t, peak = -INFINITY, sum = 0;
+/* sum h as exp(peak) times a number from 1 / 4 to n, where the sum itself may underflow. As one logarithm it would lose
+   the number next to a large peak. */
+FN struct mass NAME(mass)(const NAME(row) * row) {
+    struct mass mass = {-INFINITY, 0};
+    double c = row->c, t = row->t;
     for (int64_t i = 0; i < row->n; i++)
-        if (NAME(finite)(row->x[i])) peak = fmax(peak, log_h(((double)row->x[i] - c) + t));
+        if (NAME(finite)(row->x[i])) mass.peak = fmax(mass.peak, -fabs(((double)row->x[i] - c) + t));
     for (int64_t i = 0; i < row->n; i++)
-        if (NAME(finite)(row->x[i])) sum += exp(log_h(((double)row->x[i] - c) + t) - peak);
-    return peak + log(sum);
+        if (NAME(finite)(row->x[i])) mass.sum += scaled_h(((double)row->x[i] - c) + t, mass.peak);
+    return mass;
 }
 
 /* The gradient where sum h underflows: as in backward_row, in logarithms. Returns that of k. */
 FN double NAME(backward_hard)(NAME(row) * row, double given) {
     double c = row->c, t = row->t, total = 0;
-    double log_mass = NAME(log_mass)(row);
+    struct mass mass = NAME(mass)(row);
     for (int64_t i = 0; i < row->n && row->kind != KIND_NU; i++) {
         if (!NAME(finite)(row->x[i])) continue;
         double z = ((double)row->x[i] - c) + t, u = row->u[i];
-        total += row->kind == KIND_Y ? exp(log_h(z) - log_mass) * u : exp(log_sigmoid(-z)) * u;
+        total += row->kind == KIND_Y ? scaled_h(z, mass.peak) / mass.sum * u : exp(log_sigmoid(-z)) * u;
     }
     double sum = row->kind == KIND_LOG ? given + total : given;
     for (int64_t i = 0; i < row->n; i++) {
         double z = ((double)row->x[i] - c) + t, g = 0, u = row->u ? (double)row->u[i] : 0;
         if (NAME(finite)(row->x[i])) {
-            g = -exp(log_h(z) - log_mass) * sum;
-            if (row->kind == KIND_Y) g += exp(log_h(z)) * (u - total);
+            g = -scaled_h(z, mass.peak) / mass.sum * sum;
+            if (row->kind == KIND_Y) g += scaled_h(z, 0) * (u - total);
             if (row->kind == KIND_LOG) g += exp(log_sigmoid(-z)) * u;
         }
         row->out[i] = (REAL)(g / (double)row->temperature);
     }
-    return (row->kind == KIND_Y ? total : 0) + (sum == 0 ? 0 : sum * exp(-log_mass));
+    return (row->kind == KIND_Y ? total : 0) + (sum == 0 ? 0 : sum * (exp(-mass.peak) / mass.sum));
 }
 
 FN void NAME(backward_row)(const struct call *call, int64_t index, struct space *space) {
@@ -729,9 +731,9 @@ FN void NAME(backward_row)(const struct call *call, int64_t index, struct space 
         *grad_k = (REAL)NAME(backward_hard)(&row, given);
         return;
     }
-    double total = row.kind == KIND_LOG ? (given + m.b) / m.a : (m.b + given) / m.a;
+    double total = (m.b + given) / m.a;
     row.scale = (REAL)(1 / (double)row.temperature);
-    row.shift = row.kind == KIND_Y ? (REAL)total : (REAL)(total / (double)row.temperature);
+    row.shift = (REAL)total;
     *grad_k = (REAL)total;
     NAME(pass)(&row, NAME(spread_part));
 }
@@ -785,7 +787,8 @@ FN void NAME(write_loss)(const struct call *call, NAME(row) * row, int64_t index
         pull = row->t != row->t ? NAN : 0;
         loss = row->t != row->t ? NAN : loss;
     } else if (row->state == HARD) {
-        log_mass = NAME(log_mass)(row);
+        struct mass mass = NAME(mass)(row);
+        log_mass = mass.peak + log(mass.sum);
     } else {
         if (row->sum_h != row->sum_h) {
             struct sums m = NAME(pass)(row, NAME(search_part));
@@ -810,11 +813,11 @@ FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int coun
 }
 
 /* (dz - pull h / sum h) / temperature for one class, in double. */
-FN double NAME(loss_slope)(const NAME(row) * row, int64_t i, int sign, double log_mass, double pull) {
+FN double NAME(loss_slope)(const NAME(row) * row, int64_t i, int sign, struct mass mass, double pull) {
     double d, z = ((double)row->x[i] - (double)row->c) + (double)row->t;
     if (!NAME(finite)(row->x[i])) return 0;
     NAME(loss_term)(row, i, sign, &d);
-    return (d - pull * exp(log_h(z) - log_mass)) / (double)row->temperature;
+    return (d - pull * (scaled_h(z, mass.peak) / mass.sum)) / (double)row->temperature;
 }
 
 FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct space *space) {
@@ -833,6 +836,7 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
         return;
     }
     *grad_k = (REAL)(pull == 0 ? 0 : grad * pull * exp(-log_mass));
+    struct mass mass = {0, exp(log_mass)};
     int listed = call->index && call->observed == 0, hard = !(log_mass > log(SMALLEST_SUM));
     if (call->dense) signs_of_row(call, index, space->sign);
     if (call->index) NAME(mark)(call, index, space->sign, 1);
@@ -840,16 +844,17 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
     row.weight = (REAL)(pull * exp(-log_mass));
     if (log_mass < -8 && !hard) { /* its rounding would show in the exponential */
         row.kind = KIND_NU;
-        row.weight = (REAL)(pull / NAME(pass)(&row, NAME(weigh_part)).a);
+        mass.sum = NAME(pass)(&row, NAME(weigh_part)).a;
+        row.weight = (REAL)(pull / mass.sum);
     }
-    if (hard) log_mass = NAME(log_mass)(&row);
+    if (hard) mass = NAME(mass)(&row);
     row.scale = (REAL)(grad / (double)row.temperature);
     if (!hard) NAME(pass)(&row, NAME(loss_spread_part));
     for (int64_t i = 0; i < row.n && hard; i++)
-        row.out[i] = (REAL)(grad * NAME(loss_slope)(&row, i, space->sign[i], log_mass, pull));
+        row.out[i] = (REAL)(grad * NAME(loss_slope)(&row, i, space->sign[i], mass, pull));
     for (int64_t i = 0; i < call->m && listed && !hard; i++) {
         int64_t j = call->index[index * call->m + i];
-        if (j >= 0 && j < row.n) row.out[j] = (REAL)(grad * NAME(loss_slope)(&row, j, 1, log_mass, pull));
+        if (j >= 0 && j < row.n) row.out[j] = (REAL)(grad * NAME(loss_slope)(&row, j, 1, mass, pull));
     }
     if (call->index) NAME(mark)(call, index, space->sign, 0);
 }

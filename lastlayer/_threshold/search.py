@@ -28,7 +28,7 @@ class Feasible(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a search begins: at ``nu = -center``, with ``lo <= nu + center <= hi``."""
+    """Where a search begins: in the middle of the bounds ``lo <= nu + center <= hi``, which is 0 but for rounding."""
 
     center: Tensor
     lo: Tensor
@@ -75,8 +75,8 @@ def _solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tens
     def sums(center: Tensor, delta: Tensor) -> Sums:
         d = x - center
         # The neighbours of the solution are close to the nearest point of all, and every rank knows them.
-        depth = -d.abs() if shard is None else -(near - center).abs()
-        peak = torch.where(left.solvable, reduce(depth, "max", None), 0)
+        nearest, _ = shifted(d if shard is None else near - center, delta)
+        peak = torch.where(left.solvable, reduce(-nearest.abs(), "max", None), 0)
         return Sums(reduce(small_parts(d, peak, delta), "sum", shard), peak)
 
     passes = _PASSES if shard is None else _SHARDED_PASSES
@@ -135,7 +135,8 @@ def iterate(
     step; without, all passes are made.
     """
     center, lo, hi = start
-    delta = torch.zeros_like(center)
+    delta = (lo + hi) / 2  # what rounding took from the center
+    lo, hi = lo - delta, hi - delta  # from here on about the point that is being looked at
     for _ in range(passes):
         sums = sums_at(center, delta)
         step, lo, hi, close = advance(sums.parts[:5], sums.peak, k, lo, hi)
@@ -161,8 +162,8 @@ def bracket(x: Tensor, left: Feasible, shard: ClassShard | None) -> tuple[Start,
     upper_rank, lower_rank = k.ceil(), k.floor() + 1  # m + 1 and m'
     upper, lower = kth_largest(x, torch.cat([upper_rank, lower_rank], -1), shard).split(1, -1)
     upper, lower = torch.where(solvable, upper, 0), torch.where(solvable, lower, 0)
-    middle = lower + (upper - lower) / 2
-    lo = torch.where(solvable, (k - upper_rank + 1).log() - (n - k).log(), 0) - (upper - middle)
+    middle = lower / 2 + upper / 2  # which cannot overflow
+    lo = torch.where(solvable, (k - (upper_rank - 1)).log() - (n - k).log(), 0) - (upper - middle)
     hi = torch.where(solvable, k.log() - (lower_rank - k).log(), 0) + (middle - lower)
     center = middle - (lo + hi) / 2
     slack = 8 * torch.finfo(x.dtype).eps * (1 + center.abs() + lo.abs() + hi.abs())
@@ -170,24 +171,35 @@ def bracket(x: Tensor, left: Feasible, shard: ClassShard | None) -> tuple[Start,
     return Start(center, lo + moved - slack, hi + moved + slack), torch.cat([upper, lower], -1)
 
 
-def tails(d: Tensor, peak: Tensor, delta: Tensor) -> Tensor:
-    """Return ``exp(-|d|) / exp(peak)`` moved by delta: as a factor, for rounding ``d + delta`` shows in the sum."""
-    factor = delta.clamp(-60, 60).exp()
-    return (-d.abs() - peak).exp() * torch.where(d > 0, 1 / factor, factor)
+def shifted(d: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``d + delta`` as points and a rest that is to enter as a factor, since rounding would show in the sum.
+
+    A delta beyond 1 moves the points: it is what rounding took from a center whose neighbours are that far apart, and
+    so are the scores near it.
+    """
+    far = torch.where(delta.abs() > 1, delta, 0)
+    return d + far, delta - far
+
+
+def tails(z: Tensor, peak: Tensor, rest: Tensor) -> Tensor:
+    """Return ``exp(-|z|) / exp(peak)`` at points that are still to be moved by `rest`."""
+    factor = rest.exp()
+    return (-z.abs() - peak).exp() * torch.where(z > 0, 1 / factor, factor)
 
 
 def small_parts(d: Tensor, peak: Tensor, delta: Tensor) -> list[Tensor]:
     """Return what a step sums over the points ``d + delta``: y or 1 - y, whichever is small, over ``exp(peak)``."""
-    tail = tails(d, peak, delta)
+    z, rest = shifted(d, delta)
+    tail = tails(z, peak, rest)
     w = tail * peak.exp()
     w, scaled = w / (1 + w), tail / (1 + w)  # min(y, 1 - y), and the same over exp(peak)
-    above = d > 0
+    above = z > 0
     outer, inner = scaled * (1 - w) * (1 - w), scaled * (1 - w) * w
     bend = scaled * w * (3 - 2 * w)
     return [
         torch.where(above, outer, inner),  # sum y^2 (1 - y)
         torch.where(above, inner, outer),  # sum y (1 - y)^2
-        above.to(d.dtype),
+        above.to(z.dtype),
         torch.where(above, -scaled, scaled),
         torch.where(above, -bend, bend),
     ]
@@ -210,7 +222,8 @@ def advance(
     r = f / ((a + b) * unit)
 
     # The root of b q^2 + c q - a in q = exp(step) never passes the solution; exact on a plateau and in the tails.
-    root = (c * c + 4 * (a * unit) * (b * unit)).sqrt()
+    size = torch.maximum(c.abs(), unit)  # the squares of a tiny k would underflow
+    root = size * ((c / size).square() + 4 * (a * unit / size) * (b * unit / size)).sqrt()
     fall = math.log(2) + a.log() + exponent - (c + root).log()
     rise = (root - c).log() - math.log(2) - b.log() - exponent
     safe = torch.where(c > 0, fall, rise)
@@ -223,7 +236,9 @@ def advance(
     hi = torch.minimum(hi, torch.where(f > 0, safe, -torch.log1p(r.clamp(min=-1))) + 4 * eps)
     step = torch.where((step >= lo) & (step <= hi), step, (lo + hi) / 2)
     close = (r.abs() < 0.5) & (0.42 * r.abs() ** 3 <= eps / 2)  # Halley's error bound
-    return torch.where(close, halley, step), lo, hi, close
+    # Inside a gap that wide rounding decides which side is nearer: y is 0 or 1, and log y right as it is.
+    apart = (surplus == 0) & (peak < -4 / eps)
+    return torch.where(apart, 0, torch.where(close, halley, step)), lo, hi, close | apart
 
 
 def scores(logits: Tensor, mask: Tensor | None, temperature: float) -> Tensor:

@@ -2,8 +2,9 @@
 
 A row is searched at most twice. `search` is the fast way: y = 1 / (1 + E s) from one exponential a class, sums of
 powers of y, and a step of fourth order; the row stays in registers. It gives up on rows that are saturated, have
-infinite or nan logits or a `k` without a finite nu. `settle` takes those: it is `lastlayer.project.lml.solve`, step
-by step, streaming over the row. `sweep` and `advance` are one pass of the fast way over a row too long for registers.
+infinite or nan logits or a `k` without a finite nu. `settle` takes those: it is `lastlayer._threshold.search.solve`,
+step by step, streaming over the row. `sweep` and `advance` are one pass of the fast way over a row too long for
+registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -28,6 +29,7 @@ PASSES = tl.constexpr(12)  # of the fast search, before `settle` takes over
 SPREAD = tl.constexpr(16.0)  # how far the fast search may move from its start: E loses digits beyond
 SPLIT_RATIO = tl.constexpr(4.0)  # where k / sum h is larger, sum y - k has lost digits
 RUN = tl.constexpr(128)  # neighbours read together where a row is sampled
+APART = tl.constexpr(3.4e7)  # 4 / EPS: scores so far from 0 that rounding decides which of two sides is nearer
 LEAST_MASS = tl.constexpr(1e-5)  # where sum h / k is smaller, the fast sums say nothing
 
 
@@ -625,21 +627,31 @@ def kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK: 
 
 
 @triton.jit
-def _step_sums(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, center, peak, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """The sums of `lastlayer.project.lml._step`, scaled by exp(-peak)."""
+def far_part(delta):
+    """What of a delta must move the points, the rest being a factor: `lastlayer._threshold.search.shifted`."""
+    return tl.where(tl.abs(delta) > 1, delta, 0.0)
+
+
+@triton.jit
+def _step_sums(
+    x_ptr, m_ptr, row, m_row, m_col, n, inv_t, center, delta, peak, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """The sums of `lastlayer._threshold.search.small_parts`."""
     a = tl.zeros((BLOCK,), tl.float32)
     b = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.float32)
     residual = tl.zeros((BLOCK,), tl.float32)
     cubic = tl.zeros((BLOCK,), tl.float32)
+    far = far_part(delta)
+    factor = exp(delta - far)
     for j in range(0, n, BLOCK):
         x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, j + tl.arange(0, BLOCK), inv_t, MASKED)
-        d = tl.where(is_finite(x), x, float("-inf")) - center
-        tail = tl.exp(-tl.abs(d) - peak)
+        d = (tl.where(is_finite(x), x, float("-inf")) - center) + far
+        above = d > 0
+        tail = tl.exp(-tl.abs(d) - peak) * tl.where(above, 1 / factor, factor)
         w = tail * tl.exp(peak)
         scaled = tail / (1 + w)
         w = w / (1 + w)
-        above = d > 0
         outer = scaled * (1 - w) * (1 - w)
         inner = scaled * (1 - w) * w
         bend = scaled * w * (3 - 2 * w)
@@ -653,14 +665,15 @@ def _step_sums(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, center, peak, BLOCK: t
 
 @triton.jit
 def certain_step(a, b, count, residual, cubic, peak, k, lo, hi):
-    """`lastlayer.project.lml._step` after its sums: the step, the bounds, and whether it ends the search."""
+    """`lastlayer._threshold.search.advance`: the step, the bounds, and whether it ends the search."""
     surplus = count - k
     exponent = tl.where(surplus == 0, 0.0, peak)
     unit = tl.exp(exponent)
     f = surplus + residual * unit
     c = surplus + cubic * unit
     r = f / ((a + b) * unit)
-    root = tl.sqrt(c * c + 4 * (a * unit) * (b * unit))
+    size = tl.maximum(tl.abs(c), unit)  # the squares of a tiny k would underflow
+    root = size * tl.sqrt((c / size) * (c / size) + 4 * (a * unit / size) * (b * unit / size))
     fall = tl.log(a) + LN2 + exponent - tl.log(c + root)
     rise = tl.log(root - c) - LN2 - tl.log(b) - exponent
     safe = tl.where(c > 0, fall, rise)
@@ -671,12 +684,13 @@ def certain_step(a, b, count, residual, cubic, peak, k, lo, hi):
     hi = tl.minimum(hi, tl.where(f > 0, safe, -log1p(tl.maximum(r, -1.0))) + 4 * EPS)
     step = tl.where((step >= lo) & (step <= hi), step, (lo + hi) / 2)
     close = (tl.abs(r) < 0.5) & (0.42 * tl.abs(r) * r * r <= EPS / 2)
-    return tl.where(close, halley, step), lo, hi, close
+    apart = (surplus == 0) & (peak < -APART)
+    return tl.where(apart, 0.0, tl.where(close, halley, step)), lo, hi, close | apart
 
 
 @triton.jit
 def settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return (center, delta) of one row whatever it holds: `lastlayer.project.lml.solve`."""
+    """Return (center, delta) of one row whatever it holds: `lastlayer._threshold.search.solve`."""
     finite = tl.zeros((BLOCK,), tl.float32)
     top = tl.zeros((BLOCK,), tl.float32)
     bad = tl.zeros((BLOCK,), tl.float32)
@@ -694,30 +708,33 @@ def settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
         rank1 = tl.ceil(k)
         rank2 = tl.floor(k) + 1
         upper, lower = kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK, MASKED)
-        middle = lower + (upper - lower) / 2
-        lo = tl.log(k - rank1 + 1) - tl.log(n_live - k) - (upper - middle)
+        middle = lower / 2 + upper / 2
+        lo = tl.log(k - (rank1 - 1)) - tl.log(n_live - k) - (upper - middle)
         hi = tl.log(k) - tl.log(rank2 - k) + (middle - lower)
         center = middle - (lo + hi) / 2
         slack = (1 + tl.abs(center) + tl.abs(lo) + tl.abs(hi)) * (8 * EPS)
         lo = lo + (center - middle) - slack
         hi = hi + (center - middle) + slack
-        delta = tl.full((), 0.0, tl.float32)
+        delta = (lo + hi) / 2  # what rounding took from the center
+        lo = lo - delta
+        hi = hi - delta
         left = 12
         while left > 0:
             nearest = tl.full((BLOCK,), float("-inf"), tl.float32)
             for j in range(0, n, BLOCK):
                 x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, j + tl.arange(0, BLOCK), inv_t, MASKED)
-                nearest = tl.maximum(nearest, tl.where(is_finite(x), -tl.abs(x - center), float("-inf")))
+                depth = -tl.abs((x - center) + far_part(delta))
+                nearest = tl.maximum(nearest, tl.where(is_finite(x), depth, float("-inf")))
             peak = tl.max(nearest, 0)
             a, b, count, residual, cubic = _step_sums(
-                x_ptr, m_ptr, row, m_row, m_col, n, inv_t, center, peak, BLOCK, MASKED
+                x_ptr, m_ptr, row, m_row, m_col, n, inv_t, center, delta, peak, BLOCK, MASKED
             )
             step, lo, hi, done = certain_step(a, b, count, residual, cubic, peak, k, lo, hi)
-            delta = tl.where(done, step, 0.0)
-            moved = tl.where(done, center, center - step)
-            lo = lo + (moved - center)
-            hi = hi + (moved - center)
+            moved = tl.where(done, center, center - (delta + step))
+            delta = (delta + step) + (moved - center)
             center = moved
+            lo = lo - step
+            hi = hi - step
             left = tl.where(done, 0, left - 1)
     return center, delta
 

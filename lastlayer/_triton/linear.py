@@ -282,8 +282,8 @@ def _search_kernel(
             rank1 = tl.ceil(k)
             rank2 = tl.floor(k) + 1
             upper, lower = kth_largest(top_ptr, top_ptr, 0, 0, 0, held, None, rank1, rank2, BLOCK, False)
-            middle = lower + (upper - lower) / 2
-            lo = tl.log(k - rank1 + 1) - tl.log(n - k) - (upper - middle)
+            middle = lower / 2 + upper / 2
+            lo = tl.log(k - (rank1 - 1)) - tl.log(n - k) - (upper - middle)
             hi = tl.log(k) - tl.log(rank2 - k) + (middle - lower)
             center = middle - (lo + hi) / 2
             slack = 8 * 1.1920928955078125e-07 * (1 + tl.abs(center) + tl.abs(lo) + tl.abs(hi))

@@ -68,9 +68,10 @@ def _value(x, center, delta, KIND: tl.constexpr):
     """The output, y or log y, at scores of one row, whatever it holds."""
     if KIND == "y":
         out = rcp(1 + exp2((center - x) * LOG2E) * exp(-delta))
-        if not is_finite(delta):
+        if not tl.abs(delta) <= 1:  # a row that was settled: scores without an end, or further apart than exp reaches
             end = tl.where(delta > 0, (x > float("-inf")).to(tl.float32), (x == float("inf")).to(tl.float32))
-            out = tl.where(delta != delta, delta, end)
+            out = tl.where(is_finite(delta), rcp(1 + exp((center - x) - delta)), end)
+            out = tl.where(delta != delta, delta, out)
         return out
     else:
         return log_sigmoid(points(x, center, delta))

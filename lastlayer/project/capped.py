@@ -158,7 +158,7 @@ def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | Non
     """
     capped = d > 0
     mass = reduce(torch.where(capped, 0, d.exp()), "sum", shard)
-    delta = mass.log() - (k - k.ceil() + 1).log()
+    delta = mass.log() - (k - (k.ceil() - 1)).log()
     before = torch.full_like(delta, -1)
     for _ in range(_PASSES):
         capped = d > delta

@@ -11,7 +11,7 @@ from torch import Tensor
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import broken_rows, mapped, nestable, recorded, without_transforms
 from lastlayer._threshold.dispatch import Impl, Problem, backward, differentiated, enter, forward, transformed
-from lastlayer._threshold.search import points, scores, sizes, solve, tails
+from lastlayer._threshold.search import points, scores, shifted, sizes, solve, tails
 from lastlayer.shard import ClassShard, reduce, replicate
 
 Kind = Literal["y", "log", "nu"]
@@ -192,8 +192,8 @@ def _plain(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     if kind == "log":
         return F.logsigmoid(points(x, center, delta)).to(dtype), center, delta
     infinite = ~delta.isfinite()
-    z = points(x, center, torch.where(infinite, delta, 0))
-    tail = tails(z, torch.zeros_like(delta), torch.where(infinite, 0, delta))
+    z, rest = shifted(points(x, center, torch.where(infinite, delta, 0)), torch.where(infinite, 0, delta))
+    tail = tails(z, torch.zeros_like(delta), rest)
     y = torch.where(z > 0, 1, tail) / (1 + tail)
     return torch.where(delta.isnan(), delta, y).to(dtype), center, delta
 

@@ -238,6 +238,21 @@ def test_certain_labels_of_which_all_are_observed():
         assert not found[0].isnan().any()
 
 
+def test_edges_of_the_range():
+    """Scores whose neighbours are further apart than the sigmoid is wide, and a k far below 1."""
+    huge = torch.tensor([[3.0, 2.0, 1.0, -1.0, -2.0], [1.0, 1.0, 1.0, -1.0, 0.5]], device=DEVICE)
+    for size in (1e7, 1e10, 1e30):
+        for k, expected in ((2, [[1, 1, 0, 0, 0], [2 / 3, 2 / 3, 2 / 3, 0, 0]]), (2.5, [[1, 1, 0.5, 0, 0]])):
+            logits = size * huge[: len(expected)]
+            y, log_y = lml(logits, k, impl="triton"), log_lml(logits, k, impl="triton")
+            torch.testing.assert_close(y, torch.tensor(expected, device=DEVICE), rtol=1e-6, atol=0)
+            torch.testing.assert_close(log_y.exp(), y, rtol=1e-6, atol=0)
+    logits = torch.randn(2, 5, device=DEVICE) * torch.tensor([[1.0], [100.0]], device=DEVICE)
+    for k in (1e-6, 1e-30):
+        expected = k * logits.double().softmax(-1)
+        torch.testing.assert_close(lml(logits, k, impl="triton").double(), expected, rtol=1e-5, atol=1e-37)
+
+
 @pytest.mark.parametrize("observed", [0.0, 0.4])
 def test_edges_of_the_loss(observed):
     inf, nan = torch.inf, torch.nan

@@ -195,6 +195,46 @@ def test_gradients_of_saturated_rows(gap, dtype, impl):
 
 
 @pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e7, 1e10, 1e16, 1e30])
+def test_huge_scores_meet_k(size, dtype, impl):
+    """Neighbouring floats are further apart than the sigmoid is wide: y is a hard choice, shared among ties alone."""
+    logits = torch.randn(300, 5, dtype=dtype, requires_grad=True)
+    hard = logits.detach().argsort(-1, descending=True).argsort(-1)
+    for k, last in ((2, 0.0), (2.25, 0.25), (1e-7, 1e-7), (4, 0.0)):
+        expected = torch.where(hard < int(k), 1.0, torch.where(hard == int(k), last, 0.0)).to(dtype)
+        y = ll.lml(logits, k, temperature=1 / size, impl=impl)
+        if size > 1e7:  # else a few gaps are narrow
+            torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(y.sum(-1), torch.full_like(y[:, 0], k), rtol=1e-6, atol=0)
+        log_y = ll.log_lml(logits, k, temperature=1 / size, impl=impl)
+        torch.testing.assert_close(log_y.exp(), y, rtol=1e-5, atol=1e-12)
+        (of_nu,) = torch.autograd.grad(
+            ll.lml_threshold(logits, k, temperature=1 / size, impl=impl).sum() / size, logits
+        )
+        torch.testing.assert_close(of_nu.sum(-1), torch.full_like(of_nu[:, 0], -1))
+        (of_log,) = torch.autograd.grad(log_y.sum() / size, logits)
+        assert of_log.isfinite().all()
+    ties = size * torch.tensor([1.0, 1.0, 1.0, -1.0, 0.5], dtype=dtype)
+    expected = torch.tensor([2 / 3, 2 / 3, 2 / 3, 0, 0], dtype=dtype)
+    torch.testing.assert_close(ll.lml(ties, 2, impl=impl), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tiny_k(dtype, impl):
+    """A k far below 1 is a softmax of that mass; one just below n is that of the complement."""
+    logits = torch.tensor([[1.0], [30], [300]], dtype=dtype) * torch.randn(3, 20, dtype=dtype)
+    for k in (1e-6, 1e-8, 1e-30):
+        y = ll.lml(logits, k, impl=impl)
+        torch.testing.assert_close(y, k * logits.softmax(-1), rtol=1e-5, atol=max(1e-20 * k, 1e-37))
+        torch.testing.assert_close(ll.capped_softmax(logits, k), k * logits.softmax(-1), rtol=1e-5, atol=1e-37)
+    k = torch.tensor(20, dtype=dtype) - 2.0**-19
+    left = ll.log_lml(-logits, 20 - k, impl=impl)
+    torch.testing.assert_close(ll.lml(logits, k, impl=impl), 1 - left.exp())
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
 def test_k_has_a_finite_gradient_across_a_wide_gap(impl):
     k = torch.tensor([2.0], requires_grad=True)
     y = ll.lml(torch.tensor([[1e3, 1e3, 0.0, 0.0]]), k, impl=impl)
