@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from lastlayer._check import label_lists as label_lists
 from lastlayer.decode.graph import DecodeGraph as DecodeGraph
 from lastlayer.decode.graph import decode_graph as decode_graph
 from lastlayer.decode.recall import tune_recall as tune_recall

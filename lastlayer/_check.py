@@ -10,15 +10,21 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lastlayer.shard import ClassShard
+from lastlayer.shard import ClassShard, local_part
 
 Reduction = Literal["none", "mean", "sum"]
+
+_INDEX = (torch.int64, torch.int32)  # what holds class indices
+_HOT = (torch.bool, torch.int8, torch.uint8)  # what holds a multi-hot target, beside the floating-point dtypes
 
 
 def logits(op: str, value: Any, name: str = "logits") -> Tensor:
@@ -198,30 +204,150 @@ class Labels:
         return torch.where(found, function(*picked), 0).sum(-1)
 
 
+@dataclass(frozen=True, eq=False)
+class LabelLists:
+    """Index lists, marked as such by :func:`label_lists`; ``index`` is the tensor.
+
+    The mark stays when the lists move to another device, when rows are selected and when a DataLoader stacks them; it
+    passes through pickling, ``torch.compile``, ``torch.export`` and ``torch.func``.
+
+    Example:
+        >>> label_lists(torch.tensor([[0, 2, -1], [1, -1, -1]]))[:1].shape
+        torch.Size([1, 3])
+    """
+
+    index: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape ``(*batch, m)``."""
+        return self.index.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the indices."""
+        return self.index.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the indices."""
+        return self.index.device
+
+    def size(self, dim: int) -> int:
+        """Return the size of one dimension, which TensorDataset compares."""
+        return self.index.size(dim)
+
+    def to(self, *args: Any, **options: Any) -> LabelLists:
+        """Move or convert the indices, as ``Tensor.to`` does."""
+        return label_lists(self.index.to(*args, **options))
+
+    def cpu(self) -> LabelLists:
+        """Move the indices to the CPU."""
+        return label_lists(self.index.cpu())
+
+    def cuda(self, *args: Any, **options: Any) -> LabelLists:
+        """Move the indices to a GPU."""
+        return label_lists(self.index.cuda(*args, **options))
+
+    def pin_memory(self, *args: Any) -> LabelLists:
+        """Pin the indices for a DataLoader."""
+        return label_lists(self.index.pin_memory(*args))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, rows: Any) -> LabelLists:
+        return label_lists(self.index[rows])
+
+
+Target: TypeAlias = Tensor | LabelLists
+
+
+def label_lists(target: Target) -> LabelLists:
+    """Mark a target as index lists, for lists that are as wide as there are classes.
+
+    An int64 or int32 target of the logits' own shape might be multi-hot or hold index lists, so that losses and metrics
+    refuse it. Marked, it holds index lists. Lists of any other width need no mark, and may have one.
+
+    Args:
+        target: Index lists padded with -1, shape ``(*batch, m)``, int64 or int32.
+
+    Returns:
+        The marked lists, which every `target` argument takes.
+
+    Example:
+        >>> import lastlayer as ll
+        >>> logits, lists = torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([[0, 2, -1]])
+        >>> ll.binary_loss(logits, ll.label_lists(lists))  # three classes, of which 0 and 2 are labels
+        tensor(2.3197)
+    """
+    if isinstance(target, LabelLists):
+        return target
+    if not isinstance(target, Tensor) or target.dtype not in _INDEX:
+        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise TypeError(
+            f"label_lists: `target` must be a tensor of int64 or int32, got {got}. Multi-hot targets need no mark."
+        )
+    if target.ndim == 0:
+        raise ValueError("label_lists: `target` must have shape (*batch, m), got (). One class needs no mark.")
+    return LabelLists(target)
+
+
+# The DataLoader stacks marked lists, and torch.func, torch.export and DDP find the tensor in them.
+default_collate_fn_map[LabelLists] = lambda batch, **_: label_lists(default_collate([lists.index for lists in batch]))
+_pytree.register_pytree_node(
+    LabelLists,
+    lambda lists: ([lists.index], None),
+    lambda parts, _: LabelLists(*parts),
+    serialized_type_name="lastlayer.LabelLists",
+    flatten_with_keys_fn=lambda lists: ([(_pytree.GetAttrKey("index"), lists.index)], None),
+)
+
+
 def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None, *, in_range: bool = True) -> Labels:
     """Check a target in any of its three forms against scores of shape ``(*batch, n_classes)``.
+
+    The dtype tells the form, as in ``F.cross_entropy``: int64 and int32 are class indices, one per row or a list per
+    row; floating-point numbers, bool, int8 and uint8 are multi-hot. An int64 or int32 target of the shape of the scores
+    fits both and is refused, unless :func:`label_lists` marks it.
 
     With `shard`, index targets hold classes of all ranks; the result holds those of this rank, counted from 0. A class
     that does not exist is an error where that can be seen for free (on the CPU, outside of traces), unless `in_range`
     is False.
     """
-    batch, n = scores.shape[:-1], scores.shape[-1]
+    marked = isinstance(value, LabelLists)
+    value = local_part(value.index if marked else value)
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: `target` must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
-    if value.shape == scores.shape and not (shard is not None and _lists(value)):
-        return Labels(None, value, n)
-    one_a_row = value.shape == batch
-    if not one_a_row and value.shape[:-1] != batch:
+    if value.layout != torch.strided or value.is_nested:
+        got = "a nested tensor" if value.is_nested else value.layout
+        raise TypeError(f"{op}: `target` must be a dense tensor, got {got}. Use index lists padded with -1.")
+    batch, n = scores.shape[:-1], scores.shape[-1]
+    one_per_row, same = value.shape == batch and not marked, value.shape == scores.shape
+    if not one_per_row and value.shape[:-1] != batch:
         raise ValueError(
-            f"{op}: `target` must have shape {tuple(scores.shape)} (multi-hot), {tuple(batch)} (one class a row) or "
+            f"{op}: `target` must have shape {tuple(scores.shape)} (multi-hot), {tuple(batch)} (one class per row) or "
             f"({', '.join(map(str, (*batch, 'm')))}) (index lists padded with -1), got {tuple(value.shape)}."
         )
-    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+    if value.is_floating_point() or value.dtype in _HOT:
+        if same:
+            return Labels(None, value, n)
         raise TypeError(
-            f"{op}: `target` of shape {tuple(value.shape)} holds class indices and must be of an integer dtype, "
+            f"{op}: `target` of shape {tuple(value.shape)} holds class indices and must be of int64 or int32, "
             f"got {value.dtype}. Use `target.long()`."
         )
-    index = value.long().unsqueeze(-1) if one_a_row else value.long()
+    if value.dtype not in _INDEX:
+        raise TypeError(
+            f"{op}: `target` must be of int64 or int32 (class indices) or of float, bool, int8 or uint8 (multi-hot), "
+            f"got {value.dtype}."
+        )
+    if same and not marked and n > 0:
+        raise TypeError(
+            f"{op}: `target` of {value.dtype} and of the shape of the scores, {tuple(value.shape)}, may be multi-hot "
+            "or index lists. For multi-hot use `target.float()` or `target.bool()`; for index lists use a width other "
+            "than n_classes, or `ll.label_lists(target)`."
+        )
+    index = value.long().unsqueeze(-1) if one_per_row else value.long()
     if shard is None and in_range:
         below(op, "target", index, n, "classes below n_classes", "Classes count from 0, and -1 pads.")
     if shard is not None:
@@ -248,16 +374,6 @@ def below(op: str, name: str, index: Tensor, n: int, rule: str, advice: str) -> 
     largest = int(index.max())
     if largest >= n:
         raise ValueError(f"{op}: `{name}` must hold {rule}={n}, got {largest}. {advice}")
-
-
-def _lists(value: Tensor) -> bool:
-    """Whether a target as wide as this rank's slice holds index lists: the only check that reads values.
-
-    Other ranks hold slices of other widths and see lists, so the shape cannot decide. Rare, and never while tracing.
-    """
-    if value.dtype not in (torch.int32, torch.int64) or torch.compiler.is_compiling() or value.is_meta:
-        return False
-    return bool((value > 1).any())
 
 
 def _distinct(index: Tensor) -> Tensor:

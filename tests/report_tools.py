@@ -65,7 +65,7 @@ def make_run(
 
 
 def metrics(y: np.ndarray, hot: np.ndarray) -> dict[str, Any]:
-    scores, target = torch.from_numpy(y), torch.from_numpy(hot).long()
+    scores, target = torch.from_numpy(y), torch.from_numpy(hot)
     values: dict[str, float] = {}
     for k in (1, 3):
         for name, function in (("precision", ll.precision_at_k), ("recall", ll.recall_at_k), ("ndcg", ll.ndcg_at_k)):

@@ -95,7 +95,7 @@ def voc12_animals(folder: Path) -> Set:
     with np.load(folder / "voc12_animals_effnet_lite0.npz", allow_pickle=False) as z:
         x = torch.from_numpy(z["F"] * z["scale"] + z["lo"]).float()
         names = z["labels"].tolist()
-        y = torch.from_numpy(np.unpackbits(z["Y"], axis=1)[:, : len(names)]).long()
+        y = torch.from_numpy(np.unpackbits(z["Y"], axis=1)[:, : len(names)])
         tested = torch.from_numpy(z["is_test"])
     x = (x - x[~tested].mean(0)) / (x[~tested].std(0) + 1e-6)
     group_of = {name: group for group, members in VOC_GROUPS.items() for name in members}
@@ -105,12 +105,12 @@ def voc12_animals(folder: Path) -> Set:
 def tiny() -> Set:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 8, generator=generator)
-    y = (x @ torch.randn(8, 12, generator=generator) > 2).long()
+    y = (x @ torch.randn(8, 12, generator=generator) > 2).to(torch.uint8)
     return Set(Rows(x[:300], y[:300]), Rows(x[300:], y[300:]), [str(i // 4) for i in range(12)])
 
 
 def multi_hot(lists: list[list[Any]], n: int) -> Tensor:
-    y = torch.zeros(len(lists), n, dtype=torch.long)
+    y = torch.zeros(len(lists), n, dtype=torch.uint8)
     for row, labels in zip(y, lists, strict=True):
         row[[int(label) for label in labels]] = 1
     return y

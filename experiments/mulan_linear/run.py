@@ -49,7 +49,7 @@ def fit_and_measure(
     model = ll.LabelSetClassifier(loss=loss.split()[0], epochs=epochs, random_state=seed, **settings)
     model.fit(train.features, indicator(train))
     scores = torch.from_numpy(model.decision_function(test.features))
-    target = torch.from_numpy(test.padded(np.arange(len(test))))
+    target = ll.label_lists(torch.from_numpy(test.padded(np.arange(len(test)))))
     precision = ll.precision_at_k(scores, target, [1, 3, 5]).tolist()
     recall = ll.recall_at_k(scores, target, [5]).tolist()
     ndcg = ll.ndcg_at_k(scores, target, [5]).tolist()

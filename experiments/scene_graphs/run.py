@@ -51,20 +51,22 @@ def places(batch: Batch, n_predicates: int, k: int) -> Tensor:
 def lml(scores: Tensor, batch: Batch, k: int, thinned: bool = False) -> Tensor:
     rows, size = by_image(scores, batch), places(batch, scores.shape[-1] - 1, k)
     seen = min(1.0, int((batch.labels >= 0).sum()) / int(size.sum())) if thinned else 0.0
-    return ll.lml_loss(rows, batch.labels, size, observed=seen, reduction="sum")
+    return ll.lml_loss(rows, ll.label_lists(batch.labels), size, observed=seen, reduction="sum")
 
 
 def truncated(scores: Tensor, batch: Batch, k: int) -> Tensor:
-    return ll.truncated_entropy_loss(by_image(scores, batch), batch.labels, k, reduction="sum")
+    return ll.truncated_entropy_loss(by_image(scores, batch), ll.label_lists(batch.labels), k, reduction="sum")
 
 
 def binary(scores: Tensor, batch: Batch) -> Tensor:
-    return ll.binary_loss(by_image(scores, batch), batch.labels, reduction="sum")
+    return ll.binary_loss(by_image(scores, batch), ll.label_lists(batch.labels), reduction="sum")
 
 
 def image_softmax(scores: Tensor, batch: Batch) -> Tensor:
     count = (batch.labels >= 0).sum(-1)
-    return (count * ll.multihot_softmax_loss(by_image(scores, batch), batch.labels, reduction="none")).sum()
+    return (
+        count * ll.multihot_softmax_loss(by_image(scores, batch), ll.label_lists(batch.labels), reduction="none")
+    ).sum()
 
 
 def pair_softmax(scores: Tensor, batch: Batch) -> Tensor:

@@ -44,7 +44,7 @@ def load(folder: Path | None, name: str) -> dict[str, Rows]:
 
 def dense(data: LabelData) -> Rows:
     x = data.features.toarray() if hasattr(data.features, "toarray") else data.features
-    y = torch.zeros(len(data), data.n_labels, dtype=torch.long)
+    y = torch.zeros(len(data), data.n_labels, dtype=torch.uint8)
     y[
         torch.from_numpy(np.repeat(np.arange(len(data)), np.diff(data.indptr))), torch.from_numpy(data.indices).long()
     ] = 1
@@ -58,7 +58,7 @@ def unit(x: Tensor) -> Tensor:
 def tiny() -> dict[str, Rows]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 12, generator=generator)
-    y = (x @ torch.randn(12, 9, generator=generator) > 2).long()
+    y = (x @ torch.randn(12, 9, generator=generator) > 2).to(torch.uint8)
     return {"train": Rows(x[:200], y[:200]), "test": Rows(x[200:], y[200:])}
 
 

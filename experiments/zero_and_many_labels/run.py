@@ -77,7 +77,7 @@ def measured(probabilities: Tensor, confidence: Tensor, target: Tensor) -> commo
         return found
     return found | {
         "confidence out": ll.mean_max_confidence(probabilities[~inside]).item(),
-        "AUROC": ll.auroc(confidence, inside.long()).item(),
+        "AUROC": ll.auroc(confidence, inside).item(),
     }
 
 

@@ -202,10 +202,9 @@ class LabelData:
         return replace(self, indptr=indptr, indices=kept[order], label_names=label_names), int((moved < 0).sum())
 
     def padded(self, rows: np.ndarray) -> np.ndarray:
-        """Return index lists padded with -1 for the given rows, never as wide as there are labels."""
+        """Return index lists padded with -1 for the given rows."""
         counts = self.row_counts()[rows]
         width = max(int(counts.max(initial=0)), 1)
-        width += width == self.n_labels  # of that shape it would be a multi-hot target
         out = np.full((len(rows), width), -1, dtype=np.int64)
         where = np.arange(width) < counts[:, None]
         start = np.repeat(self.indptr[rows], counts)

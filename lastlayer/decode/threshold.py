@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check, _ranked, shard
+from lastlayer._check import Target
 from lastlayer._cuts import best_cuts
 from lastlayer._module import FunctionModule
 from lastlayer.decode.top_k import Decoded, choose, longest, usable, whole
@@ -90,7 +91,7 @@ def _levels(op: str, threshold: float | Tensor, x: Tensor) -> float | Tensor:
 
 def tune_thresholds(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     objective: Literal["f1", "precision", "recall"] = "f1",
     value: float | None = None,
@@ -120,7 +121,7 @@ def tune_thresholds(
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.2], [0.6, 0.3], [0.4, 0.1]])
-        >>> tune_thresholds(scores, torch.tensor([[1, 0], [1, 1], [0, 0]]))
+        >>> tune_thresholds(scores, torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]))
         tensor([0.5000, 0.2500])
     """
     op = "tune_thresholds"

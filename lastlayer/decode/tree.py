@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer._module import FunctionModule
 from lastlayer.decode.top_k import Decoded, whole
 from lastlayer.hierarchy import LabelTree, Rule
@@ -73,7 +74,7 @@ def decode_tree(
 
 def tune_darts(
     probabilities: Tensor,
-    target: Tensor,
+    target: Target,
     tree: LabelTree,
     *,
     accuracy: float,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lastlayer import _check
-from lastlayer._check import Labels, Reduction
+from lastlayer._check import Labels, Reduction, Target
 from lastlayer._threshold import dispatch, search
 from lastlayer.loss import _rows
 from lastlayer.loss.lml import lml_loss
@@ -45,7 +45,7 @@ _UNSEEN = ("silent", "leak")  # and with `observed`
 def linear_lml_loss(
     features: Tensor,
     weight: Tensor,
-    target: Tensor,
+    target: Target,
     k: float | Tensor,
     *,
     bias: Tensor | None = None,
@@ -876,7 +876,7 @@ class ShardedLinear(nn.Module):
         """Return the logits of this rank's classes, shape ``(*batch, local classes)``."""
         return F.linear(spread(features, self.shard), self.weight, self.bias)
 
-    def loss(self, features: Tensor, target: Tensor, k: float | Tensor, **options: Any) -> Tensor:
+    def loss(self, features: Tensor, target: Target, k: float | Tensor, **options: Any) -> Tensor:
         """Return :func:`linear_lml_loss` of this layer, which documents the options: the same number on every rank."""
         return linear_lml_loss(features, self.weight, target, k, bias=self.bias, shard=self.shard, **options)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lastlayer import _check
-from lastlayer._check import Reduction
+from lastlayer._check import Reduction, Target
 from lastlayer.loss.multilabel import binary_loss, multihot_softmax_loss
 from lastlayer.loss.reciprocal import reciprocal_point_loss, squared_distances
 
@@ -70,7 +70,7 @@ class PrototypeHead(nn.Module):
         shift = self.absent.square().sum(-1) - self.weight.square().sum(-1)
         return (2 * features @ gap.T + shift) / self.gamma
 
-    def loss(self, features: Tensor, target: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    def loss(self, features: Tensor, target: Target, *, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy, or with ``multilabel=True`` :func:`~lastlayer.binary_loss`."""
         function = binary_loss if self.multilabel else multihot_softmax_loss
         return function(self(features), target, reduction=reduction)
@@ -131,7 +131,7 @@ class ReciprocalPointHead(nn.Module):
         """Return the logits, shape ``(*batch, n_classes)``."""
         return (self.gamma * squared_distances(features, self.points).mean(-1)).to(features.dtype)
 
-    def loss(self, features: Tensor, target: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    def loss(self, features: Tensor, target: Target, *, reduction: Reduction = "mean") -> Tensor:
         """Return :func:`~lastlayer.reciprocal_point_loss`."""
         return reciprocal_point_loss(
             features, self.points, self.radius, target, gamma=self.gamma, weight=self.weight, reduction=reduction

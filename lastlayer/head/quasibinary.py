@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lastlayer import _check
-from lastlayer._check import Reduction
+from lastlayer._check import Reduction, Target
 from lastlayer.loss import _rows
 from lastlayer.loss.quasibinary import batch_log_normalizer, row_loss
 from lastlayer.shard import all_ranks
@@ -61,7 +61,7 @@ class QuasibinaryHead(nn.Module):
         """Return the logits, shape ``(*batch, n_classes)``."""
         return self.linear(features)
 
-    def loss(self, features: Tensor, target: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    def loss(self, features: Tensor, target: Target, *, reduction: Reduction = "mean") -> Tensor:
         """Return the quasibinary loss, and in training mode take the batch into the moving average.
 
         In evaluation mode the normaliser is the average. A training batch without any label (on any process) has no

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Labels, Reduction
+from lastlayer._check import Labels, Reduction, Target
 from lastlayer.shard import ClassShard, local_part, reduce, total
 
 
-def enter(op: str, logits: Tensor, target: Tensor, shard: ClassShard | None = None) -> tuple[Tensor, Labels, Tensor]:
+def enter(op: str, logits: Tensor, target: Target, shard: ClassShard | None = None) -> tuple[Tensor, Labels, Tensor]:
     """Check the input; return scores in the work dtype, labels, and the entries that take part.
 
     An entry takes part where the target is known and the logit is not ``-inf``. Scores are 0 elsewhere, so that nothing

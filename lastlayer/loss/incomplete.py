@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lastlayer import _check
-from lastlayer._check import Labels, Reduction
+from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 
 
 def assume_negative_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     label_smoothing: float = 0.0,
     negative_weight: float = 1.0,
@@ -62,7 +62,7 @@ def assume_negative_loss(
 
 
 def expected_positive_loss(
-    logits: Tensor, target: Tensor, k: float | Tensor, *, reduction: Reduction = "mean"
+    logits: Tensor, target: Target, k: float | Tensor, *, reduction: Reduction = "mean"
 ) -> Tensor:
     r"""Compute expected positive regularisation (Cole et al., 2021): fit the positives, hold the mean count at `k`.
 
@@ -103,7 +103,7 @@ def _surplus(x: Tensor, live: Tensor, size: Tensor) -> Tensor:
 
 
 def role_loss(
-    logits: Tensor, target: Tensor, estimates: Tensor, k: float | Tensor, *, reduction: Reduction = "mean"
+    logits: Tensor, target: Target, estimates: Tensor, k: float | Tensor, *, reduction: Reduction = "mean"
 ) -> Tensor:
     r"""Compute regularised online label estimation (Cole et al., 2021): model and label estimates teach each other.
 
@@ -175,7 +175,7 @@ class LabelEstimates(nn.Module):
         n_rows: int,
         n_classes: int,
         *,
-        target: Tensor | None = None,
+        target: Target | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class LabelEstimates(nn.Module):
 
 def entropy_max_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     alpha: float = 0.1,
     beta: float = 0.02,
@@ -250,7 +250,7 @@ def entropy_max_loss(
 
 def hill_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     lamb: float = 1.5,
     margin: float = 1.0,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Labels, Reduction
+from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer._threshold import search
 from lastlayer._threshold.autograd import recorded, without_transforms
@@ -33,7 +33,7 @@ from lastlayer.shard import ClassShard, local_part, reduce, total
 
 def lml_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     k: float | Tensor,
     *,
     observed: float = 0.0,
@@ -136,7 +136,7 @@ def _at_once(problem: Problem, labels: Labels) -> bool:
 
 def lml_fenchel_young_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     k: float | Tensor | None = None,
     *,
     mask: Tensor | None = None,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Reduction
+from lastlayer._check import Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 from lastlayer.shard import ClassShard, averaged, total, unwrap
@@ -18,7 +18,7 @@ from lastlayer.shard import ClassShard, averaged, total, unwrap
 
 def two_way_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     positive_temperature: float = 4.0,
     negative_temperature: float = 1.0,
@@ -118,7 +118,7 @@ def _positives_above(
 
 def asymmetric_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     gamma_positive: float = 1.0,
     gamma_negative: float = 4.0,
@@ -152,7 +152,7 @@ def asymmetric_loss(
         The loss, of the dtype of `logits`. A row without positives has the loss of its negatives.
 
     Example:
-        >>> asymmetric_loss(torch.tensor([[2.0, 1.0, 0.0, -4.0]]), torch.tensor([[1, 0, 0, 0]]))
+        >>> asymmetric_loss(torch.tensor([[2.0, 1.0, 0.0, -4.0]]), torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
         tensor(0.2855)
     """
     op = "asymmetric_loss"
@@ -190,7 +190,7 @@ def _shifted_negatives(x: Tensor, gamma: float, clip: float, detach: bool) -> Te
 
 def multihot_softmax_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     label_smoothing: float = 0.0,
     shard: ClassShard | None = None,
@@ -240,7 +240,7 @@ def multihot_softmax_loss(
 
 def binary_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     label_smoothing: float = 0.0,
     shard: ClassShard | None = None,
@@ -267,7 +267,7 @@ def binary_loss(
         The loss, of the dtype of `logits`. A row without positives has the loss of its negatives.
 
     Example:
-        >>> binary_loss(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([[1, 0, -1, 0]]))
+        >>> binary_loss(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([[1.0, 0.0, -1.0, 0.0]]))
         tensor(1.7535)
     """
     op = "binary_loss"

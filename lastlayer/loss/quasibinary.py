@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Labels, Reduction
+from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 from lastlayer.shard import ClassShard, reduce
 
 
 def quasibinary_loss(
-    logits: Tensor, target: Tensor, *, log_normalizer: float | Tensor | None = None, reduction: Reduction = "mean"
+    logits: Tensor, target: Target, *, log_normalizer: float | Tensor | None = None, reduction: Reduction = "mean"
 ) -> Tensor:
     r"""Compute the quasibinary loss (Liao, 2021): label probabilities that share one normaliser.
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Reduction
+from lastlayer._check import Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 
 
 def warp_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     exact: bool = True,
     generator: torch.Generator | None = None,
@@ -53,7 +53,7 @@ def warp_loss(
 
 def rml_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     exact: bool = True,
     generator: torch.Generator | None = None,
@@ -102,7 +102,7 @@ def rml_loss(
     return _rows.leave(op, loss, reduction, _rows.any_class(live), logits.dtype)
 
 
-def _enter(op: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _enter(op: str, logits: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the positives' scores and where they are, the negatives from the largest down (``-inf`` where none)."""
     x, labels, live = _rows.enter(op, logits, target)
     positive = labels.positive() & live

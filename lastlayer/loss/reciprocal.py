@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Reduction
+from lastlayer._check import Reduction, Target
 from lastlayer.loss import _rows
 from lastlayer.loss.topk import first_label
 
@@ -15,7 +15,7 @@ def reciprocal_point_loss(
     features: Tensor,
     points: Tensor,
     radius: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     gamma: float = 1.0,
     weight: float = 0.1,

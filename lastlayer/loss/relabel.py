@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Labels, Reduction
+from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 from lastlayer.loss.incomplete import focal_positive
@@ -20,7 +20,7 @@ Mode = Literal["reject", "temporary", "permanent"]
 
 def splc_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     threshold: float = 0.6,
     margin: float = 1.0,
@@ -73,7 +73,7 @@ def splc_loss(
 
 def large_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     mode: Mode = "reject",
     rate: float = 0.002,
@@ -116,7 +116,7 @@ def large_loss(
 
 
 def large_loss_corrections(
-    logits: Tensor, target: Tensor, *, mode: Mode = "reject", rate: float = 0.002, epoch: int = 1
+    logits: Tensor, target: Target, *, mode: Mode = "reject", rate: float = 0.002, epoch: int = 1
 ) -> Tensor:
     r"""Find the unobserved entries of a batch whose loss as a negative is among the largest.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Labels
+from lastlayer._check import Labels, Target
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 from lastlayer.loss.topk import first_label
@@ -37,9 +37,9 @@ class MetricRefactoring:
         >>> loss = metric_surrogate_loss(torch.zeros(4, 2), torch.zeros(4, 2), hits)
     """
 
-    comparisons: Callable[[Tensor, Tensor], Tensor]
-    value: Callable[[Tensor, Tensor], Tensor]
-    best: Callable[[Tensor, Tensor], Tensor] | None = None
+    comparisons: Callable[[Tensor, Any], Tensor]
+    value: Callable[[Tensor, Any], Tensor]
+    best: Callable[[Tensor, Any], Tensor] | None = None
 
     @classmethod
     def accuracy(cls) -> MetricRefactoring:
@@ -61,7 +61,7 @@ class MetricRefactoring:
 
 def metric_surrogate_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     metric: str | MetricRefactoring,
     *,
     anchors: int = 16,
@@ -97,7 +97,7 @@ def metric_surrogate_loss(
         tensor(-1.)
     """
     logits = _check.logits(_OP, logits)
-    if not isinstance(target, Tensor):
+    if not isinstance(target, Tensor | _check.LabelLists):
         raise TypeError(f"{_OP}: `target` must be a tensor, got {type(target).__name__}. Use torch.as_tensor.")
     refactoring = _refactoring(metric)
     if isinstance(anchors, bool) or not isinstance(anchors, int) or anchors < 1:
@@ -165,14 +165,14 @@ def _interpolated(c: Tensor, bits: Tensor, value: Tensor) -> Tensor:
     return ((weight * value).sum() / weight.sum()).to(c.dtype)
 
 
-def _labels(scores: Tensor, target: Tensor) -> tuple[Labels, Tensor]:
+def _labels(scores: Tensor, target: Target) -> tuple[Labels, Tensor]:
     """Return the labels, and which classes take part: those known and not ruled out."""
     labels = _check.target(_OP, target, scores)
     known = labels.known()
     return labels, torch.ones_like(scores, dtype=torch.bool) if known is None else known
 
 
-def _against_label(scores: Tensor, target: Tensor) -> Tensor:
+def _against_label(scores: Tensor, target: Target) -> Tensor:
     """The label's score less each other class's, shape ``(*batch, n)``."""
     labels, known = _labels(scores, target)
     here = first_label(labels)
@@ -183,12 +183,12 @@ def _against_label(scores: Tensor, target: Tensor) -> Tensor:
     return torch.where(rival, scores.gather(-1, here.clamp(min=0)) - torch.where(rival, scores, 0), torch.inf)
 
 
-def _accuracy(bits: Tensor, target: Tensor) -> Tensor:
+def _accuracy(bits: Tensor, target: Target) -> Tensor:
     has_label = _check.target(_OP, target, bits[0]).count() > 0
     return _mean(bits.all(-1).float(), has_label)
 
 
-def _label_against_rest(scores: Tensor, target: Tensor) -> Tensor:
+def _label_against_rest(scores: Tensor, target: Target) -> Tensor:
     """Each label's score less that of each class which is none, shape ``(*batch, n, n)``."""
     labels, known = _labels(scores, target)
     positive = labels.positive()
@@ -196,7 +196,7 @@ def _label_against_rest(scores: Tensor, target: Tensor) -> Tensor:
     return _pairs(scores, positive.unsqueeze(-1) & rival.unsqueeze(-2))
 
 
-def _label_against_all(scores: Tensor, target: Tensor) -> Tensor:
+def _label_against_all(scores: Tensor, target: Target) -> Tensor:
     """Each label's score less that of each other class, shape ``(*batch, n, n)``."""
     labels, known = _labels(scores, target)
     other = ~torch.eye(scores.shape[-1], dtype=torch.bool, device=scores.device)
@@ -209,7 +209,7 @@ def _pairs(scores: Tensor, found: Tensor) -> Tensor:
     return torch.where(found, scores.unsqueeze(-1) - rival, torch.inf)
 
 
-def _average_precision(bits: Tensor, target: Tensor) -> Tensor:
+def _average_precision(bits: Tensor, target: Target) -> Tensor:
     """(1/P) sum_i i / (i + v_i), v the sorted numbers of other classes above a label; for every bit pattern."""
     labels = _check.target(_OP, target, bits[0, ..., 0])
     above = (~bits).sum(-1).float()
@@ -219,7 +219,7 @@ def _average_precision(bits: Tensor, target: Tensor) -> Tensor:
     return _mean(precision.sum(-1) / labels.count().clamp(min=1), labels.count() > 0)
 
 
-def _recall(bits: Tensor, target: Tensor, k: int | None) -> Tensor:
+def _recall(bits: Tensor, target: Target, k: int | None) -> Tensor:
     labels = _check.target(_OP, target, bits[0, ..., 0])
     count = labels.count()
     places = count.unsqueeze(-1) if k is None else k

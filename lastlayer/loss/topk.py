@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Labels, Reduction
+from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 from lastlayer.project._symmetric import balance, log_counts
@@ -20,7 +20,7 @@ from lastlayer.shard import ClassShard, gather, reduce, total, unwrap
 
 def truncated_entropy_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     k: int,
     *,
     shard: ClassShard | None = None,
@@ -77,7 +77,7 @@ def truncated_entropy_loss(
 
 def smooth_topk_svm_loss(
     logits: Tensor,
-    target: Tensor,
+    target: Target,
     k: int,
     *,
     tau: float = 1.0,

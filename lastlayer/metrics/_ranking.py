@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check, _ranked, shard
+from lastlayer._check import Target
 from lastlayer.shard import ClassShard
 
 Gain = Literal["binary", "linear", "exponential"]
@@ -121,7 +122,7 @@ def graded(target: Tensor, gain: Gain) -> Tensor:
 def rank(
     op: str,
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: Cuts,
     indices: Tensor | None = None,
     part: ClassShard | None = None,
@@ -131,7 +132,8 @@ def rank(
     if indices is not None:
         labels, values, index = _given(op, scores, target, indices)
     else:
-        labels = _labels(op, target, scores, part)
+        # Index lists keep the classes of all ranks.
+        labels = flat(_check.target(op, target, scores, in_range=part is None))
         values, index = _best(matrix(scores), labels, k.most)
     hit = torch.zeros_like(index, dtype=torch.bool)
     if labels.dense is not None:
@@ -152,20 +154,6 @@ def rank(
     return Ranking(index, hit, count, labels, scores.shape[-1])
 
 
-def _labels(op: str, target: Any, scores: Tensor, part: ClassShard | None) -> _check.Labels:
-    """The checked target; index lists keep the classes of all ranks, also where a slice is as wide as they are."""
-    if part is not None and isinstance(target, Tensor) and target.shape == scores.shape and _check._lists(target):
-        return _index_labels(op, target, scores)
-    return flat(_check.target(op, target, scores, in_range=part is None))
-
-
-def _index_labels(op: str, target: Any, scores: Tensor) -> _check.Labels:
-    """The checked target where it must hold class indices: compared with a shape that no index target has."""
-    width = target.shape[-1] + 1 if isinstance(target, Tensor) and target.ndim else 1
-    shape = scores.new_empty(()).expand(*scores.shape[:-1], width)
-    return flat(_check.target(op, target, shape, in_range=False))
-
-
 def _best(scores: Tensor, labels: _check.Labels, k: int) -> tuple[Tensor, Tensor]:
     if len(scores) == 0:
         return scores.new_empty(0, k), torch.empty(0, k, dtype=torch.int64, device=scores.device)
@@ -183,12 +171,13 @@ def _given(op: str, scores: Tensor, target: Any, indices: Any) -> tuple[_check.L
             f"{op}: `indices` must have the shape of `scores`, {tuple(scores.shape)}, got {tuple(indices.shape)}. "
             "Pass the lists of a decoder with their scores."
         )
-    if isinstance(target, Tensor) and (target.is_floating_point() or target.dtype == torch.bool):
+    if isinstance(target, Tensor) and target.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             f"{op}: `target` must hold class indices when `indices` is given, got {target.dtype}. "
             "Use index lists padded with -1."
         )
-    labels = _index_labels(op, target, scores)
+    lists = isinstance(target, Tensor) and target.shape == scores.shape  # the scores are no row of all classes
+    labels = flat(_check.target(op, _check.label_lists(target) if lists else target, scores, in_range=False))
     values, index = matrix(scores), matrix(indices).long()
     return labels, torch.where(values.isnan() | (index < 0), -torch.inf, values), index
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer.metrics import _ranking, _sums
 from lastlayer.metrics._ranking import Gain
 from lastlayer.metrics._sums import Average, Empty, Kind
@@ -25,7 +26,7 @@ _EMPTY = ("skip", "zero", "one")
 
 def precision_at_k(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: K,
     *,
     average: Average = "samples",
@@ -72,7 +73,7 @@ def precision_at_k(
 
 def recall_at_k(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: K,
     *,
     average: Average = "samples",
@@ -110,7 +111,7 @@ def recall_at_k(
 
 def f1_at_k(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: K,
     *,
     average: Average = "samples",
@@ -148,7 +149,7 @@ def f1_at_k(
 
 def r_precision_at_k(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: K,
     *,
     empty: Empty = "skip",
@@ -181,7 +182,7 @@ def r_precision_at_k(
 
 def ndcg_at_k(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: K,
     *,
     empty: Empty = "skip",
@@ -225,7 +226,7 @@ def ndcg_at_k(
 
 def psp_at_k(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: K,
     propensities: Tensor | None = None,
     *,
@@ -271,7 +272,7 @@ def psp_at_k(
 
 def top_k_accuracy(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: K = 1,
     *,
     empty: Empty = "skip",
@@ -306,7 +307,7 @@ def top_k_accuracy(
 
 def fall_out_at_k(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: K,
     *,
     empty: Empty = "skip",
@@ -396,7 +397,7 @@ def _at_k(
     op: str,
     kind: Kind,
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: Any,
     average: Average,
     empty: Empty,
@@ -435,7 +436,7 @@ def gather_sums(
     op: str,
     kind: Kind,
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: Any,
     average: Average = "samples",
     indices: Tensor | None = None,
@@ -458,7 +459,7 @@ def row_gains(
     op: str,
     kind: Kind,
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: Any,
     indices: Tensor | None = None,
     shard: ClassShard | None = None,

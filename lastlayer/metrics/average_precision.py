@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer.metrics import _problems, _ranking, _sums
 from lastlayer.metrics._problems import Per, Problems
 from lastlayer.metrics._sums import Empty
@@ -17,7 +18,7 @@ AveragePrecisionAverage = Literal["macro", "micro", "weighted", "none"]
 
 def mean_average_precision(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     per: Per = "class",
     average: AveragePrecisionAverage = "macro",
@@ -46,7 +47,7 @@ def mean_average_precision(
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.2], [0.8, 0.7], [0.1, 0.3]])
-        >>> target = torch.tensor([[1, 0], [0, 1], [1, 1]])
+        >>> target = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
         >>> mean_average_precision(scores, target)
         tensor(0.9167)
         >>> mean_average_precision(scores, target, per="sample", average="none")
@@ -62,7 +63,7 @@ def mean_average_precision(
     return _sums.settle_groups(value, count, average, empty).to(_check.work_dtype(scores))
 
 
-def average_precisions(op: str, scores: Tensor, target: Tensor, per: Per | Literal["all"]) -> tuple[Tensor, Tensor]:
+def average_precisions(op: str, scores: Tensor, target: Target, per: Per | Literal["all"]) -> tuple[Tensor, Tensor]:
     """Check the inputs and return the average precision and the number of positives of each class or row."""
     scores = _check.logits(op, scores, "scores").detach()
     labels = _ranking.flat(_check.target(op, target, scores))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer.metrics import _ranking, _sums
 
 PerPair = Literal["pair", "class"]
@@ -37,7 +38,7 @@ class BinSums(NamedTuple):
 
 
 def reliability_bins(
-    scores: Tensor, target: Tensor, k: int | None = None, *, n_bins: int = 10, per: PerPair = "pair"
+    scores: Tensor, target: Target, k: int | None = None, *, n_bins: int = 10, per: PerPair = "pair"
 ) -> ReliabilityBins:
     r"""Sort pairs of a row and a class into bins by confidence, and compare confidence with accuracy.
 
@@ -72,7 +73,7 @@ def reliability_bins(
 
 def label_calibration_error(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: int | None = None,
     *,
     n_bins: int = 10,
@@ -100,7 +101,7 @@ def label_calibration_error(
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.7, 0.1], [0.8, 0.6, 0.2]])
-        >>> label_calibration_error(scores, torch.tensor([[1, 0, 0], [1, 0, 0]]), k=1)
+        >>> label_calibration_error(scores, torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]), k=1)
         tensor(0.1500)
     """
     op = "label_calibration_error"
@@ -108,7 +109,7 @@ def label_calibration_error(
     return calibration_error(bin_sums(op, scores, target, k, n_bins, per), norm).to(_check.work_dtype(scores))
 
 
-def fit_temperature(logits: Tensor, target: Tensor, *, link: Literal["sigmoid", "softmax"] = "sigmoid") -> Tensor:
+def fit_temperature(logits: Tensor, target: Target, *, link: Literal["sigmoid", "softmax"] = "sigmoid") -> Tensor:
     r"""Fit the temperature that makes held-out labels most likely (Guo et al., 2017).
 
     .. math:: \max_{0.01 \le T \le 100} \; \sum_{i} \log p(T_i \mid x_i / T)
@@ -128,7 +129,7 @@ def fit_temperature(logits: Tensor, target: Tensor, *, link: Literal["sigmoid", 
 
     Example:
         >>> logits = torch.tensor([[4.0], [4.0], [4.0], [4.0]])  # confidence 0.98, right three times in four
-        >>> temperature = fit_temperature(logits, torch.tensor([[1], [1], [1], [0]]))
+        >>> temperature = fit_temperature(logits, torch.tensor([[1.0], [1.0], [1.0], [0.0]]))
         >>> torch.sigmoid(logits / temperature)[0]
         tensor([0.7500])
     """
@@ -190,7 +191,7 @@ def _softmax_slope(x: Tensor, labels: _check.Labels, inverse: float) -> tuple[Te
     return (count * mean - held).sum(dtype=dtype), (count * spread).sum(dtype=dtype)
 
 
-def bin_sums(op: str, scores: Tensor, target: Tensor, k: Any, n_bins: Any, per: Any) -> BinSums:
+def bin_sums(op: str, scores: Tensor, target: Target, k: Any, n_bins: Any, per: Any) -> BinSums:
     """Check the inputs and return the sums of each bin."""
     _check.choice(op, "per", per, ("pair", "class"))
     if isinstance(n_bins, bool) or not isinstance(n_bins, int):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check, _ranked
+from lastlayer._check import Target
 from lastlayer._cuts import best_cuts
 from lastlayer.metrics import _ranking, _set_scores
 from lastlayer.metrics._cooccurrence import CoOccurrence, label_cooccurrence_of
@@ -90,7 +91,7 @@ class LabelSetErrors:
 
 def label_set_errors(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: int | Tensor | None = None,
     *,
     threshold: float | Tensor = 0.5,
@@ -137,7 +138,7 @@ def label_set_errors(
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.8, 0.1], [0.2, 0.7, 0.1]])
-        >>> found = label_set_errors(scores, torch.tensor([[1, 0, 0], [1, 0, 0]]))
+        >>> found = label_set_errors(scores, torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]))
         >>> round(found.value, 4), [(kind.name, kind.false_alarms, kind.misses) for kind in found.kinds[:2]]
         (0.3333, [('confusion', 1, 1), ('count', 1, 0)])
     """
@@ -155,7 +156,7 @@ class LabelSets(NamedTuple):
 
 
 def label_sets(
-    op: str, scores: Tensor, target: Tensor, k: int | Tensor | None, threshold: float | Tensor, predicted: Any
+    op: str, scores: Tensor, target: Target, k: int | Tensor | None, threshold: float | Tensor, predicted: Any
 ) -> LabelSets:
     """Check the inputs of :func:`label_set_errors` and decode the predictions."""
     x, true, known = _rows(op, scores, target)
@@ -211,7 +212,7 @@ def analysed(
     )
 
 
-def error_kinds(scores: Tensor, target: Tensor, predicted: Tensor) -> dict[str, Tensor]:
+def error_kinds(scores: Tensor, target: Target, predicted: Tensor) -> dict[str, Tensor]:
     """Mark the errors of each kind, for pages that show them row by row.
 
     Args:
@@ -235,7 +236,7 @@ class _Mended:
     above: Tensor
 
 
-def _rows(op: str, scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(op: str, scores: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, labels and what is known, each ``(rows, n_classes)``; nan is as low as a score can be."""
     scores = _check.logits(op, scores, "scores").detach()
     labels = _ranking.flat(_check.target(op, target, scores))

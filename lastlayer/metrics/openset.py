@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer.metrics import _problems, _ranking, _sums
 from lastlayer.metrics._problems import Per, Problems
 from lastlayer.metrics._sums import Empty
@@ -41,7 +42,7 @@ def mean_max_confidence(scores: Tensor, *, shard: ClassShard | None = None) -> T
 
 def auroc(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     per: Per = "class",
     average: Literal["macro", "micro", "weighted", "none"] = "macro",
@@ -77,11 +78,8 @@ def auroc(
     _check.choice(op, "average", average, ("macro", "micro", "weighted", "none"))
     _check.choice(op, "empty", empty, ("skip", "zero", "one"))
     scores = _check.logits(op, scores, "scores").detach()
-    if scores.ndim == 1 and isinstance(target, Tensor) and target.shape != scores.shape:
-        raise ValueError(
-            f"{op}: `target` must have shape {tuple(scores.shape)}, got {tuple(target.shape)}. "
-            "One-dimensional scores are the items of one problem."
-        )
+    if scores.ndim == 1:
+        target = items(op, scores, target)
     labels = _ranking.flat(_check.target(op, target, scores))
     rows = _ranking.matrix(scores)
     single = scores.ndim == 1 or average == "micro"
@@ -89,6 +87,18 @@ def auroc(
     none = torch.zeros(0, dtype=_sums.exact_dtype(scores.device), device=scores.device)
     value, weight = (torch.cat([none, *(p[i] for p in parts)]) for i in range(2))
     return _sums.settle_groups(value, weight, "macro" if single else average, empty).to(_check.work_dtype(scores))
+
+
+def items(op: str, scores: Tensor, target: Target) -> Tensor:
+    """Check the target of one-dimensional scores: there are no classes, so its numbers are 1, 0 and -1."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"{op}: `target` must be a tensor, got {type(target).__name__}. Use torch.as_tensor.")
+    if target.shape != scores.shape:
+        raise ValueError(
+            f"{op}: `target` must have shape {tuple(scores.shape)}, got {tuple(target.shape)}. "
+            "One-dimensional scores are the items of one problem."
+        )
+    return target if target.dtype == torch.bool else target.sign().to(torch.int8)
 
 
 def _area(problems: Problems) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer.metrics import _ranking, _sums, at_k, openset
 from lastlayer.metrics import average_precision as ap
 from lastlayer.metrics import calibration as cal
@@ -54,7 +55,7 @@ class _AtK(Stream):
         for name, shape in shapes.items():
             self._sum(name, *shape)
 
-    def update(self, scores: Tensor, target: Tensor, indices: Tensor | None = None) -> None:
+    def update(self, scores: Tensor, target: Target, indices: Tensor | None = None) -> None:
         """Add rows: scores and target (and decoded lists) as the function takes them."""
         if self.average != "samples":
             self._check_classes(scores, target, indices)
@@ -71,7 +72,7 @@ class _AtK(Stream):
         )
         self._add(**sums._asdict())
 
-    def _check_classes(self, scores: Tensor, target: Tensor, indices: Tensor | None) -> None:
+    def _check_classes(self, scores: Tensor, target: Target, indices: Tensor | None) -> None:
         assert self.n_classes is not None
         if indices is None:
             self._same_classes(scores, self.n_classes)
@@ -159,7 +160,7 @@ class FallOutAtK(_AtK):
     ) -> None:
         super().__init__(options, k, "samples", empty, n_classes=n_classes)
 
-    def update(self, scores: Tensor, target: Tensor, indices: Tensor | None = None) -> None:
+    def update(self, scores: Tensor, target: Target, indices: Tensor | None = None) -> None:
         """Add rows: scores and target (and decoded lists) as the function takes them."""
         if indices is not None:
             at_k.check_n_classes(type(self).__name__, indices, self.n_classes)
@@ -216,7 +217,7 @@ class _Ranked(Stream):
         self._sum("positive", self.n_classes or 1, bins)
         self._sum("total", self.n_classes or 1, bins)
 
-    def _keep(self, scores: Tensor, target: Tensor) -> None:
+    def _keep(self, scores: Tensor, target: Target) -> None:
         """Store scores and a dense target of the same shape: lists of indices may differ in length."""
         op = type(self).__name__
         scores = _check.logits(op, scores, "scores").detach()
@@ -226,7 +227,7 @@ class _Ranked(Stream):
         self._state("scores").append(scores)
         self._state("target").append(dense if known is None else torch.where(known, dense, -1))
 
-    def _count(self, scores: Tensor, target: Tensor) -> None:
+    def _count(self, scores: Tensor, target: Target) -> None:
         assert self.thresholds is not None
         self._same_classes(scores, self.n_classes or 1)
         sums = cal.bin_sums(type(self).__name__, scores, target, None, self.thresholds, "class")
@@ -291,7 +292,7 @@ class MeanAveragePrecision(_Ranked):
             for name in ("gain", "full", "rows"):
                 self._sum(name)
 
-    def update(self, scores: Tensor, target: Tensor) -> None:
+    def update(self, scores: Tensor, target: Target) -> None:
         """Add rows."""
         if self.per == "sample":
             value, count = ap.average_precisions(type(self).__name__, scores, target, "sample")
@@ -350,12 +351,16 @@ class AUROC(_Ranked):
         settings = {"average": average, "empty": empty, "thresholds": thresholds, "n_classes": n_classes}
         super().__init__(options, thresholds is not None, **settings)
 
-    def update(self, scores: Tensor, target: Tensor) -> None:
+    def update(self, scores: Tensor, target: Target) -> None:
         """Add rows."""
+        if isinstance(scores, Tensor) and (
+            scores.ndim == 1 or (self.thresholds is not None and self.n_classes is None)
+        ):
+            target = openset.items(type(self).__name__, scores, target)
+            if self.thresholds is not None:
+                scores, target = scores.reshape(-1, 1), target.reshape(-1, 1)
         if self.thresholds is None:
             self._keep(scores, target)
-        elif self.n_classes is None:
-            self._count(scores.reshape(-1, 1), target.reshape(-1, 1))
         else:
             self._count(scores, target)
 
@@ -407,7 +412,7 @@ class LabelCalibrationError(Stream):
         for name in cal.BinSums._fields:
             self._sum(name, (n_classes or 1) if per == "class" else 1, n_bins)
 
-    def update(self, scores: Tensor, target: Tensor) -> None:
+    def update(self, scores: Tensor, target: Target) -> None:
         """Add rows."""
         if self.per == "class":
             self._same_classes(scores, self.n_classes or 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer.metrics import _ranking, _sums, angle, errors, graph, tree
 from lastlayer.metrics._stream import Stream
 from lastlayer.metrics._sums import Empty, RowSums
@@ -49,7 +50,7 @@ class TreeAccuracy(_Rows):
     def __init__(self, label_tree: LabelTree, *, empty: Empty = "skip", **options: Any) -> None:
         super().__init__(options, 1, label_tree=label_tree, empty=empty)
 
-    def update(self, index: Tensor, target: Tensor) -> None:
+    def update(self, index: Tensor, target: Target) -> None:
         """Add rows: chosen nodes and true classes."""
         self._add(**tree.accuracy_sums(type(self).__name__, index, target, self.label_tree)._asdict())
 
@@ -67,7 +68,7 @@ class TreeSpecificity(_Rows):
     def __init__(self, label_tree: LabelTree, *, hits_only: bool = True, empty: Empty = "skip", **options: Any) -> None:
         super().__init__(options, 1, label_tree=label_tree, hits_only=hits_only, empty=empty)
 
-    def update(self, index: Tensor, target: Tensor) -> None:
+    def update(self, index: Tensor, target: Target) -> None:
         """Add rows: chosen nodes and true classes."""
         sums = tree.specificity_sums(type(self).__name__, index, target, self.label_tree, self.hits_only)
         self._add(**sums._asdict())
@@ -298,8 +299,8 @@ class LabelSetErrorsMetric(Stream):
 
     Example:
         >>> metric = LabelSetErrorsMetric()
-        >>> metric.update(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1, 0, 0]]))
-        >>> metric.update(torch.tensor([[0.2, 0.7, 0.1]]), torch.tensor([[1, 0, 0]]))
+        >>> metric.update(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[1.0, 0.0, 0.0]]))
+        >>> metric.update(torch.tensor([[0.2, 0.7, 0.1]]), torch.tensor([[1.0, 0.0, 0.0]]))
         >>> {name: round(value.item(), 4) for name, value in metric.compute().items() if value}
         {'value': 0.3333, 'confusion': 0.5, 'count': 0.1667}
         >>> metric.analysis().n_misses
@@ -332,7 +333,7 @@ class LabelSetErrorsMetric(Stream):
         for name in ("scores", "target", "said"):
             self._list(name)
 
-    def update(self, scores: Tensor, target: Tensor, predicted: Tensor | None = None) -> None:
+    def update(self, scores: Tensor, target: Target, predicted: Tensor | None = None) -> None:
         """Add rows: scores and target, and the predictions as index lists where they are not made from the scores."""
         k = self.k if predicted is None else None
         sets = errors.label_sets(type(self).__name__, scores, target, k, self.threshold, predicted)

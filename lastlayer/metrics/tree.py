@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer.metrics import _sums
 from lastlayer.metrics._sums import Empty, RowSums
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from lastlayer.hierarchy import LabelTree
 
 
-def tree_accuracy(index: Tensor, target: Tensor, tree: LabelTree, *, empty: Empty = "skip") -> Tensor:
+def tree_accuracy(index: Tensor, target: Target, tree: LabelTree, *, empty: Empty = "skip") -> Tensor:
     r"""Compute the share of chosen nodes that hold a true label.
 
     .. math:: \frac{1}{n} \sum_{i=1}^n \frac{1}{|\hat Y_i|} \sum_{V \in \hat Y_i} 1[V \cap Y_i \ne \emptyset]
@@ -46,7 +47,7 @@ def tree_accuracy(index: Tensor, target: Tensor, tree: LabelTree, *, empty: Empt
 
 
 def tree_specificity(
-    index: Tensor, target: Tensor, tree: LabelTree, *, hits_only: bool = True, empty: Empty = "skip"
+    index: Tensor, target: Target, tree: LabelTree, *, hits_only: bool = True, empty: Empty = "skip"
 ) -> Tensor:
     r"""Compute how specific the chosen nodes are: 1 for a class, 0 for the root.
 
@@ -78,13 +79,13 @@ def tree_specificity(
     return _sums.settle_rows(sums, empty).squeeze(0)
 
 
-def accuracy_sums(op: str, index: Any, target: Tensor, tree: LabelTree) -> RowSums:
+def accuracy_sums(op: str, index: Any, target: Target, tree: LabelTree) -> RowSums:
     """Add up :func:`tree_accuracy` over rows."""
     hit, counted, full = _hits(op, index, target, tree)
     return _row_sums(hit.double(), counted, full)
 
 
-def specificity_sums(op: str, index: Any, target: Tensor, tree: LabelTree, hits_only: bool) -> RowSums:
+def specificity_sums(op: str, index: Any, target: Target, tree: LabelTree, hits_only: bool) -> RowSums:
     """Add up :func:`tree_specificity` over rows."""
     hit, counted, full = _hits(op, index, target, tree)
     gain = tree.specificity.to(hit.device)[_nodes(op, index, target).clamp(min=0)]
@@ -98,7 +99,8 @@ def _nodes(op: str, index: Any, target: Any) -> Tensor:
         raise TypeError(f"{op}: `index` must be a tensor of an integer dtype, got {got}.")
     if index.ndim == 0:
         raise ValueError(f"{op}: `index` must have shape (..., k), lists padded with -1, got shape ().")
-    one_a_row = index.ndim == 1 and isinstance(target, Tensor) and target.shape[:1] == index.shape
+    several = isinstance(target, Tensor | _check.LabelLists) and target.shape[:1] == index.shape
+    one_a_row = index.ndim == 1 and several
     return index.long().unsqueeze(-1) if one_a_row else index.long()
 
 

@@ -84,8 +84,8 @@ def subset_log_prob(logits: Tensor, k: int, subset: Tensor) -> Tensor:
     Args:
         logits: The scores :math:`x`, shape ``(..., n_classes)``.
         k: The size of the subset, a Python integer, ``0 <= k <= n_classes``.
-        subset: The classes, as index lists of shape ``(..., k)`` or multi-hot, of shape ``(..., n_classes)``; the
-            leading dimensions broadcast against those of `logits`. At ``k = n_classes`` integers are read either way.
+        subset: The classes, as index lists of shape ``(..., k)``, int64 or int32, or multi-hot of another dtype and of
+            shape ``(..., n_classes)``; the leading dimensions broadcast against those of `logits`.
 
     Returns:
         Log-probabilities, of the broadcast batch shape and the dtype of `logits`. What is not a set of `k` different
@@ -126,23 +126,18 @@ def _chosen(subset: Any, k: int, x: Tensor) -> Tensor:
         raise TypeError(
             f"subset_log_prob: `subset` must be a tensor, got {type(subset).__name__}. Use torch.as_tensor."
         )
-    if subset.ndim == 0 or subset.shape[-1] not in (n, k) or not _broadcast(subset.shape[:-1], x.shape[:-1]):
+    lists = subset.dtype in (torch.int64, torch.int32)
+    width = k if lists else n
+    if subset.ndim == 0 or subset.shape[-1] != width or not _broadcast(subset.shape[:-1], x.shape[:-1]):
         raise ValueError(
-            f"subset_log_prob: `subset` must have shape (..., {k}) (index lists) or (..., {n}) (multi-hot), the rest "
-            f"broadcasting to the batch shape {tuple(x.shape[:-1])}, got {tuple(subset.shape)}."
+            f"subset_log_prob: `subset` must have shape (..., {k}) (index lists of int64 or int32) or (..., {n}) "
+            f"(multi-hot of another dtype), the rest broadcasting to the batch shape {tuple(x.shape[:-1])}, "
+            f"got {tuple(subset.shape)} of {subset.dtype}."
         )
-    integer = not (subset.is_floating_point() or subset.is_complex() or subset.dtype == torch.bool)
-    if subset.shape[-1] == n and (k < n or not integer):
+    if not lists:
         return subset > 0
-    if not integer and k > 0:
-        raise TypeError(
-            f"subset_log_prob: `subset` of shape {tuple(subset.shape)} holds class indices and must be of an integer "
-            f"dtype, got {subset.dtype}. Use `subset.long()`."
-        )
     index = torch.where((subset >= 0) & (subset < n), subset, n).long()
     hot = torch.zeros((*index.shape[:-1], n + 1), dtype=torch.bool, device=index.device).scatter(-1, index, True)
-    if k == n:  # a list of all classes, or ones: the same set
-        hot = hot | (subset == 1).all(-1, keepdim=True)
     return hot[..., :n]
 
 

@@ -105,7 +105,7 @@ def row_values(held: Held, at: list[int], n_labels: int) -> dict[str, np.ndarray
         out[f"recall@{k}"] = found / np.maximum(count, 1) + none
         out[f"ndcg@{k}"] = right[:, :k] @ discount[:k] / best[np.clip(count, 1, k)] + none
     if held.probability is not None:
-        target = torch.from_numpy(hot(held, n_labels)).long()
+        target = torch.from_numpy(hot(held, n_labels))
         scores = torch.from_numpy(held.probability)
         out["map_sample"] = mean_average_precision(scores, target, per="sample", average="none").double().numpy() + none
     return out

@@ -69,7 +69,7 @@ def reliability(held: Held, k: int, n_labels: int) -> dict[str, Any]:
 
 
 def _bins(probability: np.ndarray, right: np.ndarray) -> dict[str, list[Any]]:
-    found = reliability_bins(torch.from_numpy(probability).double(), torch.from_numpy(right).long())
+    found = reliability_bins(torch.from_numpy(probability).double(), torch.from_numpy(right))
     return {
         "pairs": [int(v) for v in found.pairs.tolist()],
         "confidence": _list(found.confidence.numpy()),

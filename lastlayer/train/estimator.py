@@ -16,6 +16,7 @@ from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from lastlayer._check import label_lists
 from lastlayer.data import LabelData
 from lastlayer.data.labeldata import NumberNames
 from lastlayer.train.batches import EpochBatches, rows_to_input
@@ -190,7 +191,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         if not self.multilabel_:
             return super().score(X, y, sample_weight)
         odds, labels = self._log_odds(X)[0], self._labels(_target(y))
-        target = torch.from_numpy(labels.padded(np.arange(len(labels))))
+        target = label_lists(torch.from_numpy(labels.padded(np.arange(len(labels)))))
         values = mean_average_precision(odds, target, per="sample", average="none").numpy()
         seen = np.isfinite(values)
         weight = np.ones(len(values)) if sample_weight is None else np.asarray(sample_weight, float)

@@ -113,12 +113,12 @@ def measure(found: Predictions, at: tuple[int, ...], *, resamples: int = 200, se
         y = found.probability
         hot = torch.zeros_like(y, dtype=torch.bool)
         hot[torch.arange(n)[:, None].expand_as(target)[target >= 0], target[target >= 0]] = True
-        metrics["ece"] = _interval(label_calibration_error(y.double(), hot.long()), torch.empty(0))
-        each = mean_average_precision(y, hot.long(), average="none")
+        metrics["ece"] = _interval(label_calibration_error(y.double(), hot), torch.empty(0))
+        each = mean_average_precision(y, hot, average="none")
         value, draws = each.double().nanmean(), _weighted_map(y, hot, weights)
         # Rows drawn twice are easier to rank, and rare classes drop out: the draws tell the spread, not the place.
         metrics["map"] = _interval(value, draws - draws.mean() + value)
-        by_row = mean_average_precision(y, hot.long(), per="sample", average="none").double()
+        by_row = mean_average_precision(y, hot, per="sample", average="none").double()
         seen = by_row.isfinite()
         drawn = (weights * by_row.nan_to_num()).sum(-1) / (weights * seen).sum(-1)
         metrics["map_sample"] = _interval(by_row.nanmean(), drawn)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lastlayer._check import label_lists
 from lastlayer.data import LabelData
 from lastlayer.decode.top_k import decode_top_k
 from lastlayer.head.linear import ShardedLinear
@@ -126,19 +127,15 @@ class LabelSetModule(pl.LightningModule):
     def loss(self, rows: Input, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch and its logits."""
         logits = self.network(rows).float()
-        if self.placement.shard is not None and target.shape == logits.shape:
-            target = nn.functional.pad(target, (0, 1), value=-1)  # lists of this width could be read as multi-hot
-        value = self.function(logits, target, *self.arguments, **self.options)
+        value = self.function(logits, label_lists(target), *self.arguments, **self.options)
         return self._mean(value, target), logits
 
     def loss_in_blocks(self, rows: Input, target: Tensor) -> Tensor:
         """Return the LML loss of a batch, as :meth:`loss` does, without holding its logits."""
         output = self.network.rest[-1]
         assert isinstance(output, ShardedLinear)
-        if target.shape == (len(target), len(output.weight)):
-            target = nn.functional.pad(target, (0, 1), value=-1)
         options = {n: value for n, value in self.options.items() if n in ("observed", "temperature", "reduction")}
-        value = output.loss(self.network.before_output(rows), target, *self.arguments, **options)
+        value = output.loss(self.network.before_output(rows), label_lists(target), *self.arguments, **options)
         return self._mean(value, target).float()
 
     def _mean(self, value: Tensor, target: Tensor) -> Tensor:

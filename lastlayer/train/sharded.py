@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lastlayer import shard as sharding
+from lastlayer._check import label_lists
 from lastlayer.data import DataError
 from lastlayer.runs import RunError, RunFolder
 from lastlayer.runs.files import damaged, missing
@@ -234,14 +235,13 @@ class ShardedPlacement(Placement):
         """The sample term of this process's rows, and the class term of the rows of all groups."""
         assert self.data is not None
         logits = module.network(rows).float()
-        target = F.pad(target, (0, 1), value=-1) if target.shape == logits.shape else target
-        options = {"per": "both", **module.options}
+        lists, options = label_lists(target), {"per": "both", **module.options}
         per = options.pop("per")
         value = logits.sum() * 0
         if per != "class":
-            value = value + share * module.function(logits, target, **options, per="sample")
+            value = value + share * module.function(logits, lists, **options, per="sample")
         if per != "sample":
-            value = value + module.function(logits, target, **options, per="class", data_group=self.data.group)
+            value = value + module.function(logits, lists, **options, per="class", data_group=self.data.group)
         return value
 
     def mean_loss(self, value: Tensor) -> Tensor:

@@ -302,7 +302,7 @@ def test_loss_is_as_accurate_as_torch(isa, n, observed, dtype):
     x = x.to(dtype)
     index = torch.rand(40, 7, n - 2).argsort(-1)[..., :2] + 1
     index[:, 2, 1], index[:, 3] = -1, -1
-    dense = torch.randint(-1, 2, (40, 7, n))
+    dense = torch.randint(-1, 2, (40, 7, n), dtype=torch.int8)
     dense[:, 5, 0] = dense[:, 6, -1] = -1
     for target in (index[..., 0].clamp(min=0), index, dense, dense.to(torch.bfloat16)):
         for options in ({}, {"temperature": 0.5, "mask": torch.arange(n) != n - 1}):

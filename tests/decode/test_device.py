@@ -25,7 +25,7 @@ def same(function, *inputs, **options):
 
 def test_decoders():
     scores, mask = torch.rand(20, 50).round(decimals=1), torch.rand(50) < 0.8
-    target = (torch.rand(20, 50) < 0.2).long()
+    target = (torch.rand(20, 50) < 0.2).to(torch.int8)
     scores[0, 3] = torch.nan
     for k in (5, torch.arange(20), "auto"):
         same(ll.decode_top_k, scores, k, mask=mask)
@@ -60,7 +60,7 @@ def test_graphs_and_errors():
     same(ll.graph_recall_at_k, index, target, [1, 5], **places)
     same(ll.graph_mean_recall_at_k, index, target, 5, n_predicates=3, **places)
     same(ll.graph_zero_shot_recall_at_k, index, target, 5, seen=torch.tensor([[0, 0, 1]]), **places)
-    scores, labels = torch.rand(30, 12, dtype=torch.float64), (torch.rand(30, 12) < 0.3).long()
+    scores, labels = torch.rand(30, 12, dtype=torch.float64), (torch.rand(30, 12) < 0.3).to(torch.int8)
     found, expected = ll.label_set_errors(scores.cuda(), labels.cuda()), ll.label_set_errors(scores, labels)
     assert (found.confusions, found.cooccurrence) == (expected.confusions, expected.cooccurrence)
     for a, b in zip(found.kinds, expected.kinds, strict=True):

@@ -72,7 +72,7 @@ def all_cuts(x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_f1_is_the_best_of_all_cuts(dtype):
     scores = torch.rand(30, 8).round(decimals=1).to(dtype)
-    target = (torch.rand(30, 8) < 0.3).long()
+    target = (torch.rand(30, 8) < 0.3).to(torch.int8)
     level = tune_thresholds(scores, target)
     for c in range(8):
         best = max(f1(cut, target[:, c] == 1) for cut in all_cuts(scores[:, c]))
@@ -85,7 +85,7 @@ def test_f1_is_the_best_of_all_cuts(dtype):
 
 @pytest.mark.parametrize("value", [0.0, 0.3, 0.55, 0.9, 1.0])
 def test_precision_and_recall_are_met_and_not_overpaid(value):
-    scores, target = torch.rand(40, 6).round(decimals=1), (torch.rand(40, 6) < 0.4).long()
+    scores, target = torch.rand(40, 6).round(decimals=1), (torch.rand(40, 6) < 0.4).to(torch.int8)
     for objective in ("precision", "recall"):
         level = tune_thresholds(scores, target, objective=objective, value=value)
         for c in range(6):
@@ -103,7 +103,7 @@ def test_precision_and_recall_are_met_and_not_overpaid(value):
 
 def test_unknown_labels_are_left_out_and_empty_columns_defined():
     scores = torch.tensor([[0.9, 0.3, 0.5], [0.8, 0.2, 0.6], [0.7, 0.1, torch.nan]])
-    target = torch.tensor([[-1, 0, -1], [1, 0, -1], [0, 0, 1]])
+    target = torch.tensor([[-1, 0, -1], [1, 0, -1], [0, 0, 1]], dtype=torch.int8)
     level = tune_thresholds(scores, target)
     assert level[0] == pytest.approx(0.75)  # 0.9 is unknown
     assert level[1] == pytest.approx(0.3)  # no label: nothing in the data is above

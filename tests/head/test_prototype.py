@@ -56,7 +56,7 @@ def test_reciprocal_loss_by_hand():
     loss = reciprocal_point_loss(f, points, radius, y, gamma=0.7, weight=0.2, reduction="none")
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(reciprocal_point_loss(f, points, radius, y, gamma=0.7, weight=0.2), expected.sum() / 4)
-    hot = F.one_hot(y.clamp(min=0), 4) * (y >= 0)[:, None]
+    hot = F.one_hot(y.clamp(min=0), 4).bool() & (y >= 0)[:, None]
     torch.testing.assert_close(
         reciprocal_point_loss(f, points, radius, hot), reciprocal_point_loss(f, points, radius, y)
     )

@@ -23,7 +23,7 @@ from lastlayer import (
 
 def case(rows=4, n=6, unknown=False):
     x = 2 * torch.randn(rows, n, dtype=torch.float64)
-    t = torch.randint(-1 if unknown else 0, 2, (rows, n))
+    t = torch.randint(-1 if unknown else 0, 2, (rows, n), dtype=torch.int8)
     t[:, 0] = 1
     return x, t
 

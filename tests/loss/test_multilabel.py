@@ -11,7 +11,7 @@ from lastlayer import asymmetric_loss, binary_loss, multihot_softmax_loss, two_w
 
 def case(rows=5, n=7, dtype=torch.float64, unknown=True):
     x = 2 * torch.randn(rows, n, dtype=dtype)
-    t = torch.randint(-1 if unknown else 0, 2, (rows, n))
+    t = torch.randint(-1 if unknown else 0, 2, (rows, n), dtype=torch.int8)
     t[:, 0] = 1
     return x, t
 
@@ -171,7 +171,7 @@ def test_asymmetric_gradcheck(gamma, clip):
 def test_asymmetric_gradient_is_finite_everywhere(gamma, clip):
     edge = math.log(0.05 / 0.95)
     x = torch.tensor([-1e4, -90, -20, edge, 0, 20, 90, 1e4]).repeat(2, 1).requires_grad_()
-    t = torch.tensor([[0], [1]]).expand(2, 8)
+    t = torch.tensor([[0], [1]], dtype=torch.int8).expand(2, 8)
     loss = asymmetric_loss(x, t, gamma_positive=gamma, gamma_negative=gamma, clip=clip, reduction="sum")
     (grad,) = torch.autograd.grad(loss, x)
     assert loss.isfinite()
@@ -191,7 +191,7 @@ def test_asymmetric_detached_weight():
 
 def test_small_clip_keeps_its_digits():
     x = torch.tensor([[30.0]], dtype=torch.float64)
-    loss = asymmetric_loss(x, torch.tensor([[0]]), gamma_negative=0, clip=1e-12)
+    loss = asymmetric_loss(x, torch.tensor([[0]], dtype=torch.int8), gamma_negative=0, clip=1e-12)
     assert loss.item() == pytest.approx(-math.log(1e-12 + 1 / (1 + math.exp(30))), rel=1e-12)
 
 
@@ -221,7 +221,7 @@ def test_multihot_softmax_shares_soft_labels():
 
 
 def test_multihot_softmax_leaves_unknown_out_of_the_softmax():
-    x, t = torch.randn(4, 6, dtype=torch.float64), torch.tensor([1, 0, -1, 1, 0, -1]).expand(4, 6)
+    x, t = torch.randn(4, 6, dtype=torch.float64), torch.tensor([1.0, 0, -1, 1, 0, -1]).expand(4, 6)
     kept = t[0] >= 0
     for smoothing in (0.0, 0.3):
         whole = multihot_softmax_loss(x, t, label_smoothing=smoothing)

@@ -47,7 +47,7 @@ def test_given_normalizer():
 def test_target_forms_and_unknown_classes():
     z = torch.randn(3, 4)
     lists = torch.tensor([[1, 3], [-1, -1], [0, -1]])
-    hot = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]])
+    hot = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.int8)
     torch.testing.assert_close(quasibinary_loss(z, lists), quasibinary_loss(z, hot))
     hot[:, 2] = -1
     some = [0, 1, 3]
@@ -65,7 +65,7 @@ def test_no_label_no_row():
     loss = quasibinary_loss(z, torch.zeros(3, 4))
     assert loss == 0
     assert (torch.autograd.grad(loss, z)[0] == 0).all()
-    assert quasibinary_loss(z, torch.full((3, 4), -1)) == 0
+    assert quasibinary_loss(z, torch.full((3, 4), -1.0)) == 0
     assert quasibinary_loss(z[:0], torch.zeros(0, 4)) == 0
     torch.testing.assert_close(quasibinary_loss(z[:1, :1], torch.tensor([0])), torch.tensor(0.0))  # q = 1
 

@@ -10,7 +10,7 @@ from lastlayer import rml_loss, warp_loss
 
 def case(rows=4, n=8, dtype=torch.float64, scale=1.5):
     x = scale * torch.randn(rows, n, dtype=dtype)
-    t = torch.randint(-1, 2, (rows, n))
+    t = torch.randint(-1, 2, (rows, n), dtype=torch.int8)
     t[:, 0], t[:, 1] = 1, 0
     return x, t
 
@@ -78,7 +78,7 @@ def test_gradcheck(loss):
 @pytest.mark.parametrize("loss", [warp_loss, rml_loss])
 def test_large_scores_keep_their_digits(loss):
     x = (1e4 + torch.randn(2, 1000)).requires_grad_()
-    t = torch.zeros(2, 1000, dtype=torch.long)
+    t = torch.zeros(2, 1000, dtype=torch.int8)
     t[:, :3] = 1
     exact = loss(x.double(), t)
     torch.testing.assert_close(loss(x, t).double(), exact, rtol=1e-6, atol=0)

@@ -46,7 +46,7 @@ def test_average_precision_of_an_impossible_pattern():
     # Labels 0 and 1, others 2 and 3; label 0 is above neither, label 1 above both: v = (0, 2), AP = (1 + 2/4) / 2.
     bits = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     bits[0, 0, 0, 2:] = False
-    value = MetricRefactoring.average_precision().value(bits, torch.tensor([[1, 1, 0, 0]]))
+    value = MetricRefactoring.average_precision().value(bits, torch.tensor([[1, 1, 0, 0]], dtype=torch.int8))
     assert value.tolist() == [0.75]
 
 
@@ -88,14 +88,14 @@ def test_kinds_of_anchors():
 @pytest.mark.parametrize("metric", METRICS)
 def test_gradient_is_that_of_the_formula(metric):
     x = torch.randn(3, 5, dtype=F64, requires_grad=True)
-    target = torch.tensor([[1, 0, 0, 1, 0], [0, 1, -1, 0, 0], [0, 0, 0, 0, 0]])
+    target = torch.tensor([[1, 0, 0, 1, 0], [0, 1, -1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.int8)
     assert torch.autograd.gradcheck(lambda x: seeded(x, target, metric, anchors=4), x)
     assert torch.autograd.gradgradcheck(lambda x: seeded(x, target, metric, anchors=4), x)
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_confident_scores_have_the_metric(metric):
-    target = torch.tensor([[1, 0, 0, 0, 0], [0, 0, 1, 0, 0]])
+    target = torch.tensor([[1, 0, 0, 0, 0], [0, 0, 1, 0, 0]], dtype=torch.int8)
     scores = 200.0 * target - 400.0 * torch.arange(5) / 5
     scores[1, 2] += 400
     assert metric_surrogate_loss(scores, target, metric).item() == -1.0
@@ -109,7 +109,7 @@ def test_edges(metric):
     for logits, target in (
         (x, torch.full((3,), -1)),
         (x, torch.zeros(3, 4)),
-        (x, torch.full((3, 4), -1)),
+        (x, torch.full((3, 4), -1.0)),
         (x, torch.ones(3, 4)),
         (x[:, :1], torch.zeros(3, dtype=torch.long)),
         (x[:0], torch.zeros(0, dtype=torch.long)),
@@ -132,7 +132,8 @@ def test_edges(metric):
 @pytest.mark.parametrize("metric", METRICS)
 def test_target_forms_unknown_and_seed(metric):
     x = torch.randn(3, 4)
-    lists, hot = torch.tensor([[1, 3], [2, -1], [0, -1]]), torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0]])
+    lists = torch.tensor([[1, 3], [2, -1], [0, -1]])
+    hot = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0]], dtype=torch.int8)
     torch.testing.assert_close(seeded(x, lists, metric), seeded(x, hot, metric))
     unknown, changed = hot.clone(), x.clone()
     unknown[:2, 0] = -1
@@ -190,7 +191,7 @@ def test_messages():
 @pytest.mark.parametrize("metric", ["accuracy", "average_precision", "recall_at_2"])
 def test_one_row_without_a_batch(metric):
     x = torch.randn(4)
-    for target in (torch.tensor([0, 1, 0, 1]), torch.tensor(2)):
+    for target in (torch.tensor([0.0, 1, 0, 1]), torch.tensor(2)):
         loss = metric_surrogate_loss(x, target, metric, generator=torch.Generator().manual_seed(0))
         expected = metric_surrogate_loss(x[None], target[None], metric, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(loss, expected)

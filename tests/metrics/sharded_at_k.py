@@ -33,7 +33,7 @@ def check(rank: int) -> None:
     scores[::2] = scores[::2].round()  # ties across the ranks
     scores[3, ::2] = -torch.inf
     scores[4, 7] = torch.nan
-    dense = (torch.rand(20, N) < 0.3).long()
+    dense = (torch.rand(20, N) < 0.3).to(torch.int8)
     dense[5], dense[6, ::3] = 0, -1
     lists = torch.where(dense > 0, torch.arange(N), -1)
     lists = torch.cat([lists, lists], 1)  # longer than any slice
@@ -45,7 +45,7 @@ def check(rank: int) -> None:
         for metric in METRICS:
             extra = (propensities,) if metric is ll.psp_at_k else ()
             short = lists[:, :N].sort(-1, descending=True).values[:, :8]  # as wide as the last slice
-            forms = ((dense, dense[:, shard.start : shard.stop]), (lists, lists), (short, short))
+            forms = [(dense, dense[:, shard.start : shard.stop])] + [(ll.label_lists(t),) * 2 for t in (lists, short)]
             for target, mine in forms:
                 for empty in ("skip", "one"):
                     whole = metric(scores, target, [1, 3, 6, 20], *extra, empty=empty)
@@ -64,7 +64,7 @@ def check(rank: int) -> None:
 def check_processes_merge(rank: int) -> None:
     """Each process has rows of its own; what they compute is the metric of all rows."""
     torch.manual_seed(4)
-    scores, target = torch.rand(20, N), (torch.rand(20, N) < 0.3).long()
+    scores, target = torch.rand(20, N), (torch.rand(20, N) < 0.3).to(torch.int8)
     mine = [slice(0, 3), slice(3, 3), slice(3, 20)][rank]
     for metric, whole in (
         (ll.RecallAtK([1, 4]), ll.recall_at_k(scores, target, [1, 4])),
@@ -82,7 +82,7 @@ def check_structures_merge(rank: int) -> None:
     """The same for medians and error analyses, which need the rows of all processes."""
     torch.manual_seed(5)
     a, b = torch.randn(20, 4), torch.randn(20, 4)
-    scores, target = torch.rand(20, N), (torch.rand(20, N) < 0.3).long()
+    scores, target = torch.rand(20, N), (torch.rand(20, N) < 0.3).to(torch.int8)
     mine = [slice(0, 3), slice(3, 4), slice(4, 20)][rank]
     whole = ll.rotation_error(a, b, reduction="median")
     for metric, slack in ((ll.RotationError(), 1e-6), (ll.RotationError(bins=1000), 2e-3)):

@@ -31,7 +31,7 @@ def data(rows: int = 40, n: int = 12, rate: float = 0.25, ties: bool = False) ->
     scores = torch.randn(rows, n, dtype=torch.float64)
     if ties:
         scores = (2 * scores).round() / 2
-    target = (torch.rand(rows, n) < rate).long()
+    target = (torch.rand(rows, n) < rate).to(torch.int8)
     return scores.to(DEVICE), target.to(DEVICE)
 
 
@@ -83,7 +83,7 @@ def brute(name: str, scores: Tensor, target: Tensor, k: int, inverse: np.ndarray
 
 def test_hand_worked():
     scores = torch.tensor([[0.9, 0.8, 0.7, 0.1, 0.2]])  # ranks 0 1 2 4 3
-    target = torch.tensor([[1, 0, 1, 1, 0]])
+    target = torch.tensor([[1, 0, 1, 1, 0]], dtype=torch.int8)
     assert ll.precision_at_k(scores, target, [1, 2, 3]).tolist() == pytest.approx([1, 1 / 2, 2 / 3])
     assert ll.recall_at_k(scores, target, [1, 2, 3]).tolist() == pytest.approx([1 / 3, 1 / 3, 2 / 3])
     assert ll.r_precision_at_k(scores, target, [1, 3, 5]).tolist() == pytest.approx([1, 2 / 3, 1])
@@ -97,7 +97,7 @@ def test_hand_worked():
 def test_psp_hand_worked():
     propensities = torch.tensor([1.0, 0.5, 0.25, 0.1])  # weights 1, 2, 4, 10
     scores = torch.tensor([[4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]])
-    target = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1]])
+    target = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1]], dtype=torch.int8)
     # k=1: (1 + 10) / (4 + 10); k=2: (1 + 10) / (5 + 12); k=3: (1 + 4 + 10 + 2) / (5 + 12)
     expected = [11 / 14, 11 / 17, 1.0]
     assert ll.psp_at_k(scores, target, [1, 2, 3], propensities).tolist() == pytest.approx(expected)
@@ -305,7 +305,9 @@ def test_one_k_a_row():
 @pytest.mark.parametrize("metric", AT_K[:-1])
 def test_empty_policies(metric):
     scores = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
-    target = torch.tensor([[1, 0, 0], [0, 0, 0], [-1, -1, -1], [0, 0, 1]])  # two rows of four without a known label
+    target = torch.tensor(
+        [[1, 0, 0], [0, 0, 0], [-1, -1, -1], [0, 0, 1]], dtype=torch.int8
+    )  # two rows of four without a known label
     assert metric(scores, target, 1).item() == 1.0
     assert metric(scores, target, 1, empty="zero").item() == 0.5
     assert metric(scores, target, 1, empty="one").item() == 1.0
@@ -323,7 +325,7 @@ def test_fall_out_of_rows_without_wrong_classes():
 
 
 def test_empty_classes():
-    scores, target = torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([[1, 0, -1]])
+    scores, target = torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([[1, 0, -1]], dtype=torch.int8)
     assert ll.recall_at_k(scores, target, 2, average="macro").item() == 1.0
     assert ll.recall_at_k(scores, target, 2, average="macro", empty="zero").item() == pytest.approx(1 / 3)
     assert ll.recall_at_k(scores, target, 2, average="macro", empty="one").item() == 1.0
@@ -334,13 +336,13 @@ def test_empty_classes():
 
 def test_unknown_labels_take_no_place():
     scores = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
-    target = torch.tensor([[-1, -1, 1, 0]])
+    target = torch.tensor([[-1, -1, 1, 0]], dtype=torch.int8)
     assert ll.precision_at_k(scores, target, 1).item() == 1.0
     assert ll.ndcg_at_k(scores, target, 2).item() == 1.0
 
 
 def test_ruled_out_and_nan_scores_are_never_predicted():
-    target = torch.tensor([[1, 1, 0]])
+    target = torch.tensor([[1, 1, 0]], dtype=torch.int8)
     for bad in (-math.inf, math.nan):
         scores = torch.tensor([[bad, 1.0, 0.5]])
         assert ll.recall_at_k(scores, target, 3).item() == 0.5
@@ -430,7 +432,7 @@ def test_a_million_classes_are_never_made_dense(monkeypatch):
     ],
 )
 def test_messages(change, error, text):
-    arguments = {"scores": torch.ones(2, 3), "target": torch.ones(2, 3).long(), "k": 1} | change
+    arguments = {"scores": torch.ones(2, 3), "target": torch.ones(2, 3), "k": 1} | change
     with pytest.raises(error, match=text):
         ll.recall_at_k(**arguments)
 

@@ -14,13 +14,13 @@ from lastlayer.metrics import _ranking
 
 def data(rows: int = 30, n: int = 9, ties: bool = True) -> tuple[Tensor, Tensor]:
     scores = torch.randn(rows, n, dtype=torch.float64, device=DEVICE)
-    target = (torch.rand(rows, n, device=DEVICE) < 0.3).long()
+    target = (torch.rand(rows, n, device=DEVICE) < 0.3).to(torch.int8)
     return ((2 * scores).round() if ties else scores), target
 
 
 def test_hand_worked():
     scores = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
-    target = torch.tensor([[0, 1, 0, 1]])
+    target = torch.tensor([[0, 1, 0, 1]], dtype=torch.int8)
     assert ll.mean_average_precision(scores, target, per="sample").item() == pytest.approx((1 / 2 + 2 / 4) / 2)
     tied = torch.tensor([[1.0, 1.0, 0.0, 0.0]])  # the tie is one threshold: precision 1/2, then 2/4
     assert ll.mean_average_precision(tied, target, per="sample").item() == 0.5
@@ -115,7 +115,9 @@ def test_laws(per):
 
 def test_empty_policies():
     scores = torch.tensor([[2.0, 1.0, 0.5], [1.0, 2.0, 0.5]])
-    target = torch.tensor([[1, 0, -1], [0, 0, -1]])  # two of three classes and one of two rows without positives
+    target = torch.tensor(
+        [[1, 0, -1], [0, 0, -1]], dtype=torch.int8
+    )  # two of three classes and one of two rows without positives
     for per, share in (("class", 2 / 3), ("sample", 1 / 2)):
         assert ll.mean_average_precision(scores, target, per=per).item() == 1.0
         assert ll.mean_average_precision(scores, target, per=per, empty="zero").item() == pytest.approx(1 - share)
@@ -126,7 +128,7 @@ def test_empty_policies():
 
 
 def test_ruled_out_and_nan_items_are_never_retrieved():
-    target = torch.tensor([[1, 1, 0]])
+    target = torch.tensor([[1, 1, 0]], dtype=torch.int8)
     for bad in (-math.inf, math.nan):
         scores = torch.tensor([[1.0, bad, bad]])
         assert ll.mean_average_precision(scores, target, per="sample").item() == 0.5

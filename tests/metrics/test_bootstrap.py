@@ -45,7 +45,7 @@ def test_coverage():
 
 def test_rows_stay_together_and_vectors_work():
     scores = torch.randn(50, 8)
-    target = (torch.rand(50, 8) < 0.3).long()
+    target = (torch.rand(50, 8) < 0.3).to(torch.int8)
 
     def both(s, t):
         assert s.shape == (50, 8)

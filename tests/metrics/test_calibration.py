@@ -14,7 +14,7 @@ from lastlayer.metrics import _ranking
 
 def data(rows: int = 200, n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     scores = torch.rand(rows, n, dtype=torch.float64, device=DEVICE)
-    return scores, (torch.rand(rows, n, device=DEVICE) < 0.5).long()
+    return scores, (torch.rand(rows, n, device=DEVICE) < 0.5).to(torch.int8)
 
 
 def lists(target: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ def ece(confidence: np.ndarray, right: np.ndarray, n_bins: int) -> float:
 
 def test_hand_worked():
     scores = torch.tensor([[0.95, 0.85, 0.05], [0.95, 0.15, 0.05]])
-    target = torch.tensor([[1, 0, 0], [0, 0, 0]])
+    target = torch.tensor([[1, 0, 0], [0, 0, 0]], dtype=torch.int8)
     bins = ll.reliability_bins(scores, target, 2)
     assert bins.pairs.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 1, 2]
     assert bins.confidence[[1, 8, 9]].tolist() == pytest.approx([0.15, 0.85, 0.95])
@@ -79,7 +79,7 @@ def test_laws():
     torch.testing.assert_close(
         ll.label_calibration_error(scores[rows], target[rows], 3), ll.label_calibration_error(scores, target, 3)
     )
-    honest = (torch.rand(20000, 6, device=DEVICE) < torch.full((20000, 6), 0.3, device=DEVICE)).long()
+    honest = (torch.rand(20000, 6, device=DEVICE) < torch.full((20000, 6), 0.3, device=DEVICE)).to(torch.int8)
     assert ll.label_calibration_error(torch.full((20000, 6), 0.3, device=DEVICE), honest).item() < 0.01
 
 
@@ -93,7 +93,7 @@ def test_bins_of_each_class():
 
 def test_edges():
     scores = torch.tensor([[0.0, 1.0, 0.5, -math.inf, math.nan, 2.0, -1.0]])
-    target = torch.tensor([[0, 1, -1, 1, 1, 1, 0]])
+    target = torch.tensor([[0, 1, -1, 1, 1, 1, 0]], dtype=torch.int8)
     bins = ll.reliability_bins(scores, target, n_bins=2)
     assert bins.pairs.tolist() == [2, 2]  # unknown, ruled out and nan make no pair; outside falls in the end bins
     assert bins.accuracy.tolist() == [0, 1]
@@ -117,7 +117,7 @@ def loss(logits: torch.Tensor, target: torch.Tensor, link: str) -> float:
 @pytest.mark.parametrize("link", ["sigmoid", "softmax"])
 def test_temperature_is_the_best(link):
     logits = 4 * torch.randn(300, 5, dtype=torch.float64, device=DEVICE)
-    target = (torch.rand(300, 5, device=DEVICE) < torch.sigmoid(logits / 3)).long()
+    target = (torch.rand(300, 5, device=DEVICE) < torch.sigmoid(logits / 3)).to(torch.int8)
     if link == "sigmoid":
         target[::7, 2] = -1
     best = ll.fit_temperature(logits, target, link=link)
@@ -145,8 +145,10 @@ def test_temperature_of_one_label_and_its_effect():
 
 def test_temperature_edges():
     x = torch.randn(20, 3)
-    assert ll.fit_temperature(x, (x > 0).long()).item() == pytest.approx(0.01)  # no error: as sharp as allowed
-    assert ll.fit_temperature(x, (x < 0).long()).item() == pytest.approx(100)  # worse than nothing: as flat as allowed
+    assert ll.fit_temperature(x, (x > 0).to(torch.int8)).item() == pytest.approx(0.01)  # no error: as sharp as allowed
+    assert ll.fit_temperature(x, (x < 0).to(torch.int8)).item() == pytest.approx(
+        100
+    )  # worse than nothing: as flat as allowed
     assert ll.fit_temperature(x[:0], x[:0]).item() == 1.0
     assert ll.fit_temperature(x, -torch.ones(20, 3)).item() == 1.0
     assert ll.fit_temperature(x, torch.zeros(20, 3), link="softmax").item() == 1.0
@@ -182,5 +184,5 @@ def test_temperature_messages():
 
 def test_data_told_apart_without_an_error_give_the_lower_bound_in_float32():
     for size in (0.5, 3.0, 30.0):
-        temperature = ll.fit_temperature(torch.tensor([[size], [-size]]), torch.tensor([[1], [0]]))
+        temperature = ll.fit_temperature(torch.tensor([[size], [-size]]), torch.tensor([[1.0], [0.0]]))
         assert temperature.item() == pytest.approx(0.01, rel=1e-3)

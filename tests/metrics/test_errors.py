@@ -17,7 +17,7 @@ def kinds(found):
 
 
 def one(scores, target, **options):
-    return kinds(label_set_errors(torch.tensor([scores]), torch.tensor([target]), **options))
+    return kinds(label_set_errors(torch.tensor([scores]), torch.tensor([target], dtype=torch.int8), **options))
 
 
 def test_each_kind_by_hand():
@@ -35,20 +35,20 @@ def test_each_kind_by_hand():
 def test_hallucination_miss_and_threshold():
     scores = torch.tensor([[0.9, 0.8], [0.7, 0.1], [0.6, 0.2]])
     # Class 0 is true only where its score is low: no threshold helps. Rows 0 and 1 predict it over the true class 1.
-    found = label_set_errors(scores, torch.tensor([[0, 1], [0, 0], [1, 0]]))
+    found = label_set_errors(scores, torch.tensor([[0, 1], [0, 0], [1, 0]], dtype=torch.int8))
     assert kinds(found) == {"hallucination": (2, 0)}
     # A threshold of 0.65 for class 0 decides the last row right; the row has no label, so its count is not at fault.
-    found = label_set_errors(scores, torch.tensor([[1, 1], [1, 0], [0, 0]]))
+    found = label_set_errors(scores, torch.tensor([[1, 1], [1, 0], [0, 0]], dtype=torch.int8))
     assert kinds(found) == {"threshold": (1, 0)}
     # A miss below another wrong class, which no threshold of its own finds without two false alarms.
     scores = torch.tensor([[0.9, 0.4, 0.1], [0.1, 0.1, 0.4], [0.9, 0.1, 0.4], [0.9, 0.1, 0.4], [0.1, 0.1, 0.9]])
-    target = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 0, 0], [1, 0, 0], [0, 0, 1]])
+    target = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 0, 0], [1, 0, 0], [0, 0, 1]], dtype=torch.int8)
     assert kinds(label_set_errors(scores, target)) == {"miss": (0, 1)}
 
 
 def test_gains_by_hand():
     scores = torch.tensor([[0.9, 0.8, 0.1], [0.2, 0.7, 0.1]])
-    found = label_set_errors(scores, torch.tensor([[1, 0, 0], [1, 0, 0]]))
+    found = label_set_errors(scores, torch.tensor([[1, 0, 0], [1, 0, 0]], dtype=torch.int8))
     gains = {kind.name: kind.gain for kind in found.kinds}
     assert found.value == pytest.approx((2 / 3 + 0) / 2)
     assert gains["confusion"] == pytest.approx((2 / 3 + 1) / 2 - found.value)
@@ -60,7 +60,7 @@ def test_gains_by_hand():
 
 
 def random_case(rows=80, n=4):
-    target = (torch.rand(rows, n) < 0.4).long()
+    target = (torch.rand(rows, n) < 0.4).to(torch.int8)
     scores = (target + torch.randn(rows, n)).sigmoid().round(decimals=2)
     target[torch.rand(rows, n) < 0.1] = -1
     return scores, target
@@ -167,13 +167,13 @@ def test_plain_values():
 def test_edges():
     none = label_set_errors(torch.empty(0, 3), torch.empty(0, 3))
     assert (none.value, none.n_rows, kinds(none)) == (0, 0, {})
-    unknown = label_set_errors(torch.rand(2, 3), torch.full((2, 3), -1))
+    unknown = label_set_errors(torch.rand(2, 3), torch.full((2, 3), -1.0))
     assert (unknown.value, kinds(unknown)) == (0, {})
     alone = label_set_errors(torch.rand(5), torch.tensor(2))
     assert alone.n_labels == 1
-    single = label_set_errors(torch.tensor([[0.2], [0.9]]), torch.tensor([[1], [1]]))
+    single = label_set_errors(torch.tensor([[0.2], [0.9]]), torch.tensor([[1], [1]], dtype=torch.int8))
     assert kinds(single) == {"count": (0, 1)}
-    broken = label_set_errors(torch.tensor([[torch.nan, 0.9]]), torch.tensor([[1, 0]]))
+    broken = label_set_errors(torch.tensor([[torch.nan, 0.9]]), torch.tensor([[1, 0]], dtype=torch.int8))
     assert kinds(broken) == {"confusion": (1, 1)}
     empty = label_set_errors(torch.zeros(3, 2), torch.zeros(3, 2))
     assert (empty.value, kinds(empty)) == (1, {})  # rightly left empty

@@ -13,7 +13,7 @@ from lastlayer.metrics import _ranking
 
 def data(rows: int = 30, n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     scores = (2 * torch.randn(rows, n, dtype=torch.float64, device=DEVICE)).round()
-    return scores, (torch.rand(rows, n, device=DEVICE) < 0.4).long()
+    return scores, (torch.rand(rows, n, device=DEVICE) < 0.4).to(torch.int8)
 
 
 def test_auroc_by_counting_pairs():
@@ -56,7 +56,9 @@ def test_auroc_per_sample_and_unknown():
 
 def test_auroc_empty_policies():
     scores = torch.tensor([[1.0, 2.0, 3.0], [2.0, 1.0, 0.0]])
-    target = torch.tensor([[0, 1, 0], [1, 1, 0]])  # the second class has no negative, the third no positive
+    target = torch.tensor(
+        [[0, 1, 0], [1, 1, 0]], dtype=torch.int8
+    )  # the second class has no negative, the third no positive
     assert [ll.auroc(scores, target, empty=e).item() for e in ("skip", "zero", "one")] == pytest.approx([1, 1 / 3, 1])
     assert [ll.auroc(torch.ones(3), torch.ones(3), empty=e).item() for e in ("skip", "zero", "one")] == [0, 0, 1]
     assert ll.auroc(torch.ones(0), torch.ones(0)).item() == 0.0

@@ -30,7 +30,7 @@ AT_K = [
 
 def data() -> tuple[Tensor, Tensor]:
     scores = (10 * torch.rand(ROWS, N, device=DEVICE)).round() / 10
-    target = (torch.rand(ROWS, N, device=DEVICE) < 0.3).long()
+    target = (torch.rand(ROWS, N, device=DEVICE) < 0.3).to(torch.int8)
     target[:3] = 0
     target[7, 2:] = -1
     return scores, target

@@ -15,7 +15,7 @@ TREE = ll.LabelTree.from_parents([4, 4, 5, 5, 6, 6, -1])
 @pytest.mark.parametrize("empty", ["skip", "zero", "one"])
 def test_tree(empty):
     index = torch.randint(-1, 7, (30, 2))
-    target = (torch.rand(30, 4) < 0.3).long()
+    target = (torch.rand(30, 4) < 0.3).to(torch.int8)
     for metric, function in (
         (ll.TreeAccuracy(TREE, empty=empty), ll.tree_accuracy),
         (ll.TreeSpecificity(TREE, empty=empty), ll.tree_specificity),
@@ -94,7 +94,7 @@ def test_angles_before_any_row():
 
 
 def label_sets(n=40):
-    scores, target = torch.rand(n, 4), (torch.rand(n, 4) < 0.4).long()
+    scores, target = torch.rand(n, 4), (torch.rand(n, 4) < 0.4).to(torch.int8)
     scores[3, 1] = torch.nan
     target[:3], target[5], target[6, :2] = 0, -1, -1
     return scores, target

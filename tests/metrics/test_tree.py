@@ -29,14 +29,14 @@ def test_one_label_by_hand():
     for same in (index.squeeze(-1), Decoded(index, torch.zeros(4, 1))):
         assert tree_accuracy(same, target, TREE).item() == 0.75
         assert tree_specificity(same, target, TREE).item() == pytest.approx(0.375)
-    hot = torch.nn.functional.one_hot(target, 4)
+    hot = torch.nn.functional.one_hot(target, 4).bool()
     assert tree_accuracy(index.squeeze(-1), hot, TREE).item() == 0.75
     assert tree_accuracy(torch.tensor([5, 0]), torch.tensor(0), TREE).item() == 0.5  # one row, two nodes
 
 
 def test_several_labels_agree_with_sets():
     index = torch.randint(-1, 7, (40, 3))
-    hot = (torch.rand(40, 4) < 0.4).long()
+    hot = (torch.rand(40, 4) < 0.4).to(torch.int8)
     target = [set(row.nonzero().flatten().tolist()) for row in hot]
 
     def gain(leaves, labels):
@@ -52,11 +52,11 @@ def test_several_labels_agree_with_sets():
 
 def test_empty_rows_and_unknown_labels():
     index = torch.tensor([[0, 4], [-1, -1], [6, -1]])
-    hot = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    hot = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.int8)
     assert tree_accuracy(index, hot, TREE).item() == 0.5  # right, nothing chosen, left out
     assert tree_accuracy(index, hot, TREE, empty="zero").item() == pytest.approx(1 / 3)
     assert tree_accuracy(index, hot, TREE, empty="one").item() == pytest.approx(2 / 3)
-    unknown = torch.tensor([[1, 0, -1, 0]])
+    unknown = torch.tensor([[1, 0, -1, 0]], dtype=torch.int8)
     assert tree_accuracy(torch.tensor([[0, 5]]), unknown, TREE).item() == 1  # 5 holds the unknown class 2
     assert tree_accuracy(torch.tensor([[0, 3]]), unknown, TREE).item() == 0.5
     assert tree_accuracy(torch.tensor([[2]]), unknown, TREE).item() == 0  # no row left
@@ -86,7 +86,7 @@ def test_messages(function):
 def test_a_node_is_right_if_it_holds_a_label_for_classes_in_any_order():
     tree = ll.LabelTree.from_prototypes(torch.randn(30, 4))
     index = torch.randint(tree.n_nodes, (40, 3))
-    target = (torch.rand(40, 30) < 0.1).long()
+    target = (torch.rand(40, 30) < 0.1).to(torch.int8)
     target[:, 0] = 1
     hit = (tree.membership()[index] & target.bool()[:, None]).any(-1).double()
     torch.testing.assert_close(tree_accuracy(index, target, tree), hit.mean())

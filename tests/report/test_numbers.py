@@ -29,7 +29,7 @@ def test_curves_are_the_metrics_at_each_k(tmp_path):
     k = found["k"]
     assert k == list(range(1, 9))
     for name, function in (("precision", ll.precision_at_k), ("recall", ll.recall_at_k)):
-        expected = function(y.double(), hot.long(), k)
+        expected = function(y.double(), hot, k)
         torch.testing.assert_close(torch.tensor(found[name], dtype=torch.float64), expected.double(), atol=1e-6, rtol=0)
         each = compare.row_values(held, k, 8)
         for j, one in enumerate(k):
@@ -54,11 +54,7 @@ def test_rows_have_the_metrics_whose_means_are_reported(tmp_path):
         assert np.isnan(values[:3]).all(), "rows without labels have no metric"
         stem, _, k = name.partition("@")
         function = {"precision": ll.precision_at_k, "recall": ll.recall_at_k, "ndcg": ll.ndcg_at_k}.get(stem)
-        expected = (
-            function(y.double(), hot.long(), int(k))
-            if function
-            else ll.mean_average_precision(y, hot.long(), per="sample")
-        )
+        expected = function(y.double(), hot, int(k)) if function else ll.mean_average_precision(y, hot, per="sample")
         assert np.nanmean(values) == pytest.approx(float(expected), abs=1e-6)
 
 
@@ -85,7 +81,7 @@ def test_reliability_is_that_of_the_metrics(tmp_path):
     _, held, y, hot = held_of(make_run(tmp_path / "a"))
     found = numbers.reliability(held, 3, 8)
     for key, k in (("best", 3), ("all", None)):
-        expected = ll.reliability_bins(y, hot.long(), k)
+        expected = ll.reliability_bins(y, hot, k)
         assert found[key]["pairs"] == expected.pairs.int().tolist()
         np.testing.assert_allclose(found[key]["accuracy"], expected.accuracy, atol=1e-6)
         np.testing.assert_allclose(found[key]["confidence"], expected.confidence, atol=1e-6)

@@ -213,7 +213,7 @@ def check_second_derivative() -> None:
         close(grads[1], split.cut(grads[0]))
 
 
-def targets(rows: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+def targets(rows: int, n: int) -> tuple[Any, Tensor, Tensor]:
     """The three forms; the second row has no label, the third a label on the first shard alone."""
     torch.manual_seed(3)
     dense = (torch.rand(rows, n) < 0.2).double()
@@ -221,7 +221,7 @@ def targets(rows: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     dense[2] = torch.arange(n) == 0
     index = torch.where(dense > 0, torch.arange(n), -1).sort(-1, descending=True).values[:, : int(dense.sum(-1).max())]
     unknown = torch.where(torch.rand(rows, n) < 0.1, -1.0, dense)
-    return index, unknown, torch.randint(n, (rows,))
+    return ll.label_lists(index), unknown, torch.randint(n, (rows,))
 
 
 def compare_loss(
@@ -400,7 +400,7 @@ def check_reject_traffic() -> None:
 def check_layer_trains_alike() -> None:
     """Ten steps on two ranks and on four are the ten steps of one."""
     torch.manual_seed(5)
-    data, index = torch.randn(40, 6), torch.randint(N, (40, 2))
+    data, index = torch.randn(40, 6), ll.label_lists(torch.randint(N, (40, 2)))
     for split in splits():
         found = []
         for shard in (None, split.shard):
@@ -518,7 +518,7 @@ def check_data_by_class() -> None:
 def check_two_way_over_data_and_classes() -> None:
     """The class term is over the rows of all data ranks, the sample term over the classes of all class ranks."""
     x = rows()[[0, 1, 2, 3]]
-    index = torch.tensor([[0, 9, 16], [3, -1, -1], [14, 15, 16], [9, 0, 6]])
+    index = ll.label_lists(torch.tensor([[0, 9, 16], [3, -1, -1], [14, 15, 16], [9, 0, 6]]))
     with pytest.raises(ValueError, match="4 processes cannot be split into groups of 3"):
         sharding.mesh(3)
     by_class, data = sharding.mesh(2)
@@ -546,7 +546,7 @@ def check_lists_as_wide_as_a_slice() -> None:
     index = torch.tensor([[0, 9, 16], [3, -1, -1], [14, 15, 16], [2, 4, 6]])
     expected = ll.lml_loss(x, index, 3, impl="torch")
     for split in splits():
-        close(ll.lml_loss(split.cut(x), index, 3, shard=split.shard), expected)
+        close(ll.lml_loss(split.cut(x), ll.label_lists(index), 3, shard=split.shard), expected)
 
 
 def check_resharding() -> None:
@@ -608,7 +608,7 @@ def check_traffic() -> None:
     for dtype, count in ((torch.float32, 6), (torch.float64, 6), (torch.float32, 600)):
         each = dtype.itemsize
         features, weight = torch.randn(count, size, dtype=dtype), torch.randn(shard.size, size, dtype=dtype)
-        index = torch.randint(n, (count, 3))
+        index = ll.label_lists(torch.randint(n, (count, 3)))
         logits = torch.randn(count, shard.size, dtype=dtype)
         for k in (5, torch.full((count,), 5.0, dtype=dtype), 120.5):
             leaf = logits.clone().requires_grad_()
@@ -642,7 +642,7 @@ def check_warm_start() -> None:
     each = torch.float64.itemsize
     features, weight = torch.randn(count, size).double(), torch.randn(n, size).double()
     index = torch.randint(n, (count, 3))
-    target = index if index.shape[-1] != shard.size else torch.nn.functional.pad(index, (0, 1), value=-1)
+    target = ll.label_lists(index)
 
     def lml_loss(features: Tensor, shard: ClassShard | None) -> Tensor:
         part = weight if shard is None else weight[shard.start : shard.stop]

@@ -54,7 +54,7 @@ def test_it_learns_and_generalises():
     model = LabelSetClassifier(random_state=0).fit(X, Y)
     assert model.score(Z, V) > 0.9
     assert model.predict(Z).dtype == Y.dtype
-    expected = ll.mean_average_precision(torch_of(model.decision_function(Z)), torch_of(V), per="sample")
+    expected = ll.mean_average_precision(torch_of(model.decision_function(Z)), torch_of(V).bool(), per="sample")
     assert model.score(Z, V) == pytest.approx(float(expected), abs=1e-6)
     np.testing.assert_allclose(model.predict_proba(Z).sum(1), model.k_, atol=1e-6)
 

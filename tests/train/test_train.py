@@ -46,7 +46,7 @@ def test_a_run_folder_holds_what_its_format_says(run):
 def test_numbers_in_a_run_folder_are_those_of_the_metrics(run):
     found, values = run.predictions(), run.metrics()["metrics"]
     n = len(found["row"])
-    target = torch.zeros(n, 6, dtype=torch.long)
+    target = torch.zeros(n, 6, dtype=torch.bool)
     for i in range(n):
         target[i, found["target_index"][found["target_indptr"][i] : found["target_indptr"][i + 1]]] = 1
     y = torch.from_numpy(found["probability"])
