@@ -109,12 +109,12 @@ def _f1(precision: float | None, recall: float | None) -> float | None:
 
 
 class Analysis:
-    """The error analysis of a run, and the kind of each error of the rows looked at.
+    """The error analysis of a run, and the kind of each error of the rows that it looks at.
 
     Args:
-        run: With predictions. Where not all probabilities are stored, or a folder has very many labels, labels
-            outside of each row's stored best ones are taken to be less probable than those, and a sample of the rows
-            is looked at; `note` says so.
+        run: A run with predictions. If not all probabilities are stored, or there are very many labels, the analysis
+            takes a sample of the rows and gives labels outside of the stored best ones of a row a score of minus
+            infinity: nothing predicts them. `note` says so.
     """
 
     def __init__(self, run: Run) -> None:
@@ -157,11 +157,14 @@ class Analysis:
             if len(classes) * size <= CELLS or size <= 1:
                 break
             size //= 2
-        scores = np.full((size, len(classes)), -1.0, dtype=np.float32)
+        scores = np.full((size, len(classes)), -np.inf, dtype=np.float32)
         np.put_along_axis(
             scores, np.searchsorted(classes, held.top_index[rows]), held.top_probability[rows].astype(np.float32), 1
         )
-        self.note = f"From the {held.top_index.shape[1]} most probable labels of {size:,} of the {n:,} rows."
+        self.note = (
+            f"From the {held.top_index.shape[1]} most probable labels of {size:,} of the {n:,} rows. Other labels have no "
+            "stored probability; they count as labels that no threshold and no number of labels reaches."
+        )
         return rows, classes, scores
 
 

@@ -109,6 +109,23 @@ def test_lists_of_all_labels_say_as_much_as_the_matrix(tmp_path):
     assert whole == listed
 
 
+def test_labels_without_a_stored_score_are_out_of_reach_of_thresholds(tmp_path):
+    run, _, y, hot = held_of(make_run(tmp_path / "a", rows=200, labels=40))
+    listed = read([make_run(tmp_path / "b", rows=200, labels=40, dense=False, top=4)])[0]
+    stored = torch.full_like(y, -torch.inf)
+    index = torch.from_numpy(listed.held.top_index)
+    stored.scatter_(1, index, torch.from_numpy(listed.held.top_probability))
+    expected = ll.label_set_errors(
+        stored, hot.to(torch.int8), predicted=torch.from_numpy(listed.held.taken()), names=run.labels
+    ).to_dict()
+    analysis = numbers.Analysis(listed)
+    assert analysis.found["oracles"] == pytest.approx(expected["oracles"])
+    assert analysis.found["kinds"] == expected["kinds"]
+    out = [kind["misses"] for kind in expected["kinds"] if kind["name"] == "threshold"]
+    assert out == [0], "a threshold cannot find a label that has no score"
+    assert "no stored probability" in analysis.note
+
+
 def test_a_sample_of_the_rows_stands_for_very_many(tmp_path, monkeypatch):
     monkeypatch.setattr(numbers, "CELLS", 100)
     run = read([make_run(tmp_path / "a", dense=False)])[0]
