@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import warnings
@@ -24,7 +25,7 @@ from lastlayer.train.batches import EpochBatches
 from lastlayer.train.config import Config, ConfigError, make
 from lastlayer.train.count import CountModel
 from lastlayer.train.features import FeatureMap
-from lastlayer.train.module import LabelSetData, LabelSetModule, TrainingError
+from lastlayer.train.module import LabelSetData, LabelSetModule, TrainingError, not_finite
 from lastlayer.train.network_scorer import NetworkScorer, build
 from lastlayer.train.placement import Placement, placement_of
 from lastlayer.train.resolved import Resolved
@@ -45,8 +46,12 @@ class History(Callback):
         self.started = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add the line of the epoch."""
+        """Add the line of the epoch. An error here comes before the checkpoint, so the last good one stays."""
         assert isinstance(pl_module, LabelSetModule)
+        pl_module.check_finite()
+        for name, parameter in pl_module.network.named_parameters():
+            if not bool(parameter.detach().sum().isfinite()):
+                raise TrainingError(not_finite(math.nan, f"epoch {trainer.current_epoch}, in {name}", pl_module.config))
         line: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
@@ -207,8 +212,10 @@ def train(
             fitter.fit(module, datamodule=data, ckpt_path=None if last is None else str(last))
         except SystemExit:  # how Lightning answers Ctrl-C
             raise KeyboardInterrupt from None
-        except TrainingError:
-            raise
+        except TrainingError as error:
+            last = run / "checkpoints/last.ckpt"
+            kept = f"The state before it is kept in {last}." if last.exists() else "No epoch was finished."
+            raise TrainingError(f"{run.path}: {error} {kept}") from None
         except (KeyError, RuntimeError) as error:
             if last is None or str(error).startswith("shard:"):
                 raise

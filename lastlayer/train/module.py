@@ -23,9 +23,19 @@ from lastlayer.train.network import Input, LabelSetNetwork
 from lastlayer.train.placement import Placement
 from lastlayer.train.resolved import Resolved
 
+LOOK = 50  # steps between looks at the loss where looking takes time
+
 
 class TrainingError(RuntimeError):
     """Training cannot go on: the loss is not a finite number."""
+
+
+def not_finite(value: float, where: str, config: Config) -> str:
+    """Return the message about a loss that is not a finite number."""
+    return (
+        f"the loss became {value} in {where}. Lower `lr`, which is {float(config.lr):g}, or bound the gradient with "
+        "`clip_norm`."
+    )
 
 
 def _whole(batch: Any) -> Any:
@@ -166,7 +176,21 @@ class LabelSetModule(pl.LightningModule):
         kept = self.placement.mean_loss(value.detach())
         self._train_sum = kept if self._train_sum is None else self._train_sum + kept
         self._train_steps += 1
+        alone_on_cpu = self.device.type == "cpu" and self.trainer.world_size == 1
+        if alone_on_cpu or self._train_steps % LOOK == 0:  # looking waits for a GPU, and for other processes
+            self.check_finite()
         return value
+
+    def check_finite(self) -> None:
+        """Raise a TrainingError, in all processes alike, if a loss of this epoch was not a finite number."""
+        if self._train_sum is None:
+            return
+        total = self._train_sum
+        if self.trainer.world_size > 1:
+            total = self.trainer.strategy.reduce(total, reduce_op="sum")
+        if not math.isfinite(float(total)):
+            where = f"epoch {self.current_epoch}, step {self.global_step}"
+            raise TrainingError(not_finite(float(total), where, self.config))
 
     def on_after_backward(self) -> None:
         """Average the gradients over the processes that hold the same labels."""
@@ -260,7 +284,10 @@ def fit_in_process(module: LabelSetModule, data: LabelSetData, epochs: int) -> t
             batch = data.train_rows[rows]
             module.seed_step(step)
             optimizer.zero_grad()
-            module.loss(batch["input"], batch["target"])[0].backward()
+            value, _ = module.loss(batch["input"], batch["target"])
+            if not math.isfinite(value.item()):
+                raise TrainingError(not_finite(value.item(), f"epoch {epoch}, step {step}", module.config))
+            value.backward()
             optimizer.step()
             schedule.step()
             step += 1

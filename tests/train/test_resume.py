@@ -9,7 +9,8 @@ import pytest
 import torch
 from train_tools import CONFIG, make_rows, work
 
-from lastlayer.train import Config, RunError, RunFolder, checkpoint, train
+from lastlayer.train import Config, RunError, RunFolder, TrainingError, checkpoint, train
+from lastlayer.train.module import LabelSetModule
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,30 @@ def test_damage_is_an_error_and_nothing_is_overwritten(unfinished, rows, name):
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
         train({"all": rows}, CONFIG, unfinished)
     assert contents(unfinished) == before
+
+
+@pytest.mark.parametrize(("rate", "epochs"), [("1e30", 0), ("1e4", 1)])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, rows, rate, epochs, monkeypatch):
+    config = Config(epochs=5, batch_size=32, bootstrap=0, lr=rate, optimizer="sgd", loss="asymmetric", patience=50)
+    if epochs:  # a good epoch, then a loss of nan
+        real = LabelSetModule.loss
+
+        def loss(self, *batch):
+            value, logits = real(self, *batch)
+            return value * (float("nan") if self.training and self.current_epoch == 1 else 1), logits
+
+        monkeypatch.setattr(LabelSetModule, "loss", loss)
+    with pytest.raises(TrainingError, match=r"the loss became (nan|inf) in epoch .*Lower `lr`, which is") as error:
+        train({"all": rows}, config, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    run = RunFolder(tmp_path / "run")
+    assert not run.is_done()
+    assert len(run.history()) == epochs
+    last = run / "checkpoints/last.ckpt"
+    assert last.exists() == bool(epochs)
+    if epochs:
+        assert f"kept in {last}" in str(error.value)
+        assert all(v.isfinite().all() for v in checkpoint.read(last)["state_dict"].values())
 
 
 def test_other_settings_or_data_are_refused(unfinished, rows):
