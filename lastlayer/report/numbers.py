@@ -162,8 +162,8 @@ class Analysis:
             scores, np.searchsorted(classes, held.top_index[rows]), held.top_probability[rows].astype(np.float32), 1
         )
         self.note = (
-            f"From the {held.top_index.shape[1]} most probable labels of {size:,} of the {n:,} rows. Other labels have no "
-            "stored probability; they count as labels that no threshold and no number of labels reaches."
+            f"From the {held.top_index.shape[1]} most probable labels of {size:,} of the {n:,} rows. Other labels have "
+            "no stored probability; they count as labels that no threshold and no number of labels reaches."
         )
         return rows, classes, scores
 

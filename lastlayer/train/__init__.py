@@ -18,7 +18,7 @@ _PLACES = {
     "LabelSetNetwork": "lastlayer.train.network",
     "RunError": "lastlayer.runs.files",
     "RunFolder": "lastlayer.runs.folder",
-    "SafeCheckpointIO": "lastlayer.train.checkpoint",
+    "SafeCheckpointIO": "lastlayer.train.checkpoint_io",
     "TrainedModel": "lastlayer.train.serve",
     "TrainingError": "lastlayer.train.module",
     "evaluate": "lastlayer.train.measure",

@@ -1,8 +1,8 @@
 """Checkpoints that are safe to open and never half-written.
 
-One safetensors file a checkpoint: the tensors by number, and in the file's metadata the rest of the state as JSON with
-references to them, and a BLAKE2 digest of both. It is written under a temporary name, flushed to disk and renamed, so
-that a process killed at any moment leaves the previous file or the new one. Nothing is unpickled when it is read.
+A checkpoint is one safetensors file. It holds the tensors by number. Its metadata hold the rest of the state as JSON,
+with references to the tensors, and a BLAKE2 digest of both. The file is written under a temporary name, flushed to disk and
+renamed, so a process that is killed at any moment leaves the previous file or the new one. Reading unpickles nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.plugins.io import CheckpointIO
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -25,7 +24,7 @@ _KEY = "~"  # marks an encoded value among plain ones
 
 
 def encode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Turn a nest of dictionaries, lists, tuples, numbers, strings and tensors into JSON; tensors move out."""
+    """Turn nested dictionaries, lists, tuples, numbers, strings and tensors into JSON; tensors move to `tensors`."""
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().cpu().contiguous().clone()
@@ -85,7 +84,7 @@ def write(path: Path, state: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; damage anywhere in it is an error of one line."""
+    """Read a checkpoint; damage anywhere in it raises an error of one line."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -99,19 +98,3 @@ def read(path: Path) -> dict[str, Any]:
         raise RunError(f"{path}: no such checkpoint.") from None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: damaged checkpoint: {str(error)[:100]}.") from None
-
-
-class SafeCheckpointIO(CheckpointIO):
-    """The Lightning plugin that writes and reads such files."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint."""
-        write(Path(path), checkpoint)
-
-    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: Any = None) -> dict[str, Any]:
-        """Read a checkpoint."""
-        return read(Path(path))
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint."""
-        Path(path).unlink(missing_ok=True)

@@ -22,8 +22,8 @@ from lastlayer.data.labeldata import NumberNames
 from lastlayer.train.batches import EpochBatches, rows_to_input
 from lastlayer.train.config import Config
 from lastlayer.train.count import CountModel
-from lastlayer.train.engine import quiet
 from lastlayer.train.features import FeatureMap
+from lastlayer.train.fit_network import quiet
 from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
 from lastlayer.train.network_scorer import build
 from lastlayer.train.placement import Placement

@@ -43,7 +43,7 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
         The file. Its input is ``features`` (rows, n_features) float32, as ``features.json`` of the run defines them.
         Its outputs are ``logits`` and ``probabilities`` (rows, n_labels), in the order of ``labels.json``.
     """
-    from lastlayer.train.engine import quiet
+    from lastlayer.train.fit_network import quiet
 
     out = Path(out)
     if out.exists():

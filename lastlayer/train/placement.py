@@ -6,6 +6,7 @@ Everything in training that differs between the two is a method here, so that no
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +18,7 @@ from lastlayer.shard import ClassShard
 from lastlayer.train.network import Input, LabelSetNetwork
 
 if TYPE_CHECKING:  # Lightning, which prediction does not need
-    from lastlayer.train.checkpoint import SafeCheckpointIO
+    from lastlayer.train.checkpoint_io import SafeCheckpointIO
     from lastlayer.train.config import Config
     from lastlayer.train.module import LabelSetModule
 
@@ -30,6 +31,11 @@ class Placement:
     shard: ClassShard | None = None  # this process's slice of the labels
     share: tuple[int, int] = (0, 1)  # which part of each batch this process takes, and of how many
     writes = True  # whether this process writes the run folder
+
+    @property
+    def locks(self) -> bool:
+        """Whether this process locks the run folder; Lightning starts copies of it for further devices."""
+        return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("NODE_RANK", "0") == "0"
 
     def check(self, config: Config) -> None:
         """Raise a ConfigError for what this placement cannot do."""
@@ -57,7 +63,7 @@ class Placement:
 
     def trainer_options(self, module: LabelSetModule) -> tuple[SafeCheckpointIO, dict[str, Any]]:
         """Return the checkpoint files, and options for the Lightning Trainer."""
-        from lastlayer.train.checkpoint import SafeCheckpointIO
+        from lastlayer.train.checkpoint_io import SafeCheckpointIO
 
         files = SafeCheckpointIO()
         return files, {"plugins": [files]}

@@ -35,7 +35,7 @@ from lastlayer.train.network import Input, LabelSetNetwork
 from lastlayer.train.placement import Placement
 
 if TYPE_CHECKING:  # Lightning, which prediction does not need
-    from lastlayer.train.checkpoint import SafeCheckpointIO
+    from lastlayer.train.checkpoint_io import SafeCheckpointIO
     from lastlayer.train.module import LabelSetModule
 
 IN_BLOCKS = 100_000  # from so many labels per process the LML loss never holds the logits
@@ -125,6 +125,11 @@ class ShardedPlacement(Placement):
         self.in_blocks = False  # whether the loss never holds the logits of all labels
         self.writes = is_first()
 
+    @property
+    def locks(self) -> bool:
+        """Whether this is the first process."""
+        return self.writes
+
     def check(self, config: Config) -> None:
         """Raise a ConfigError for what cannot be split."""
         if not LOSSES[config.loss].sharded:
@@ -192,7 +197,7 @@ class ShardedPlacement(Placement):
         """Choose how the loss is computed; return the checkpoint files and options of a Trainer with one device."""
         from pytorch_lightning.plugins.environments import LightningEnvironment
 
-        from lastlayer.train.sharded_checkpoint import Agreement, ShardedCheckpointIO
+        from lastlayer.train.checkpoint_io import Agreement, ShardedCheckpointIO
 
         config, output = module.config, module.network.output_bias()
         lml = module.resolved.loss == "lml" and set(config.loss_options) <= {"temperature"}

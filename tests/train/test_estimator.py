@@ -11,8 +11,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import lastlayer as ll
 from lastlayer import LabelSetClassifier
-from lastlayer.train.engine import quiet, trainer
 from lastlayer.train.estimator import _epochs
+from lastlayer.train.fit_network import quiet, trainer
 from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
 
 EXPECTED_FAILURES: dict[str, str] = {}  # none: every check of scikit-learn passes

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import random
 import signal
 
@@ -57,6 +58,21 @@ def test_killed_ten_times_it_ends_the_same(tmp_path, context, undisturbed):
         process.join(300)
         assert process.exitcode == 0
     same(results(out), undisturbed)
+    assert [p.name for p in out.rglob(".*")] == []  # neither temporary files nor a lock
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path, rows):
+    from lastlayer.runs.lock import locked
+
+    with locked(tmp_path / "run"):
+        with pytest.raises(RunError, match=rf"run: in use by process {os.getpid()} on .*choose another folder"):
+            train({"all": rows}, CONFIG, tmp_path / "run")
+        assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+        (tmp_path / "run/.metrics.json.17.tmp").write_text("half")
+    (tmp_path / "run/checkpoints").mkdir()
+    with locked(tmp_path / "run"):  # nobody holds it any more; what a killed process left is removed
+        pass
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["checkpoints"]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run whose labels are split over processes."""
+"""Lightning's side of checkpoints, for whole labels and for labels that are split over processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,32 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.plugins.io import CheckpointIO
 from torch import Tensor
 
 from lastlayer import shard as sharding
 from lastlayer.runs import RunError
-from lastlayer.train.checkpoint import SafeCheckpointIO
+from lastlayer.train import checkpoint as checkpoint_file
 from lastlayer.train.module import LabelSetModule
 from lastlayer.train.sharded import ShardedPlacement, once
 
 _MARK = "split over processes"
+
+
+class SafeCheckpointIO(CheckpointIO):
+    """The Lightning plugin that writes and reads the files of :mod:`lastlayer.train.checkpoint`."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint."""
+        checkpoint_file.write(Path(path), checkpoint)
+
+    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: Any = None) -> dict[str, Any]:
+        """Read a checkpoint."""
+        return checkpoint_file.read(Path(path))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint."""
+        Path(path).unlink(missing_ok=True)
 
 
 class Agreement(Callback):
@@ -43,10 +60,11 @@ class Agreement(Callback):
 
 
 class ShardedCheckpointIO(SafeCheckpointIO):
-    """Checkpoints of split labels: any number of processes can load what another number of them saved.
+    """Checkpoints of split labels: any number of processes can load what any other number of processes saved.
 
-    The file of :class:`~lastlayer.train.SafeCheckpointIO` holds all but the tensors of the split labels, which
-    torch.distributed.checkpoint writes to a folder beside it first. So the file counts once all of it is there.
+    torch.distributed.checkpoint first writes the tensors of the split labels to a folder. Then the file of
+    :class:`~lastlayer.train.SafeCheckpointIO` is written, with everything else. So a checkpoint whose file is there is
+    whole.
 
     Args:
         module: The module whose checkpoints they are.
