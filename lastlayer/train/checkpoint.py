@@ -1,8 +1,9 @@
 """Checkpoints that are safe to open and never half-written.
 
 A checkpoint is one safetensors file. It holds the tensors by number. Its metadata hold the rest of the state as JSON,
-with references to the tensors, and a BLAKE2 digest of both. The file is written under a temporary name, flushed to disk and
-renamed, so a process that is killed at any moment leaves the previous file or the new one. Reading unpickles nothing.
+with references to the tensors, and a BLAKE2 digest of both. The file is written under a temporary name, flushed to
+disk and renamed, so a process that is killed at any moment leaves the previous file or the new one. Reading unpickles
+nothing.
 """
 
 from __future__ import annotations
