@@ -126,7 +126,7 @@ def row_gains(op: str, kind: RankKind, scores: Tensor, target: Tensor, k: int | 
     labels = _ranking.flat(_check.target(op, target, scores))
     rows = _ranking.matrix(scores)
     dtype = _sums.exact_dtype(scores.device)
-    value = torch.zeros(len(rows), dtype=dtype, device=scores.device)
+    value = rows.new_zeros(len(rows), dtype=dtype)  # of the kind of the scores, be it a subclass or batched
     if kind == "pairs":
         parts = [_wrong_pairs(p, dtype) for p in _problems.problems(rows, labels, "sample")]
         value = torch.cat([value[:0], *(p[0] for p in parts)])

@@ -342,7 +342,8 @@ class _Marks(NamedTuple):
 
 def rows_of(sets: Sets) -> SetCounts:
     """Count the labels of each row."""
-    counts = torch.zeros(4, len(_held(sets.predicted)), dtype=torch.int64, device=_held(sets.predicted).device)
+    held = _held(sets.predicted)
+    counts = held.new_zeros(4, len(held), dtype=torch.int64)
     for c, marks, known in _parts(sets):
         counts[:3, c] = torch.stack([m.mask.sum(-1) for m in marks])
         counts[3, c] = (1 if sets.n_classes is None else sets.n_classes) if known is None else known.sum(-1)
@@ -353,7 +354,7 @@ def classes_of(sets: Sets) -> SetCounts:
     """Count the labels of each class over all rows."""
     n = sets.n_classes
     assert n is not None
-    counts = torch.zeros(4, n, dtype=torch.int64, device=_held(sets.predicted).device)
+    counts = _held(sets.predicted).new_zeros(4, n, dtype=torch.int64)
     for c, marks, known in _parts(sets):
         counts[:3] += torch.stack([m.per_class(n) for m in marks])
         counts[3] += c.stop - c.start if known is None else known.sum(0)
