@@ -10,6 +10,7 @@ import torch
 from lastlayer.metrics.average_precision import mean_average_precision
 from lastlayer.report.numbers import cuts, hot
 from lastlayer.runs.contents import Held, Run
+from lastlayer.runs.rows import row_metrics
 
 TEST = (
     "Paired bootstrap: the held-out rows are drawn again with replacement ({draws:,} times), the same rows for every "
@@ -93,17 +94,9 @@ def _print(run: Run) -> Any:
 
 
 def row_values(held: Held, at: list[int], n_labels: int) -> dict[str, np.ndarray]:
-    """The metrics of each row; nan for a row without labels."""
-    right, count = held.hits.astype(float), np.diff(held.indptr)
-    none = np.where(count > 0, 0.0, np.nan)
-    discount = 1 / np.log2(np.arange(2, max(at, default=0) + 2))
-    best = np.concatenate([[1.0], np.cumsum(discount)])
-    out = {}
-    for k in at:
-        found = right[:, :k].sum(1)
-        out[f"precision@{k}"] = found / k + none
-        out[f"recall@{k}"] = found / np.maximum(count, 1) + none
-        out[f"ndcg@{k}"] = right[:, :k] @ discount[:k] / best[np.clip(count, 1, k)] + none
+    """Return the metrics of each row; nan for a row without labels."""
+    out = row_metrics(held.top_index, held.indptr, held.index, at)
+    none = np.where(np.diff(held.indptr) > 0, 0.0, np.nan)
     if held.probability is not None:
         target = torch.from_numpy(hot(held, n_labels))
         scores = torch.from_numpy(held.probability)

@@ -12,6 +12,7 @@ import numpy as np
 
 from lastlayer.runs.files import RunError
 from lastlayer.runs.folder import RunFolder
+from lastlayer.runs.rows import hits
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,7 @@ class Held:
     @cached_property
     def hits(self) -> np.ndarray:
         """Whether each of the best labels is a true one, ``(n, m)``."""
-        wide = int(max(self.top_index.max(initial=0), self.index.max(initial=0))) + 1
-        row = np.arange(len(self))
-        true = np.repeat(row, np.diff(self.indptr)) * wide + self.index
-        return np.isin(row[:, None] * wide + self.top_index, true)
+        return hits(self.top_index, self.indptr, self.index)
 
     def taken(self) -> np.ndarray:
         """The predicted label sets as index lists padded with -1."""

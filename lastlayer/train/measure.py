@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from lastlayer.data import DataError, LabelData
+from lastlayer.runs.rows import hits, row_metrics
 from lastlayer.train.config import Config
 from lastlayer.train.serve import TrainedModel, load
 
 DENSE = 8_000_000  # entries of a matrix of probabilities that is kept whole
-TOP = 50
+TOP = 50  # labels per row whose probabilities are kept
+CELLS = 1 << 22  # entries of resampled rows that are held at a time
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,6 @@ class Predictions:
     k: Tensor  # (n,)
     probability: Tensor | None  # (n, n_labels), if it is small enough
     labels: LabelData
-
-    @property
-    def target(self) -> Tensor:
-        """The true labels as index lists padded with -1."""
-        return torch.from_numpy(self.labels.padded(np.arange(len(self.labels))))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what ``predictions.safetensors`` holds."""
@@ -73,63 +71,56 @@ def predict(
     )
 
 
-def top_metrics(top: Tensor, target: Tensor, at: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return precision, recall and nDCG at each k for each row, from its best classes; nan for a row without labels."""
-    hit = (top.unsqueeze(-1) == target.unsqueeze(-2)).any(-1).double()
-    count = (target >= 0).sum(-1).double()
-    none = torch.where(count > 0, 0.0, torch.nan)
-    discount = 1 / torch.arange(2, max(at) + 2, device=top.device, dtype=torch.float64).log2()
-    ideal = discount.cumsum(0)
-    out = {}
-    for k in at:
-        right = hit[:, :k].sum(-1)
-        out[f"precision@{k}"] = right / k + none
-        out[f"recall@{k}"] = right / count.clamp(min=1) + none
-        best = ideal[(count.clamp(1, k) - 1).long()]
-        out[f"ndcg@{k}"] = (hit[:, :k] * discount[: min(k, hit.shape[1])]).sum(-1) / best + none
-    return out
-
-
 def measure(found: Predictions, at: tuple[int, ...], *, resamples: int = 200, seed: int = 0) -> dict[str, Any]:
     """Return the metrics of predictions, each with a 95 % bootstrap interval over rows."""
     from lastlayer.metrics.average_precision import mean_average_precision
     from lastlayer.metrics.calibration import label_calibration_error
 
-    target, n = found.target, len(found.labels)
+    labels, n = found.labels, len(found.labels)
     usable = tuple(a for a in at if a <= found.top_index.shape[1]) or (1,)
-    weights = _weights(n, resamples, seed)
-    metrics: dict[str, dict[str, float]] = {}
-    for name, values in top_metrics(found.top_index, target, usable).items():
-        seen = values.isfinite()
-        metrics[name] = _interval(
-            values[seen].mean(), (weights * values.nan_to_num()).sum(-1) / (weights * seen).sum(-1)
-        )
+    top_index = found.top_index.numpy()
+    each_row = row_metrics(top_index, labels.indptr, labels.indices, usable)
+    metrics = _means(each_row, resamples, seed)
     last = usable[-1]
-    hit = (found.top_index[:, :last, None] == target[:, None, :]).any(-1)
-    top = found.top_probability[:, :last].double()
-    metrics[f"ece@{last}"] = _interval(_ece(top, hit, weights[:1] * 0 + 1)[0], _ece(top, hit, weights))
-    labels: dict[str, Any] = {}
+    right = torch.from_numpy(hits(top_index[:, :last], labels.indptr, labels.indices))
+    bins = _bins(found.top_probability[:, :last].double(), right)
+    draws = torch.cat([_ece(weights @ bins) for weights in _weights(n, resamples, seed)])
+    metrics[f"ece@{last}"] = _interval(_ece(bins.sum(0, keepdim=True))[0], draws)
+    per_label: dict[str, Any] = {}
     if found.probability is not None and n:
         y = found.probability
         hot = torch.zeros_like(y, dtype=torch.bool)
-        hot[torch.arange(n)[:, None].expand_as(target)[target >= 0], target[target >= 0]] = True
+        hot[np.repeat(np.arange(n), labels.row_counts()), labels.indices] = True
         metrics["ece"] = _interval(label_calibration_error(y.double(), hot), torch.empty(0))
         each = mean_average_precision(y, hot, average="none")
-        value, draws = each.double().nanmean(), _weighted_map(y, hot, weights)
+        value, draws = each.double().nanmean(), _weighted_map(y, hot, resamples, seed)
         # Rows drawn twice are easier to rank, and rare classes drop out: the draws tell the spread, not the place.
         metrics["map"] = _interval(value, draws - draws.mean() + value)
-        by_row = mean_average_precision(y, hot, per="sample", average="none").double()
-        seen = by_row.isfinite()
-        drawn = (weights * by_row.nan_to_num()).sum(-1) / (weights * seen).sum(-1)
-        metrics["map_sample"] = _interval(by_row.nanmean(), drawn)
-        labels = _per_label(y, hot, each)
-    return {"rows": n, "metrics": metrics, "labels": labels}
+        by_row = mean_average_precision(y, hot, per="sample", average="none").double().numpy()
+        metrics |= _means({"map_sample": by_row}, resamples, seed)
+        per_label = _per_label(y, hot, each)
+    return {"rows": n, "metrics": metrics, "labels": per_label}
 
 
-def _weights(n: int, resamples: int, seed: int) -> Tensor:
-    """Return how often each row is drawn in each resample, ``(resamples, n)``."""
-    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / max(n, 1)), size=max(resamples, 1))
-    return torch.from_numpy(drawn).double() if n else torch.zeros(max(resamples, 1), 0, dtype=torch.float64)
+def _means(values: dict[str, np.ndarray], resamples: int, seed: int) -> dict[str, dict[str, float]]:
+    """Return the mean of each metric over the rows that have it, with its interval."""
+    table = torch.from_numpy(np.stack(list(values.values()), -1))
+    seen = table.isfinite().double()
+    sums = torch.cat([table.nan_to_num(), seen], -1)
+    drawn = torch.cat([weights @ sums for weights in _weights(len(table), resamples, seed)])
+    over, under = drawn.chunk(2, -1)
+    means = table.nan_to_num().sum(0) / seen.sum(0)
+    return {name: _interval(means[i], (over / under)[:, i]) for i, name in enumerate(values)}
+
+
+def _weights(n: int, resamples: int, seed: int) -> Iterator[Tensor]:
+    """Yield how often each row is drawn in each resample, ``(some, n)``, a few resamples at a time."""
+    rng, resamples = np.random.default_rng(seed), max(resamples, 1)
+    step = max(CELLS // max(n, 1), 1)
+    for at in range(0, resamples, step):
+        size = min(step, resamples - at)
+        drawn = rng.integers(n, size=(size, n)) + np.arange(size)[:, None] * n if n else np.zeros((size, 0), np.int64)
+        yield torch.from_numpy(np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)).double()
 
 
 def _interval(value: Any, draws: Tensor) -> dict[str, float]:
@@ -141,24 +132,26 @@ def _interval(value: Any, draws: Tensor) -> dict[str, float]:
     return out
 
 
-def _ece(confidence: Tensor, hit: Tensor, weights: Tensor, n_bins: int = 10) -> Tensor:
-    """The calibration error of the given pairs for each row of weights."""
+def _bins(confidence: Tensor, hit: Tensor, n_bins: int = 10) -> Tensor:
+    """Return the sums of confidence, hits and pairs in each bin of each row, ``(rows, 3 * n_bins)``."""
     place = (confidence * n_bins).long().clamp(0, n_bins - 1)
-    shape = (len(confidence), n_bins)
-    sums = [
-        torch.zeros(shape, dtype=torch.float64).scatter_add_(1, place, part)
-        for part in (confidence, hit.double(), torch.ones_like(confidence))
-    ]
-    sure, right, pairs = (weights @ s for s in sums)
+    parts = (confidence, hit.double(), torch.ones_like(confidence))
+    sums = [confidence.new_zeros(len(confidence), n_bins).scatter_add_(1, place, part) for part in parts]
+    return torch.cat(sums, -1)
+
+
+def _ece(bins: Tensor) -> Tensor:
+    """Return the calibration error of summed bins."""
+    sure, right, pairs = bins.chunk(3, -1)
     return (sure - right).abs().sum(-1) / pairs.sum(-1).clamp(min=1)
 
 
-def _weighted_map(y: Tensor, hot: Tensor, weights: Tensor) -> Tensor:
-    """The mean average precision over classes for each row of weights."""
-    work = max(int(4e8 // max(y.numel(), 1)), 0)
-    weights = weights[: max(min(len(weights), work), 0)].float()
-    if len(weights) < 20:  # too large to draw again
+def _weighted_map(y: Tensor, hot: Tensor, resamples: int, seed: int) -> Tensor:
+    """Return the mean average precision over classes for resamples of the rows, as many as are affordable."""
+    affordable = min(int(4e8 // max(y.numel(), 1)), 4 * CELLS // max(len(y), 1), resamples)
+    if affordable < 20:
         return torch.empty(0)
+    weights = torch.cat(list(_weights(len(y), affordable, seed))).float()
     total, classes = torch.zeros(len(weights)), torch.zeros(len(weights))
     for c in hot.any(0).nonzero().squeeze(-1).tolist():
         order = y[:, c].argsort(descending=True, stable=True)

@@ -14,11 +14,10 @@ from lastlayer._check import label_lists
 from lastlayer.data import LabelData
 from lastlayer.decode.top_k import decode_top_k
 from lastlayer.head.linear import ShardedLinear
-from lastlayer.shard import ClassShard
+from lastlayer.runs.rows import AT_K
 from lastlayer.train.batches import EpochBatches, Rows
 from lastlayer.train.config import Config
 from lastlayer.train.losses import LOSSES, loss_function
-from lastlayer.train.measure import top_metrics
 from lastlayer.train.network import Input, LabelSetNetwork
 from lastlayer.train.placement import Placement
 from lastlayer.train.resolved import Resolved
@@ -210,10 +209,12 @@ class LabelSetModule(pl.LightningModule):
         target = batch["target"]
         self._sums["rows"] += len(target)
         self._sums["valid_loss"] += float(value) * len(target)
-        found = row_metrics(logits, target, self.resolved.at, self.placement.shard)
         self._sums["labelled"] += float((target >= 0).any(-1).sum())
-        for name, per_row in found.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(per_row.nansum())
+        at, best = list(self.resolved.at), decode_top_k(logits, max(self.resolved.at), shard=self.placement.shard)
+        for name, function in AT_K.items():
+            each = function(best.score.double(), label_lists(target), at, indices=best.index, reduction="none")
+            for k, total in zip(at, each.nansum(0).tolist(), strict=True):
+                self._sums[f"{name}@{k}"] = self._sums.get(f"{name}@{k}", 0.0) + total
 
     def validation_metrics(self) -> dict[str, float]:
         """Return the metrics of the validation rows: means over the rows that have a label."""
@@ -292,18 +293,3 @@ def fit_in_process(module: LabelSetModule, data: LabelSetData, epochs: int) -> t
             schedule.step()
             step += 1
     return optimizer
-
-
-def row_metrics(
-    scores: Tensor, target: Tensor, at: tuple[int, ...], shard: ClassShard | None = None
-) -> dict[str, Tensor]:
-    """Return precision, recall and nDCG at each k for each row; nan for a row without labels.
-
-    `target` holds index lists. The means over rows are those of :mod:`lastlayer.metrics`.
-    """
-    if shard is not None:
-        top = decode_top_k(scores, max(at), shard=shard).index
-        top = torch.where(top < 0, -2, top)  # -1 is what pads the target
-    else:
-        top = scores.topk(min(max(at), scores.shape[-1]), -1).indices
-    return top_metrics(top, target, at)

@@ -10,7 +10,7 @@ from lastlayer.train.batches import EpochBatches, rows_to_input
 from lastlayer.train.config import load, make
 from lastlayer.train.engine import prepare
 from lastlayer.train.measure import measure, notes, predict
-from lastlayer.train.module import LabelSetModule, row_metrics
+from lastlayer.train.module import LabelSetModule
 from lastlayer.train.resolved import Resolved
 from lastlayer.train.serve import load as load_run
 
@@ -151,18 +151,6 @@ def test_batches_depend_on_seed_and_epoch_alone_and_ranks_share_them():
     ranks = [list(EpochBatches(10, 2, seed=1, rank=r, world=2)) for r in range(2)]
     assert len(ranks[0]) == len(ranks[1]) == len(EpochBatches(10, 2, seed=1, world=2))
     assert sorted(i for rank in ranks for batch in rank for i in batch) == list(range(10))
-
-
-def test_row_metrics_are_those_of_the_package():
-    scores, target = torch.randn(40, 12), torch.randint(-1, 12, (40, 4))
-    target = torch.stack(
-        [torch.cat([u := r[r >= 0].unique(), -torch.ones(5 - len(u), dtype=torch.long)]) for r in target]
-    )
-    found = row_metrics(scores, target, (1, 3, 7))
-    for k in (1, 3, 7):
-        for name, function in [("precision", ll.precision_at_k), ("recall", ll.recall_at_k), ("ndcg", ll.ndcg_at_k)]:
-            expected = float(function(scores, target, k))
-            assert float(found[f"{name}@{k}"].nanmean()) == pytest.approx(expected, abs=1e-6)
 
 
 def test_auto_follows_the_labels():
