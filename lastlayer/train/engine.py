@@ -71,14 +71,13 @@ def prepare(parts: dict[str, LabelData], config: Config) -> dict[str, LabelData]
     if "all" in parts:
         data = parts.pop("all")
         want_test = 0.0 if "test" in parts else config.test_fraction
-        train, test = split_rows(data, [1 - want_test, want_test], seed=config.seed)
+        train, test = split_rows(data, [1 - want_test, want_test], seed=config.seed, stratify="auto")
         parts = {"train": train, **({"test": test} if len(test) else {}), **parts}
     if "train" not in parts:
         raise DataError(f"no rows to train on: the data hold the parts {', '.join(parts) or 'none'}.")
     if "valid" not in parts and config.valid_fraction:
-        train, valid = split_rows(
-            parts["train"], [1 - config.valid_fraction, config.valid_fraction], seed=config.seed + 1
-        )
+        fractions = [1 - config.valid_fraction, config.valid_fraction]
+        train, valid = split_rows(parts["train"], fractions, seed=config.seed + 1, stratify="auto")
         parts.update({"train": train, "valid": valid} if len(valid) and len(train) else {})
     train = parts["train"]
     if train.n_labels == 0 or len(train.indices) == 0:
