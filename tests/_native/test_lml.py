@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools import HUNG, assert_as_accurate
+from tools import HUNG, assert_as_accurate, slow
 
 import lastlayer._native as native
 from lastlayer import lml_loss
@@ -24,10 +24,14 @@ DTYPES = (torch.float32, torch.float64)
 INF, NAN = math.inf, math.nan
 
 
-@pytest.fixture(params=("baseline", "AVX2", "AVX-512"))
+SETS = ("baseline", "AVX2", "AVX-512")
+USED = "" if native.unavailable(torch.device("cpu")) else native.instruction_set()
+
+
+@pytest.fixture(params=[name if name == USED else slow(name) for name in SETS])
 def isa(request):
     library = native.library()
-    library.lastlayer_limit_isa(("baseline", "AVX2", "AVX-512").index(request.param))
+    library.lastlayer_limit_isa(SETS.index(request.param))
     if native.instruction_set() != request.param:
         library.lastlayer_limit_isa(2)
         pytest.skip(f"this processor has no {request.param}")
@@ -116,7 +120,7 @@ ROWS = {
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("n", [10, 1001, 20000])
+@pytest.mark.parametrize("n", [10, 1001, slow(20000)])
 def test_meets_the_sum_and_the_solution(name, n, dtype):
     x = torch.stack([ROWS[name](n).to(dtype) for _ in range(6)])
     k = torch.tensor([[0.5], [1], [2.5], [n / 2], [n - 1], [n - 0.5]], dtype=torch.float64)
@@ -380,6 +384,7 @@ def test_a_missing_compiler_does_not_stop_the_build(tmp_path):
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
 @pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="not a source tree")
 def test_memory_and_arithmetic_are_clean(tmp_path):

@@ -260,6 +260,7 @@ def test_compiles(loss):
     torch.testing.assert_close(torch.autograd.grad(value, x)[0], grad_of(loss, x, target)[1])
 
 
+@pytest.mark.slow
 @every(TRACED)
 def test_exports(loss):
     class Call(torch.nn.Module):

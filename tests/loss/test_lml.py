@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tools import slow
 from torch.autograd import gradcheck, gradgradcheck
 
 import lastlayer as ll
@@ -50,7 +51,7 @@ def test_equals_the_formula(rho, impl):
 
 
 @pytest.mark.parametrize("impl", ["torch", "auto"])
-@pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rho", [slow(0.0), 0.3, slow(1.0)])
 @pytest.mark.parametrize("target", [LISTS, HOT])
 def test_derivatives(rho, target, impl):
     x, k = normal(4, 6).requires_grad_(), K.clone().requires_grad_()
@@ -302,6 +303,7 @@ def test_modules():
     torch.testing.assert_close(ll.LMLFenchelYoungLoss()(x, LISTS), ll.lml_fenchel_young_loss(x, LISTS))
 
 
+@pytest.mark.slow  # test_contract.py compiles it without `observed`
 def test_compile():
     torch.compiler.reset()
     x = torch.randn(4, 6, requires_grad=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools import slow
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -129,7 +130,7 @@ def test_cvxpy_finds_the_same_answer(k):
 
 @pytest.mark.parametrize("impl", ["torch", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [2, 3, 10, 100, 1000])
+@pytest.mark.parametrize("n", [2, 3, 10, 100, slow(1000)])
 def test_accuracy(n, dtype, impl):
     limits = accuracy.LIMITS[dtype]
     for _, name, x, k in (case for case in accuracy.cases(n) if case[0] == n):
@@ -427,7 +428,9 @@ def test_functional_transforms():
     torch.testing.assert_close(curvature, curvature.T)
 
 
-@pytest.mark.parametrize(("function", "impl"), [(ll.lml, "torch"), *((function, "auto") for function in PROJECTIONS)])
+@pytest.mark.parametrize(
+    ("function", "impl"), [slow(ll.lml, "torch"), *((function, "auto") for function in PROJECTIONS)]
+)
 def test_compile(function, impl):
     torch.compiler.reset()
 
@@ -442,12 +445,18 @@ def test_compile(function, impl):
     torch.testing.assert_close(torch.autograd.grad(compiled(x, k).square().sum(), (x, k)), expected)
 
 
-def test_export_and_onnx(tmp_path):
+def test_export():
     model = torch.nn.Sequential(torch.nn.Linear(6, 30), ll.LML(3)).eval()
     x = torch.randn(4, 6)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=1, max=64)},))
     torch.testing.assert_close(program.module()(x[:3]), model(x[:3]))
+
+
+@pytest.mark.slow
+def test_onnx(tmp_path):
     runtime = pytest.importorskip("onnxruntime")
+    model = torch.nn.Sequential(torch.nn.Linear(6, 30), ll.LML(3)).eval()
+    x = torch.randn(4, 6)
     path = tmp_path / "model.onnx"
     torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
