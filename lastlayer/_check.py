@@ -27,17 +27,32 @@ _INDEX = (torch.int64, torch.int32)  # what holds class indices
 _HOT = (torch.bool, torch.int8, torch.uint8)  # what holds a multi-hot target, beside the floating-point dtypes
 
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 def logits(op: str, value: Any, name: str = "logits") -> Tensor:
     """Check a floating-point tensor with at least one dimension."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: `{name}` must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
     if not value.is_floating_point():
         raise TypeError(f"{op}: `{name}` must be of a floating-point dtype, got {value.dtype}. Use `{name}.float()`.")
+    if value.dtype not in _FLOATS:  # float8 and the like, which torch does not promote
+        raise TypeError(f"{op}: `{name}` must be of 16, 32 or 64 bits, got {value.dtype}. Use `{name}.float()`.")
+    if value.layout != torch.strided or value.is_nested:
+        dense(op, name, value)
     if value.ndim == 0:
         raise ValueError(
             f"{op}: `{name}` must have a class dimension, got a tensor of shape (). Add one, e.g. x[None]."
         )
     return value
+
+
+def dense(op: str, name: str, value: Tensor) -> None:
+    """Refuse sparse, nested and other layouts."""
+    if value.layout != torch.strided or value.is_nested:
+        got = "a nested tensor" if value.is_nested else value.layout
+        remedy = "torch.nested.to_padded_tensor and a mask" if value.is_nested else f"`{name}.to_dense()`"
+        raise TypeError(f"{op}: `{name}` must be a dense tensor, got {got}. Use {remedy}.")
 
 
 def dim(op: str, value: int, ndim: int) -> int:

@@ -386,6 +386,32 @@ def test_a_cast_leaves_k_as_it_is():
     torch.testing.assert_close(y.sum(), torch.tensor(257.0))
 
 
+ODD = {
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(4)]),
+    "torch.sparse_coo": lambda: torch.ones(3, 4).to_sparse(),
+    "torch.sparse_csr": lambda: torch.ones(3, 4).to_sparse_csr(),
+    "torch._mkldnn": lambda: torch.ones(3, 4).to_mkldnn(),
+    "torch.float8_e4m3fn": lambda: torch.ones(3, 4).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # nested and CSR tensors are prototypes
+@pytest.mark.parametrize("kind", sorted(ODD))
+def test_tensors_of_other_kinds_are_refused_in_one_line(kind):
+    odd = ODD[kind]()
+    for name, given in CASES.items():
+        if given.arguments[0] is X or given.arguments[0] is P:
+            with pytest.raises(TypeError, match=rf"^{name}: `\w+` must be [^\n]*, got {re.escape(kind)}\. Use [^\n]*$"):
+                FUNCTIONS[name](odd, *given.arguments[1:], **given.options)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_jit_traces_hold_for_other_values():
+    for module in (ll.LML(2), ll.LMLAtMost(2), ll.CappedSoftmax(2), ll.CappedSparsemax(2), ll.SubsetMarginals(2)):
+        traced = torch.jit.trace(module, X, check_trace=False)
+        torch.testing.assert_close(traced(10 * X.flip(0)), module(10 * X.flip(0)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(name for name in CASES if not CASES[name].reads and not CASES[name].draws))
 def test_compiled_twice_with_other_shapes(name):

@@ -273,8 +273,9 @@ def read(op: str, predicted: Any, target: Any, threshold: Any, n_classes: int | 
     predicted = predicted[0] if isinstance(predicted, tuple) else predicted  # a pair of lists and scores
     if not isinstance(predicted, Tensor):
         raise TypeError(f"{op}: `predicted` must be a tensor, got {type(predicted).__name__}. Use a decoder's lists.")
+    _check.dense(op, "predicted", predicted)
     if predicted.is_floating_point():
-        predicted = _above(op, predicted, threshold)
+        predicted = _above(op, _check.logits(op, predicted, "predicted"), threshold)
     elif threshold is not None:
         raise ValueError(f"{op}: `threshold` must be left out for label sets of {predicted.dtype}, got {threshold}.")
     if predicted.ndim == 0 or predicted.is_complex():

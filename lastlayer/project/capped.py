@@ -190,7 +190,8 @@ def _search_sparsemax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | N
         # The classes inside come next after those at 1, so that two counts tell which they are.
         same = ((active == before[0]) & (count == before[1]) & (active > 0)) | (excess == 0)
         lo, hi = torch.where(excess > 0, delta, lo), torch.where(excess < 0, delta, hi)
-        good = same | ((active > 0) & (newton >= lo) & (newton <= hi) & (number < 12 or number % 3 < 2))
+        good = (active > 0) & (newton >= lo) & (newton <= hi)
+        good = same if number >= 12 and number % 3 == 2 else same | good
         delta = torch.where(done | (active == 0) & (excess == 0), delta, torch.where(good, newton, (lo + hi) / 2))
         done, before = done | same, (torch.where(good, active, -1), count)
         if _check.readable(d) and bool(done.all()):
