@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from lastlayer.data.builder import Table, number_names
-from lastlayer.data.fields import Fields, sniff_fields
+from lastlayer.data.fields import Fields
 from lastlayer.data.labeldata import LabelData
 from lastlayer.data.labels import is_torn, split_labels
 from lastlayer.data.lines import Problems, lines
+from lastlayer.data.sniff import sniff_fields
 from lastlayer.data.source import DataError, Limits
 
 PARTS = ("train", "valid", "test")

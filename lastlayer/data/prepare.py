@@ -25,7 +25,7 @@ def hide_labels(data: LabelData, keep: float, *, seed: int = 0) -> LabelData:
 
 
 def single_positive(data: LabelData, *, seed: int = 0) -> LabelData:
-    """Keep one label a row, chosen at random; rows without labels stay so.
+    """Keep one label per row, chosen at random; rows without labels stay so.
 
     Example:
         >>> from lastlayer.data import LabelData, single_positive

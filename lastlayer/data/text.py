@@ -11,9 +11,10 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from lastlayer.data.builder import Row
-from lastlayer.data.fields import IDS, LABELS, PARTS, TEXT, Fields, named_character, sniff_fields
+from lastlayer.data.fields import IDS, LABELS, PARTS, TEXT, Fields
 from lastlayer.data.labels import whole
 from lastlayer.data.lines import Problems, encoding_of, head, lines, pieces, shorten
+from lastlayer.data.sniff import named_character, sniff_fields
 from lastlayer.data.source import DataError, Limits, Source
 
 SAMPLE = 200
