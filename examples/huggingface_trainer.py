@@ -33,7 +33,13 @@ class Rows(Dataset):
 
 
 def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return ll.lml_loss(outputs["logits"], labels, K)
+    """Return the mean over the rows of an optimiser step, of which gradient accumulation sees a part at a time.
+
+    In training the Trainer does not divide by the number of parts. It passes the number of entries of the labels of all
+    parts, padding included: the rows times the width of the lists.
+    """
+    rows = len(labels) if num_items_in_batch is None else num_items_in_batch / labels.shape[-1]
+    return ll.lml_loss(outputs["logits"], labels, K, reduction="sum") / rows
 
 
 def metrics(found: Any) -> dict[str, float]:
@@ -41,19 +47,24 @@ def metrics(found: Any) -> dict[str, float]:
     return {"recall@3": float(ll.recall_at_k(scores, labels, K))}
 
 
-def main(epochs: int = 20) -> float:
+def tiny_model() -> BertForSequenceClassification:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
         num_labels=CLASSES, max_position_embeddings=16, problem_type="multi_label_classification",
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def main(epochs: int = 20) -> float:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, num_train_epochs=epochs, per_device_train_batch_size=32, learning_rate=5e-3, report_to=[],
             save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
         trainer = Trainer(
-            model=BertForSequenceClassification(config), args=arguments, train_dataset=Rows(512, 0),
+            model=tiny_model(), args=arguments, train_dataset=Rows(512, 0),
             eval_dataset=Rows(128, 1), compute_loss_func=loss, compute_metrics=metrics,
         )  # fmt: skip
         trainer.train()
