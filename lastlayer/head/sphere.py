@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from lastlayer import _check
 from lastlayer._check import Reduction
-from lastlayer.loss.sphere import signs_of, spherical_loss
+from lastlayer.loss.sphere import Kind, signs_of, spherical_loss
 from lastlayer.project.sphere import spherical_exp
+
+AUTHORS_MIX: dict[int, tuple[Kind, float]] = {1: ("squares", 0.25), 2: ("cosine", 0.1), 3: ("cosine", 0.1)}
 
 
 class SphericalHead(nn.Module):
@@ -56,14 +58,29 @@ class SphericalHead(nn.Module):
         """Return the logits, shape ``(*batch, n + signs)``: those of the magnitudes, then of the sign classes."""
         return self.linear(features)
 
-    def loss(self, features: Tensor, target: Tensor, *, reduction: Reduction = "mean") -> Tensor:
-        """Return :func:`~lastlayer.spherical_loss` for points of shape ``(*batch, sphere + 1)``; zeros are unknown."""
+    def loss(
+        self,
+        features: Tensor,
+        target: Tensor,
+        *,
+        kind: Kind | None = None,
+        sign_weight: float | None = None,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Return :func:`~lastlayer.spherical_loss` for points of shape ``(*batch, sphere + 1)``; zeros are unknown.
+
+        By default the terms are mixed as in the authors' code, up to a common factor: for ``sphere=1`` the
+        cross-entropy of the squares and a quarter of that of the signs, otherwise the cosine and a tenth of the signs.
+        """
+        given_kind, given_weight = AUTHORS_MIX[self.sphere]
         logits = self(features)
         return spherical_loss(
             logits[..., : self.size],
             logits[..., self.size :],
             self.canonical(target),
             signed=self.signed,
+            kind=given_kind if kind is None else kind,
+            sign_weight=given_weight if sign_weight is None else sign_weight,
             reduction=reduction,
         )
 

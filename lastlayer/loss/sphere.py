@@ -14,6 +14,8 @@ from lastlayer._check import Reduction
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 
+Kind = Literal["cosine", "squares"]
+
 
 def spherical_loss(
     magnitude_logits: Tensor,
@@ -21,7 +23,7 @@ def spherical_loss(
     target: Tensor,
     *,
     signed: Sequence[int] | None = None,
-    kind: Literal["cosine", "squares"] = "cosine",
+    kind: Kind = "cosine",
     sign_weight: float = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -101,7 +103,7 @@ class SphericalLoss(FunctionModule):
         self,
         *,
         signed: Sequence[int] | None = None,
-        kind: Literal["cosine", "squares"] = "cosine",
+        kind: Kind = "cosine",
         sign_weight: float = 1.0,
         reduction: Reduction = "mean",
     ) -> None:

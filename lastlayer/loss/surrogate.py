@@ -53,10 +53,13 @@ class MetricRefactoring:
 
     @classmethod
     def recall_at_k(cls, k: int | None = None) -> MetricRefactoring:
-        """The mean over rows of the share of labels among the `k` highest scores; None: `k` is the number of labels."""
+        """The mean over rows of the share of labels among the `k` highest scores; None: `k` is the number of labels.
+
+        Each label is compared with each class that is none: two labels cannot both be above each other.
+        """
         if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
             raise ValueError(f"MetricRefactoring.recall_at_k: `k` must be a positive integer or None, got {k!r}.")
-        return cls(_label_against_all, lambda bits, target: _recall(bits, target, k))
+        return cls(_label_against_rest, lambda bits, target: _recall(bits, target, k))
 
 
 def metric_surrogate_loss(
@@ -196,35 +199,34 @@ def _label_against_rest(scores: Tensor, target: Target) -> Tensor:
     return _pairs(scores, positive.unsqueeze(-1) & rival.unsqueeze(-2))
 
 
-def _label_against_all(scores: Tensor, target: Target) -> Tensor:
-    """Each label's score less that of each other class, shape ``(*batch, n, n)``."""
-    labels, known = _labels(scores, target)
-    other = ~torch.eye(scores.shape[-1], dtype=torch.bool, device=scores.device)
-    rival = known & (scores != -torch.inf)
-    return _pairs(scores, labels.positive().unsqueeze(-1) & rival.unsqueeze(-2) & other)
-
-
 def _pairs(scores: Tensor, found: Tensor) -> Tensor:
     rival = torch.where(scores == -torch.inf, 0, scores).unsqueeze(-2)
     return torch.where(found, scores.unsqueeze(-1) - rival, torch.inf)
 
 
 def _average_precision(bits: Tensor, target: Target) -> Tensor:
-    """(1/P) sum_i i / (i + v_i), v the sorted numbers of other classes above a label; for every bit pattern."""
-    labels = _check.target(_OP, target, bits[0, ..., 0])
-    above = (~bits).sum(-1).float()
-    above = torch.where(labels.positive(), above, torch.inf).sort(-1).values
-    rank = torch.arange(1, above.shape[-1] + 1, device=bits.device)
-    precision = rank / (rank + above)  # 0 for what is no label
-    return _mean(precision.sum(-1) / labels.count().clamp(min=1), labels.count() > 0)
+    """(1/P) sum_i i / (i + v_i) for every bit pattern."""
+    labels, rank, above = _places_of_labels(bits, target)
+    return _mean((rank / (rank + above)).sum(-1) / labels.count().clamp(min=1), labels.count() > 0)
 
 
 def _recall(bits: Tensor, target: Target, k: int | None) -> Tensor:
-    labels = _check.target(_OP, target, bits[0, ..., 0])
+    """(1/P) sum_i [i + v_i <= k] for every bit pattern."""
+    labels, rank, above = _places_of_labels(bits, target)
     count = labels.count()
     places = count.unsqueeze(-1) if k is None else k
-    hit = labels.positive() & ((~bits).sum(-1) < places)
-    return _mean(hit.sum(-1) / count.clamp(min=1), count > 0)
+    return _mean((rank + above <= places).sum(-1) / count.clamp(min=1), count > 0)
+
+
+def _places_of_labels(bits: Tensor, target: Target) -> tuple[Labels, Tensor, Tensor]:
+    """Return the labels, i = 1 ... n and v_i, the number of other classes above the i-th of them, in ascending order.
+
+    The i-th label is at place ``i + v_i``, whatever the order of the labels among each other. Beyond the number of
+    labels v is infinite.
+    """
+    labels = _check.target(_OP, target, bits[0, ..., 0])
+    above = torch.where(labels.positive(), (~bits).sum(-1).float(), torch.inf).sort(-1).values
+    return labels, torch.arange(1, above.shape[-1] + 1, device=bits.device), above
 
 
 def _mean(value: Tensor, has_label: Tensor) -> Tensor:

@@ -64,7 +64,22 @@ def test_perfect_logits_give_the_target_back(sphere, hemisphere):
         assert rotation_error(p, y).max() < 1e-6
     else:
         torch.testing.assert_close(p, y)
-    assert head.loss(logits, y) < -0.99  # -1 for the magnitudes
+    assert head.loss(logits, y, kind="cosine", sign_weight=1.0) < -0.99  # -1 for the magnitudes
+
+
+@pytest.mark.parametrize(("sphere", "kind", "weight"), [(1, "squares", 0.25), (2, "cosine", 0.1), (3, "cosine", 0.1)])
+def test_the_head_mixes_magnitudes_and_signs_as_the_authors_do(sphere, kind, weight):
+    head, features = SphericalHead(5, sphere), torch.randn(6, 5)
+    y = F.normalize(torch.randn(6, sphere + 1), dim=-1)
+    logits = head(features)
+    parts = (logits[:, : sphere + 1], logits[:, sphere + 1 :], head.canonical(y))
+    loss = spherical_loss(*parts, signed=head.signed, kind=kind, sign_weight=weight)
+    torch.testing.assert_close(head.loss(features, y), loss)
+    other = "cosine" if kind == "squares" else "squares"
+    torch.testing.assert_close(
+        head.loss(features, y, kind=other, sign_weight=2.0),
+        spherical_loss(*parts, signed=head.signed, kind=other, sign_weight=2.0),
+    )
 
 
 def test_quaternions():

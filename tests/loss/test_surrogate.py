@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lastlayer import MetricRefactoring, MetricSurrogateLoss, metric_surrogate_loss
-from lastlayer.loss.surrogate import _anchors, _interpolated
+from lastlayer.loss.surrogate import _anchors, _interpolated, _refactoring
 
 F64 = torch.float64
 METRICS = ["accuracy", "average_precision", "recall_at_2", "recall_at_k"]
@@ -40,6 +40,19 @@ def test_values_of_real_rankings_are_the_metrics():
     bits = refactoring.comparisons(scores, y) > 0
     exact = (scores.argmax(-1) == y)[:4].float().mean()
     torch.testing.assert_close(refactoring.value(bits[None], y)[0], exact)
+
+
+@pytest.mark.parametrize("metric", ["average_precision", "recall_at_1", "recall_at_2", "recall_at_k"])
+def test_the_best_configuration_is_that_of_a_ranking(metric):
+    """The anchor that all others are drawn around: no two labels may each have to beat the other."""
+    hot = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0, 0.0]])
+    scores = hot - 0.1 * torch.arange(5)  # labels above the rest
+    refactoring = _refactoring(metric)
+    comparisons = refactoring.comparisons(scores, hot)
+    assert (comparisons > 0).all()
+    best = refactoring.value(torch.ones(1, *comparisons.shape, dtype=torch.bool), hot)
+    places = {"recall_at_1": (1 / 3 + 1) / 2, "recall_at_2": (2 / 3 + 1) / 2}.get(metric, 1.0)
+    torch.testing.assert_close(best, torch.tensor([places]))
 
 
 def test_average_precision_of_an_impossible_pattern():
