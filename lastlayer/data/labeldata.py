@@ -161,33 +161,6 @@ class LabelData:
         found = {self.label_names[i]: int(counts[i]) for i in np.flatnonzero(counts).tolist()}
         return dict(sorted(((n, c) for n, c in found.items() if n not in known), key=lambda pair: -pair[1]))
 
-    def has_labels(self, index: np.ndarray) -> np.ndarray:
-        """Tell which of the given labels each row has, in memory of the size of `index`, however long the lists are.
-
-        Args:
-            index: Positions in `label_names`, shape ``(rows, m)``; -1 is no label.
-
-        Returns:
-            Booleans of the shape of `index`.
-
-        Example:
-            >>> import numpy as np
-            >>> from lastlayer.data import LabelData
-            >>> LabelData.from_lists([["a", "b"], ["c"]]).has_labels(np.array([[1, 2], [2, -1]])).tolist()
-            [[True, False], [True, False]]
-        """
-        index = np.asarray(index, dtype=np.int64)
-        if index.ndim != 2 or len(index) != len(self):
-            raise ValueError(f"has_labels: `index` must have shape (rows, m) with {len(self)} rows, got {index.shape}.")
-        width = max(self.n_labels, 1)
-        keys = np.repeat(np.arange(len(self)), self.row_counts()) * width + self.indices  # they rise: rows are sorted
-        wanted = np.arange(len(self))[:, None] * width + index
-        place = np.searchsorted(keys, wanted.ravel()).reshape(index.shape)
-        found = np.zeros(index.shape, dtype=bool)
-        inside = place < len(keys)
-        found[inside] = keys[place[inside]] == wanted[inside]
-        return found & (index >= 0) & (index < self.n_labels)
-
     def with_labels(self, label_names: Sequence[str]) -> tuple[LabelData, int]:
         """Return the rows with labels named as given, and how many label occurrences had another name."""
         if self.label_names == label_names or list(self.label_names) == list(label_names):

@@ -17,7 +17,7 @@ from lastlayer.data.lines import Problems, encoding_of, head, lines, pieces, sho
 from lastlayer.data.sniff import named_character, sniff_fields
 from lastlayer.data.source import DataError, Limits, Source
 
-SAMPLE = 200
+SAMPLE, SAMPLE_BYTES = 200, 4 << 20  # what is looked at before the first row is made
 DELIMITERS = (",", ";", "\t", "|")
 _LABEL = re.compile(r"(?:^|(?<=\s))__label__(\S*)\s*")
 
@@ -60,7 +60,7 @@ def text_rows(
     if kind in ("json", "jsonl"):
         found = _json_items if kind == "json" else _json_lines
         records = found(source, limits, problems, encoding)
-        first = list(islice(records, SAMPLE))
+        first = _first(records)
         objects = [r.value for r in first]
         names = list(dict.fromkeys(str(key) for item in objects for key in item))
         fields = sniff_fields(source, names, objects, options, cells=False, header=False, soft=soft)
@@ -70,7 +70,7 @@ def text_rows(
         records = _cell_records(source, limits, problems, dialect, encoding)
         if dialect.said:
             next(records, None)
-        first = list(islice(records, SAMPLE))
+        first = _first(records)
         header, names = sniff_header(source, [r.value for r in first], options, soft)
         cells = [r.value for r in first[header:]]
         if not first:
@@ -86,6 +86,18 @@ def text_rows(
         how = f"{_dialect_shown(dialect)}{'' if fields.header else '; no header'}; {how}"
     rows = _rows(source, chain(start, records), fields, problems, shift)
     return TextRows(rows, fields.label_names, {**kept, **fields.options()}, how + _shown(encoding))
+
+
+def _first(records: Iterator[Record]) -> list[Record]:
+    """Take the first records, fewer if they are long."""
+    out: list[Record] = []
+    size = 0
+    for record in islice(records, SAMPLE):
+        out.append(record)
+        size += sum(map(len, record.value)) if isinstance(record.value, list) else len(record.raw)
+        if size > SAMPLE_BYTES:
+            break
+    return out
 
 
 def _shown(encoding: str) -> str:
@@ -287,10 +299,15 @@ def sniff_header(
         asked = [options.get(f"{role}_column") or () for role in ("text", "label", "id", "vector", "weight", "group")]
         wanted = [str(n).strip().lower() for a in asked for n in (str(a).split(",") if isinstance(a, str) else a)]
         header = any(n in lower and not n.isdigit() for n in wanted if n)
+    known = any(n in TEXT for n in lower) or sum(n in LABELS + IDS + PARTS for n in lower) >= 2
+    known = known or any(n in LABELS and _occurs_once(sample, i) for i, n in enumerate(lower))
+    if known and header is False and "header" in soft:
+        raise DataError(
+            f"{source}: its first line may be a header, {shorten(', '.join(first))}; the run's training rows had none. "
+            "Say which: --header yes or no."
+        )
     if not header and options.get("header") is None:
-        header = any(n in TEXT for n in lower) or sum(n in LABELS + IDS + PARTS for n in lower) >= 2
-        header = header or any(n in LABELS and _occurs_once(sample, i) for i, n in enumerate(lower))
-        header = header or _is_above_numbers(sample)
+        header = known or _is_above_numbers(sample)
         if not header and _may_be_header(sample):
             raise DataError(
                 f"{source}: its first line may be a header or a row, {shorten(', '.join(first))}. Say which: --header "

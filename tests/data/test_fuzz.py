@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lastlayer.data import DataError, LabelData, read_parts
+from lastlayer.data import DataError, LabelData, read_parts, stream
 
 BOUND = 64 << 20  # for files of a few hundred bytes
 ALLOWED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -52,6 +52,8 @@ def attempt(path, **options) -> None:
         for part in parts.values():
             assert len(part.indices) == part.indptr[-1]
             assert not len(part.indices) or 0 <= part.indices.min() <= part.indices.max() < part.n_labels
+            again = list(stream(path, 3, **options)) if len(parts) == 1 and part.source.get("format") != "svm" else []
+            assert not again or [t for table in again for t in table.texts or []] == (part.texts or [])
         said = ""
     except DataError as error:
         said = str(error)

@@ -448,6 +448,8 @@ def test_a_file_without_a_header_is_read_like_the_one_before(tmp_path):
     train = read(write(tmp_path / "a.tsv", "a\tsome red text of words\nb,a\tand a blue one\n"))
     like = json.loads(json.dumps(train.source))
     assert read(write(tmp_path / "b.tsv", "a long cell of label names here\tx\n"), like=like).texts == ["x"]
+    assert "the run's training rows had none" in refusal(write(tmp_path / "d.tsv", "labels\ttext\na\tred\n"), like=like)
+    assert read(tmp_path / "d.tsv", like=like, header=True).texts == ["red"]
     assert "has no column '1'" in refusal(write(tmp_path / "c.tsv", "only a text\n"), like=like)
     assert read(tmp_path / "c.tsv", like=like, text_column="0", label_column="none").texts == ["only a text"]
 
