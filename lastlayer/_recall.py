@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check, shard
+from lastlayer._check import Target
 
 BITS = 20  # of a float32 in the histogram: sign, exponent and 11 bits of the mantissa
 
@@ -25,7 +26,7 @@ class LabelScores(NamedTuple):
     rows: Tensor
 
 
-def label_scores(op: str, scores: Tensor, target: Tensor) -> LabelScores:
+def label_scores(op: str, scores: Tensor, target: Target) -> LabelScores:
     """Check the inputs and collect the scores of the labels; index lists are never made dense."""
     scores = _check.logits(op, scores, "scores").detach()
     labels = _check.target(op, target, scores)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from lastlayer import _recall
+from lastlayer._check import Target
 
 
-def tune_recall(scores: Tensor, target: Tensor, recall: float = 0.9) -> Tensor:
+def tune_recall(scores: Tensor, target: Target, recall: float = 0.9) -> Tensor:
     r"""Choose the highest threshold for :func:`decode_threshold` that promises a recall on new rows.
 
     .. math:: \max t \quad \text{subject to} \quad \frac{n \hat R(t) + 1}{n + 1} \le 1 - \text{recall}, \qquad

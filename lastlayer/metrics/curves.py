@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer.metrics import _problems, _ranking, _sums
+from lastlayer._check import Target
+from lastlayer.metrics import _problems, _ranking, _sums, openset
 from lastlayer.metrics._problems import Problems
 
 
@@ -22,7 +23,7 @@ class Curve(NamedTuple):
 
 def precision_recall_curve(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     thresholds: int | Tensor | None = None,
     average: Literal["none", "micro"] = "none",
@@ -67,21 +68,13 @@ def precision_recall_curve(
             counts = GridCounts(*(c.sum(0, keepdim=True) for c in counts))
         found = curve_of(counts, grid, dtype)
         return Curve(found.precision[0], found.recall[0], grid) if single else found
-    labels = _ranking.flat(_check.target(op, _items(op, scores, target) if scores.ndim == 1 else target, scores))
+    labels = _ranking.flat(_check.target(op, openset.items(op, scores, target) if scores.ndim == 1 else target, scores))
     rows = _ranking.matrix(scores)
     parts = [_exact(p, dtype) for p in _problems.problems(rows, labels, "all" if single else "class")]
     items = rows.numel() if single else len(rows)
     none = torch.zeros(0, items, dtype=dtype, device=scores.device)
     joined = Curve(*(torch.cat([none, *(p[i] for p in parts)]) for i in range(3)))
     return Curve(*(value[0] for value in joined)) if single else joined
-
-
-def _items(op: str, scores: Tensor, target: Tensor) -> Tensor:
-    """Check the target of one-dimensional scores, whose numbers are 1, 0 and -1: there are no classes to index."""
-    if not isinstance(target, Tensor) or target.shape != scores.shape:
-        got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-        raise ValueError(f"{op}: `target` must be a tensor of shape {tuple(scores.shape)}, got {got}.")
-    return target if target.dtype == torch.bool else target.sign().to(torch.int8)
 
 
 def check_thresholds(op: str, thresholds: Any) -> Tensor:
@@ -105,10 +98,10 @@ class GridCounts(NamedTuple):
     labels: Tensor
 
 
-def grid_counts(op: str, scores: Tensor, target: Tensor, grid: Tensor) -> GridCounts:
+def grid_counts(op: str, scores: Tensor, target: Target, grid: Tensor) -> GridCounts:
     """Check the target and count for each class and threshold; one-dimensional scores are one class."""
     if scores.ndim == 1:
-        scores, target = scores[:, None], _items(op, scores, target)[:, None]
+        scores, target = scores[:, None], openset.items(op, scores, target)[:, None]
     labels = _ranking.flat(_check.target(op, target, scores))
     rows, n, m = _ranking.matrix(scores), scores.shape[-1], len(grid)
     table = torch.zeros(2, n * (m + 1) + 1, dtype=torch.int64, device=scores.device)  # the last entry takes the rest

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer.metrics import _problems, _ranking, _sums
 from lastlayer.metrics._sums import Empty, RowGains
 
@@ -16,7 +17,7 @@ RankKind = Literal["reciprocal", "coverage", "pairs"]
 
 def mean_reciprocal_rank(
     scores: Tensor,
-    target: Tensor,
+    target: Target,
     k: int | None = None,
     *,
     empty: Empty = "skip",
@@ -50,7 +51,7 @@ def mean_reciprocal_rank(
 
 
 def coverage_error(
-    scores: Tensor, target: Tensor, *, empty: Empty = "skip", reduction: Literal["mean", "none"] = "mean"
+    scores: Tensor, target: Target, *, empty: Empty = "skip", reduction: Literal["mean", "none"] = "mean"
 ) -> Tensor:
     r"""Compute how many of the best classes it takes, on average, to cover all labels of a row.
 
@@ -78,7 +79,7 @@ def coverage_error(
 
 
 def label_ranking_loss(
-    scores: Tensor, target: Tensor, *, empty: Empty = "skip", reduction: Literal["mean", "none"] = "mean"
+    scores: Tensor, target: Target, *, empty: Empty = "skip", reduction: Literal["mean", "none"] = "mean"
 ) -> Tensor:
     r"""Compute the share of pairs of a label and another class that are ordered wrongly.
 
@@ -119,7 +120,7 @@ def check_k(op: str, k: Any) -> None:
         raise ValueError(f"{op}: `k` must be None or a whole number of at least 1, got {k!r}.")
 
 
-def row_gains(op: str, kind: RankKind, scores: Tensor, target: Tensor, k: int | None = None) -> RowGains:
+def row_gains(op: str, kind: RankKind, scores: Tensor, target: Target, k: int | None = None) -> RowGains:
     """Check the inputs and return the value of each row, ``(rows, 1)``."""
     check_k(op, k)
     scores = _check.logits(op, scores, "scores").detach()

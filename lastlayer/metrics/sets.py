@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 from lastlayer.metrics import _ranking, _sums
 from lastlayer.metrics._sums import Average, Empty, SetCounts, SetKind, quotient
 
@@ -17,7 +18,7 @@ _AVERAGES = ("samples", "macro", "micro", "weighted", "none")
 
 def label_set_precision(
     predicted: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     threshold: float | Tensor | None = None,
     n_classes: int | None = None,
@@ -65,7 +66,7 @@ def label_set_precision(
 
 def label_set_recall(
     predicted: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     threshold: float | Tensor | None = None,
     n_classes: int | None = None,
@@ -98,7 +99,7 @@ def label_set_recall(
 
 def label_set_f1(
     predicted: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     threshold: float | Tensor | None = None,
     n_classes: int | None = None,
@@ -135,7 +136,7 @@ def label_set_f1(
 
 def label_set_jaccard(
     predicted: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     threshold: float | Tensor | None = None,
     n_classes: int | None = None,
@@ -168,7 +169,7 @@ def label_set_jaccard(
 
 def hamming_loss(
     predicted: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     threshold: float | Tensor | None = None,
     n_classes: int | None = None,
@@ -202,7 +203,7 @@ def hamming_loss(
 
 def exact_match(
     predicted: Tensor,
-    target: Tensor,
+    target: Target,
     *,
     threshold: float | Tensor | None = None,
     reduction: Literal["mean", "none"] = "mean",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check, _recall
+from lastlayer._check import Target
 from lastlayer.metrics import _sums, curves, ranks, sets
 from lastlayer.metrics._stream import Stream
 from lastlayer.metrics._sums import Average, Empty, SetCounts, SetKind
@@ -35,7 +36,7 @@ class _Set(Stream):
         for name in self._names:
             self._sum(name, *([self.n_classes] if self._per_class and self.n_classes is not None else []))
 
-    def update(self, predicted: Tensor, target: Tensor) -> None:
+    def update(self, predicted: Tensor, target: Target) -> None:
         """Add rows: label sets (or scores, with `threshold`) and target, as the function takes them."""
         needs_n = self._per_class or self.kind == "hamming"
         found = sets.read(type(self).__name__, predicted, target, self.threshold, self.n_classes, needs_n)
@@ -127,7 +128,7 @@ class _Ranks(Stream):
         for name, shape in {"gain": (1,), "best": (1,), "full": (), "empty": ()}.items():
             self._sum(name, *shape)
 
-    def update(self, scores: Tensor, target: Tensor) -> None:
+    def update(self, scores: Tensor, target: Target) -> None:
         """Add rows."""
         rows = ranks.row_gains(type(self).__name__, self.kind, scores, target, self.k)
         self._add(**_sums.row_sums(rows)._asdict())
@@ -217,7 +218,7 @@ class PrecisionRecallCurve(Stream):
         self._sum("total", n_classes or 1, len(grid))
         self._sum("labels", n_classes or 1)
 
-    def update(self, scores: Tensor, target: Tensor) -> None:
+    def update(self, scores: Tensor, target: Target) -> None:
         """Add rows: scores of `n_classes` classes, or one-dimensional ones, and their target."""
         op = type(self).__name__
         scores = _check.logits(op, scores, "scores").detach()
@@ -287,7 +288,7 @@ class TuneRecall(Stream):
         self._sum("weight", 1 << _recall.BITS)
         self._sum("rows")
 
-    def update(self, scores: Tensor, target: Tensor) -> None:
+    def update(self, scores: Tensor, target: Target) -> None:
         """Add held-out rows, as the function takes them."""
         found = _recall.label_scores(type(self).__name__, scores, target)
         self._add(weight=_recall.histogram(found), rows=found.rows)

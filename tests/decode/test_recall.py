@@ -7,7 +7,7 @@ import torch
 from tools import DEVICE
 from torch import Tensor
 
-from lastlayer import decode_threshold, tune_recall
+from lastlayer import decode_threshold, label_lists, tune_recall
 from lastlayer.metrics import TuneRecall, label_set_recall
 
 N = 12
@@ -54,6 +54,7 @@ def test_forms_of_a_target_and_streams():
     target[:3] = False
     threshold = tune_recall(scores, target)
     assert tune_recall(scores, lists(target)) == threshold
+    assert tune_recall(scores, label_lists(lists(target)[:, :N])) == threshold
     assert tune_recall(scores.view(2, 100, N), lists(target).view(2, 100, -1)) == threshold
     unknown = torch.where(~target & (torch.rand_like(scores) < 0.5), -1, target.to(torch.int8))
     assert tune_recall(scores, unknown) == threshold

@@ -50,7 +50,12 @@ def forms(predicted: Tensor, target: Tensor):
         "scores": (predicted * 0.5 + 0.3, {"threshold": 0.5}),
         "scores, one threshold per class": (predicted * 1.0, {"threshold": torch.linspace(0.1, 0.9, N)}),
     }
-    targets = {"bool": target, "float": target.float(), "lists": lists(target, 8)}
+    targets = {
+        "bool": target,
+        "float": target.float(),
+        "lists": lists(target, 8),
+        "marked": ll.label_lists(lists(target, N)),
+    }
     for (a, (p, options)), (b, t) in itertools.product(given.items(), targets.items()):
         yield f"{a} and {b}", p, t, options
 
