@@ -19,11 +19,10 @@ from lastlayer.decode.top_k import decode_top_k as decode_top_k
 from lastlayer.decode.tree import DecodeTree as DecodeTree
 from lastlayer.decode.tree import decode_tree as decode_tree
 from lastlayer.decode.tree import tune_darts as tune_darts
-from lastlayer.head.linear import ShardedLinear as ShardedLinear
-from lastlayer.head.linear import linear_lml_loss as linear_lml_loss
 from lastlayer.head.prototype import PrototypeHead as PrototypeHead
 from lastlayer.head.prototype import ReciprocalPointHead as ReciprocalPointHead
 from lastlayer.head.quasibinary import QuasibinaryHead as QuasibinaryHead
+from lastlayer.head.sharded import ShardedLinear as ShardedLinear
 from lastlayer.head.sphere import SphericalHead as SphericalHead
 from lastlayer.hierarchy import LabelTree as LabelTree
 from lastlayer.hierarchy import TreeStatistics as TreeStatistics
@@ -39,6 +38,7 @@ from lastlayer.loss.incomplete import entropy_max_loss as entropy_max_loss
 from lastlayer.loss.incomplete import expected_positive_loss as expected_positive_loss
 from lastlayer.loss.incomplete import hill_loss as hill_loss
 from lastlayer.loss.incomplete import role_loss as role_loss
+from lastlayer.loss.linear import linear_lml_loss as linear_lml_loss
 from lastlayer.loss.lml import LMLFenchelYoungLoss as LMLFenchelYoungLoss
 from lastlayer.loss.lml import LMLLoss as LMLLoss
 from lastlayer.loss.lml import lml_fenchel_young_loss as lml_fenchel_young_loss

@@ -188,7 +188,7 @@ def plan(problem: Problem) -> Plan:
 
 def _activations(p: Problem, classes: int) -> int:
     """Bytes of the rows, their lists of the largest logits, and one block; or of logits and gradient if they fit."""
-    from lastlayer.head.linear import list_sizes
+    from lastlayer.loss._scan import list_sizes
 
     size = BYTES[p.dtype]
     logits = p.rows * classes * size

@@ -75,3 +75,19 @@ def broken_rows(delta: Tensor, grad_out: Tensor | None, grad_delta: Tensor | Non
         return broken
     asked = [(g != 0).any(-1, keepdim=True) for g in (grad_out, grad_delta) if g is not None]
     return broken & (asked[0] | asked[-1])
+
+
+class FirstOnly(torch.autograd.Function):
+    """Hand gradients on, and raise an error with this message where they are to be differentiated.
+
+    The inputs are those that the gradients depend on, `n` of them, and then the gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, message: str, n: int, *values: Any) -> tuple[Tensor | None, ...]:
+        ctx.message = message
+        return tuple(None if found is None else found.view_as(found) for found in values[n:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(ctx.message)

@@ -1,4 +1,4 @@
-"""`lastlayer.head.linear` on the GPU: what a scan keeps of a block of logits, the search in it, loss and gradient."""
+"""`lastlayer.loss.linear` on the GPU: what a scan keeps of a block of logits, the search in it, loss and gradient."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 import torch
@@ -199,7 +199,7 @@ def _below(totals, series_ptr, column, COLUMNS: tl.constexpr, log_w, unit):
 
 @triton.jit
 def _list_sums(top_ptr, held, center, delta, peak, BLOCK: tl.constexpr):
-    """The sums of `lastlayer.project.lml.small_parts` and of h^2 over a list.
+    """The sums of `lastlayer._threshold.search.small_parts` and of h^2 over a list.
 
     In float64, so that the order of the list, which is that of the programs, does not show.
     """
@@ -253,7 +253,7 @@ def _search_kernel(
     rows, room, splits, limit, k_row, log_reach, deepest, rho, every,
     COLUMNS: tl.constexpr, RHO: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`lastlayer.head.linear._search` of one row, and `_unseen`."""
+    """`lastlayer.loss._scan.find` of one row, and `add_unseen`."""
     row = tl.program_id(0).to(tl.int64)
     totals = _totals(sums_ptr + row * splits * _NUMBERS, splits)
     n, n_top, n_nan = _number(totals, _TERMS), _number(totals, _TERMS + 1), _number(totals, _TERMS + 2)

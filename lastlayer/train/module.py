@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lastlayer._check import label_lists
 from lastlayer.data import LabelData
 from lastlayer.decode.top_k import decode_top_k
-from lastlayer.head.linear import ShardedLinear
+from lastlayer.head.sharded import ShardedLinear
 from lastlayer.runs.rows import AT_K
 from lastlayer.train.batches import EpochBatches, Rows
 from lastlayer.train.config import Config

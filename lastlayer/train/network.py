@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lastlayer.head.linear import ShardedLinear
+from lastlayer.head.sharded import ShardedLinear
 from lastlayer.shard import ClassShard
 
 Input = Tensor | tuple[Tensor, Tensor, Tensor]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tools import DEVICE, HUNG
 
-FILES = [Path(__file__).with_name("test_lml.py"), Path(__file__).parents[1] / "head/test_linear.py"]
+FILES = [Path(__file__).with_name("test_lml.py"), Path(__file__).parents[1] / "loss/test_linear.py"]
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a GPU: the tests of the kernels run on it")

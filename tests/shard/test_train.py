@@ -15,7 +15,7 @@ from train_tools import make_rows
 
 from lastlayer.cli import main
 from lastlayer.data import DataError, hide_labels
-from lastlayer.head import linear
+from lastlayer.loss import _scan
 from lastlayer.train import Config, ConfigError, RunError, RunFolder, load, sharded, train
 from lastlayer.train.batches import Rows
 from lastlayer.train.module import LabelSetModule
@@ -189,7 +189,7 @@ def test_loss_in_blocks_is_the_loss(tmp_path, monkeypatch, labels):
     rows = hide_labels(make_rows(60, labels=7), 0.4) if labels == "incomplete" else make_rows(60, labels=7)
     plain = train({"all": rows}, config, tmp_path / "plain")
     monkeypatch.setattr(sharded, "IN_BLOCKS", 7)
-    monkeypatch.setattr(linear, "_TILE", {"cpu": 3})
+    monkeypatch.setattr(_scan, "TILE", {"cpu": 3})
     used = []
     real = LabelSetModule.loss_in_blocks
     monkeypatch.setattr(LabelSetModule, "loss_in_blocks", lambda *a: used.append(1) or real(*a))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tools import DEVICE, assert_as_accurate, slow
 
 from lastlayer import ShardedLinear, linear_lml_loss, lml_loss
-from lastlayer.head import linear
+from lastlayer.loss import _sampled, _scan, linear
 from lastlayer.shard import ClassShard
 
 ROWS, SIZE = 7, 12
@@ -15,7 +15,7 @@ ROWS, SIZE = 7, 12
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Blocks of 256 classes, so that there are several."""
-    monkeypatch.setattr(linear, "_TILE", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(_scan, "TILE", {"cpu": 1, "cuda": 1})
 
 
 def problem(n, scale=1.0, gap=0, dtype=torch.float64):
@@ -138,7 +138,7 @@ def test_kernels_are_plain(shape, dtype, rho):
     rows, n = shape
     weight = (3 * torch.randn(n, rows, device=DEVICE)).to(dtype)
     weight[::7, 0], weight[::11, 0], weight[::13, -1] = -torch.inf, torch.inf, torch.nan
-    layer = linear._Layer(torch.eye(rows, device=DEVICE, dtype=dtype), weight, None, dtype)
+    layer = _scan.Layer(torch.eye(rows, device=DEVICE, dtype=dtype), weight, None, dtype)
     layer.logits = lambda classes, out=None: weight[classes].T.contiguous().clone()  # 0 * inf would be nan
     if layer.kernels is None:
         pytest.skip("no kernels here")
@@ -150,8 +150,8 @@ def test_kernels_are_plain(shape, dtype, rho):
     kernels, found = layer.kernels, []
     toward = torch.where(index < 0, 0, torch.randn(index.shape, device=DEVICE))
     for layer.kernels in (kernels, None):
-        scan = linear._Scan(layer, index, 4)
-        lines = linear._Rows(center, delta, mass, index, scan.labels, rho)
+        scan = _scan.Scan(layer, index, 4)
+        lines = _scan.Rows(center, delta, mass, index, scan.labels, rho)
         dx = [layer.grad(x, c.start, lines, pull, toward, mass) for c, x in layer.blocks()]
         scan.add_up(4)
         found.append([scan.powers, scan.n, scan.n_top, scan.n_nan, scan.top, scan.labels, scan.held, *dx])
@@ -172,14 +172,14 @@ def scanned(limit, room):
     x[6, 9] = torch.nan
     x[7, 3:] = -torch.inf
     x[8] = 0
-    layer = linear._Layer(x, torch.empty(n, n, device=DEVICE), None, torch.float32)
+    layer = _scan.Layer(x, torch.empty(n, n, device=DEVICE), None, torch.float32)
     layer.logits = lambda classes, out=None: x[:, classes].clone()
     layer.of_rows = lambda rows: SimpleNamespace(logits=lambda classes: x[rows, classes].clone())
     index = torch.stack([torch.randperm(20, device=DEVICE)[:5] for _ in range(rows)])
     index[1, 1:] = index[3] = -1
     index[5] = torch.arange(7, 12)
     kernels, layer.kernels = layer.kernels, None
-    scan = linear._Scan(layer, index, limit)
+    scan = _scan.Scan(layer, index, limit)
     scan.sums = scan.sums.float()
     scan.top = scan.top[:, :room].contiguous()
     layer.kernels = kernels
@@ -214,13 +214,13 @@ def test_search_by_kernels_is_plain(k, rho, limit, room, monkeypatch):
 @pytest.mark.parametrize("n", [1, 37, 2048])
 def test_floors_by_kernels_are_order_statistics(n, dtype):
     """On a GPU, or with TRITON_INTERPRET=1."""
-    kernels = linear._kernels(torch.zeros(1, device=DEVICE))
+    kernels = _scan.kernels_for(torch.zeros(1, device=DEVICE))
     if kernels is None:
         pytest.skip("no kernels here")
     x = torch.randn(5, n, device=DEVICE).to(dtype)
     x[1, ::3], x[2, ::4], x[3, ::5], x[4] = -torch.inf, torch.inf, torch.nan, 0
     for rank in {1, min(n, 9), n}:
-        expected = linear._finite(x).float().sort(-1, descending=True).values[:, rank - 1 : rank]
+        expected = _scan.finite(x).float().sort(-1, descending=True).values[:, rank - 1 : rank]
         assert torch.equal(kernels.floors(x, rank), expected)
 
 
@@ -229,7 +229,7 @@ def test_floors_by_kernels_are_order_statistics(n, dtype):
 def test_options_by_kernels_are_as_accurate(dtype):
     """On a GPU, or with TRITON_INTERPRET=1."""
     features, weight, bias, target = problem(1500, dtype=dtype)
-    if linear._kernels(features) is None:
+    if _scan.kernels_for(features) is None:
         pytest.skip("no kernels here")
     heat = torch.linspace(0.5, 2, ROWS, dtype=dtype, device=DEVICE)
     options = {"mask": torch.rand(1500, device=DEVICE) < 0.9, "observed": 0.3, "reduction": "none"}
@@ -290,12 +290,12 @@ def test_the_default_dtype_does_not_show_by_kernels(negatives):
 
 @pytest.mark.parametrize("terms", [8, 16])
 def test_series_are_the_functions(terms):
-    w = torch.linspace(0, linear._REACH, 1001, dtype=torch.float64)[1:]
+    w = torch.linspace(0, _scan.REACH, 1001, dtype=torch.float64)[1:]
     y = w / (1 + w)
     expected = {"y": y, "y(1-y)2": y * (1 - y) ** 2, "silent": -(-0.3 * y).log1p()}
     expected["leak"] = 0.3 * y * (1 - y) / (1 - 0.3 * y)
     for name, values in expected.items():
-        c = linear._series(name, terms, 0.3)
+        c = _scan.series(name, terms, 0.3)
         found = (c * w.unsqueeze(-1) ** torch.arange(1, terms + 1)).sum(-1)
         assert ((found - values) / values).abs().max() < (2e-7 if terms == 8 else 2e-14)
 
@@ -395,11 +395,11 @@ def test_sums_over_sampled_negatives_are_right_in_the_mean():
         spread = torch.stack(losses).std() / 200**0.5
         assert (torch.stack(losses).mean() - exact).abs() < 4 * spread + 2 / drawn
     assert errors[0] > 1.5 * errors[1] > 2.25 * errors[2]
-    _, counts_for = linear._drawn("", 80, 400, DEVICE, generator)
+    _, counts_for = _sampled.draw("", 80, 400, DEVICE, generator)
     sums = []
     y = (features @ weight.T + bias).sigmoid().sum(0)
     for _ in range(400):
-        ids, counts_for = linear._drawn("", 80, 400, DEVICE, generator)
+        ids, counts_for = _sampled.draw("", 80, 400, DEVICE, generator)
         sums.append((y[ids] * counts_for).sum())
     sums = torch.stack(sums)
     assert (sums.mean() - y.sum()).abs() < 4 * sums.std() / 20
@@ -450,7 +450,7 @@ def test_never_holds_the_logits(monkeypatch):
     """No tensor of a tenth of the logits is made, forward or backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    monkeypatch.setattr(linear, "_TILE", {"cpu": 32 * 256 * 4, "cuda": 32 * 256 * 4})
+    monkeypatch.setattr(_scan, "TILE", {"cpu": 32 * 256 * 4, "cuda": 32 * 256 * 4})
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -472,7 +472,7 @@ def test_never_holds_the_logits(monkeypatch):
 
 @pytest.mark.parametrize("tile", [1, 1 << 20])
 def test_a_bias_of_another_dtype(tile, monkeypatch):
-    monkeypatch.setattr(linear, "_TILE", {"cpu": tile, "cuda": tile})
+    monkeypatch.setattr(_scan, "TILE", {"cpu": tile, "cuda": tile})
     features, weight, bias, target = problem(600, dtype=torch.bfloat16)
     found = [linear_lml_loss(features, weight, target, 3, bias=b) for b in (bias, bias.float())]
     assert torch.equal(*found)
@@ -484,7 +484,7 @@ def test_logits_of_one_block_are_held(reduction, monkeypatch):
     options = {"bias": bias, "observed": 0.3, "temperature": 2.0, "mask": torch.rand(600, device=DEVICE) < 0.9}
     found = []
     for tile in (8 * ROWS * 600 - 1, 8 * ROWS * 600):
-        monkeypatch.setattr(linear, "_TILE", {"cpu": tile, "cuda": tile})
+        monkeypatch.setattr(_scan, "TILE", {"cpu": tile, "cuda": tile})
         leaves = [t.clone().requires_grad_() for t in (features, weight)]
         loss = linear_lml_loss(*leaves, target, 3, reduction=reduction, **options)
         known = torch.where(loss.isfinite(), loss, 0)

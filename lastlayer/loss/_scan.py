@@ -1,0 +1,329 @@
+"""The logits of a linear layer, block by block: what one look at them keeps, and the search for thresholds in it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lastlayer import _triton
+from lastlayer._threshold import search
+from lastlayer._threshold.dispatch import direct
+from lastlayer.shard import ClassShard, gather, limited, reduce
+
+FIRST_ONLY = "linear_lml_loss: has first derivatives only. Use lml_loss(F.linear(features, weight, bias), target, k)."
+TILE = {"cpu": 1 << 20, "cuda": 1 << 27}  # bytes of the logits that exist at a time
+REACH = 0.35  # the largest exp(x + nu) that a sum of powers stands for
+PASSES = 10  # bounds the search; a row that needs more is solved from all its logits
+STEP = ("y2(1-y)", "y(1-y)2", "y", "bend", "h2")  # what a step of the search sums, by the names of their series
+UNSEEN = ("silent", "leak")  # and with `observed`
+_WHOLE = 1024  # up to this number of classes all logits of a row are kept
+_SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
+
+
+class Layer:
+    """The layer as blocks of logits, and what is done with a block: in plain torch, or by kernels where they apply."""
+
+    def __init__(
+        self,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        temperature: float | Tensor = 1.0,
+        mask: Tensor | None = None,
+    ) -> None:
+        self.features = features.to(dtype)
+        self.weight, self.bias, self.dtype, self.temperature, self.mask = weight, bias, dtype, temperature, mask
+        self.work = torch.promote_types(dtype, torch.float32)
+        self.rows, self.n = features.shape[0], weight.shape[0]
+        self.kernels = kernels_for(self.features)
+        self.step = max(256, tile(self.features) // max(self.rows, 1) // 256 * 256)
+
+    def of_rows(self, rows: Tensor | slice) -> Layer:
+        """The same layer for some of the rows."""
+        temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
+        mask = None if self.mask is None else self.mask[rows]
+        return Layer(self.features[rows], self.weight, self.bias, self.dtype, temperature, mask)
+
+    def logits(self, classes: slice, out: Tensor | None = None) -> Tensor:
+        weight = self.weight[classes].to(self.dtype).T
+        if self.bias is None:
+            x = torch.mm(self.features, weight, out=out)
+        else:
+            x = torch.addmm(self.bias[classes].to(self.dtype), self.features, weight, out=out)
+        if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
+            x /= self.temperature
+        return x if self.mask is None else x.masked_fill_(~self.mask[:, classes], -torch.inf)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the logits, block by block: each takes the place of the one before."""
+        place = self.features.new_empty(self.rows, min(self.step, -(-self.n // 16) * 16))
+        for start in range(0, self.n, self.step):
+            classes = slice(start, min(start + self.step, self.n))
+            yield classes, self.logits(classes, place[:, : classes.stop - start])
+
+    def grad(
+        self, x: Tensor, first: int, rows: Rows, pulled: Tensor, toward: Tensor, scale: Tensor, keep: bool = False
+    ) -> Tensor:
+        """Return the gradient of a block: ``pulled h / sum h + scale * leak``, and `toward` at the labels.
+
+        It may take the place of the block, unless `keep`.
+        """
+        if self.kernels is not None:
+            numbers = (rows.center, rows.delta, rows.log_mass, pulled, scale)
+            lists = (rows.index, rows.labels, toward)
+            return self.kernels.grad_block(x, *numbers, *lists, first, rows.rho, torch.empty_like(x) if keep else x)
+        z = (x.to(self.work) - rows.center) + rows.delta
+        depth = -z.abs()
+        dx = (depth - 2 * depth.exp().log1p() - rows.log_mass).exp() * pulled
+        if rows.rho > 0:
+            dx = dx + scale * absence_slope(z, rows.rho)
+        dx = torch.where(x.isfinite() & ~rows.delta.isinf(), dx, 0)
+        dx = torch.where(rows.delta.isnan(), rows.delta, dx)
+        inside, place = within(rows.index, slice(first, first + x.shape[-1]))
+        return dx.scatter_add_(-1, place, torch.where(inside, toward, 0)).to(self.dtype)
+
+
+def tile(x: Tensor) -> int:
+    return TILE.get(x.device.type, 1 << 27) // x.element_size()
+
+
+def kernels_for(x: Tensor) -> ModuleType | None:
+    """Import the kernels that can take these features, if there are any."""
+    if x.dtype == torch.float64 or _triton.unavailable(x.device) or not direct(x):
+        return None
+    return importlib.import_module("lastlayer._triton.linear")
+
+
+def finite(x: Tensor) -> Tensor:
+    return x.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+
+
+def within(index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
+    """Return which labels are in a block, and their place there (0 where they are not)."""
+    inside = (index >= classes.start) & (index < classes.stop)
+    return inside, torch.where(inside, index - classes.start, 0)
+
+
+def absence(z: Tensor, rho: float) -> Tensor:
+    """Return ``-log(1 - rho y)``, what a class says that is not observed."""
+    stays = F.logsigmoid(-z)
+    return -stays if rho == 1 else -torch.logaddexp(stays, math.log1p(-rho) + F.logsigmoid(z))
+
+
+def absence_slope(z: Tensor, rho: float) -> Tensor:
+    """Return the derivative of :func:`absence`."""
+    y, rest = z.sigmoid(), (-z).sigmoid()
+    return y if rho == 1 else rho * y * rest / (rest + (1 - rho) * y)
+
+
+@functools.lru_cache(maxsize=64)
+def series(name: str, terms: int, rho: float = 0.0) -> Tensor:
+    """Return c with ``sum_j c_j w^(j + 1)`` equal, to rounding, to a function of ``w = exp(z)`` on [0, REACH]."""
+    t = (1 + (math.pi * (torch.arange(terms, dtype=torch.float64) + 0.5) / terms).cos()) / 2
+    w, power = REACH * t, torch.arange(terms, dtype=torch.float64)
+    values = {
+        "y": lambda: w / (1 + w),
+        "y2(1-y)": lambda: w**2 / (1 + w) ** 3,
+        "y(1-y)2": lambda: w / (1 + w) ** 3,
+        "bend": lambda: w**2 * (3 + w) / (1 + w) ** 3,
+        "h2": lambda: w**2 / (1 + w) ** 4,
+        "silent": lambda: w.log1p() - ((1 - rho) * w).log1p(),
+        "leak": lambda: absence_slope(w.log(), rho),
+    }[name]()
+    return torch.linalg.solve(t.unsqueeze(-1) ** power, values / w) / REACH**power
+
+
+@functools.lru_cache(maxsize=64)
+def table(names: tuple[str, ...], terms: int, rho: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The coefficients of several functions, one a column, where they are needed."""
+    return torch.stack([series(name, terms, rho) for name in names], -1).to(device, dtype)
+
+
+class Scan:
+    """What one look at all logits keeps of a row.
+
+    The logits above a floor, one by one, and of the many below it the sums of ``exp(j (x - floor))``: a sum over all
+    classes of any smooth function of ``x + nu`` follows for every nu that leaves the floor below ``-nu``.
+    """
+
+    def __init__(self, layer: Layer, index: Tensor, limit: int) -> None:
+        self.index, self.terms = index, 16 if layer.work == torch.float64 else 8
+        self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
+        self.floor, room = _floor(layer, limit)
+        dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved one by one
+        room = 0 if dense else room
+        self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
+        if layer.kernels is not None:
+            self.sums = layer.kernels.partial_sums(layer.rows, min(layer.step, layer.n), index.device)
+        self.top = self.floor.new_full((layer.rows, room), -torch.inf)
+        self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=index.device)
+        for classes, x in layer.blocks():
+            if layer.kernels is not None:
+                lists = (self.top, self.fill, index, self.labels)
+                layer.kernels.scan_block(x, self.floor, self.sums, *lists, classes.start)
+                continue
+            inside, place = within(index, classes)
+            self.labels = torch.where(inside, x.gather(-1, place).to(layer.work), self.labels)
+            self._add(x.to(layer.work))
+
+    def add_up(self, limit: int) -> None:
+        """Sort the lists and add up the sums, for the search in plain torch."""
+        *powers, n, n_top, n_nan = self.sums.sum(1, dtype=torch.float64).to(self.floor.dtype).split(1, -1)
+        self.powers, self.n, self.n_top, self.n_nan = torch.cat(powers, -1), n, n_top, n_nan
+        self.held, room = self.fill.unsqueeze(-1).to(self.floor.dtype), self.top.shape[-1]
+        self.overflow = (self.held > room) | (room == 0)
+        filled = int(self.fill.max()) if len(self.fill) else 0
+        self.top = self.top[:, : min(room, filled)].sort(-1, descending=True).values
+        self.few = self.held < n.clamp(max=limit)
+
+    def _add(self, x: Tensor) -> None:
+        finite = x.isfinite()
+        above = finite & (x > self.floor)
+        for i, flag in enumerate((finite, x == torch.inf, x.isnan())):
+            self.sums[:, 0, self.terms + i] += flag.sum(-1)
+        w = torch.where(finite & ~above, (x - self.floor).exp(), 0)
+        power = w
+        for j in range(self.terms):
+            self.sums[:, 0, j] += power.sum(-1)
+            power = power * w
+        row, place = above.nonzero(as_tuple=True)
+        count = above.sum(-1)
+        slot = self.fill[row] + torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+        kept = slot < self.top.shape[-1]
+        self.top[row[kept], slot[kept]] = x[row, place][kept]
+        self.fill += count.to(torch.int32)
+
+    def tail(self, names: tuple[str, ...], depth: Tensor, unit: Tensor | float = 0.0, rho: float = 0.0) -> list[Tensor]:
+        """Return the sums of functions over the classes below the floor, over ``exp(unit)``; depth is floor + nu."""
+        series = table(names, self.terms, rho, depth.dtype, depth.device)
+        w = depth.clamp(max=math.log(REACH)).exp()
+        power = self.powers * w ** torch.arange(self.terms, device=w.device)
+        sums = (power.unsqueeze(-1) * series).sum(-2)  # not a product: those may be set to TF32
+        return list(torch.where(sums == 0, 0, sums * (depth - unit).exp()).split(1, -1))
+
+
+def list_sizes(n_classes: int, limit: int) -> tuple[int, int, int]:
+    """Return the stride of the sample of classes, the rank of the floor in it, and the room of the lists above it.
+
+    The floor is some times `limit` logits deep, as far as a sample can say; the lists hold what chance may add.
+    """
+    stride = max(1, -(-n_classes // min(max(n_classes // 32, _WHOLE), _SAMPLE)))
+    size = -(-n_classes // stride)
+    rank = min(4 + math.ceil(4 * limit * size / n_classes), size)
+    return stride, rank, math.ceil((rank + 4 * math.sqrt(rank) + 8) * n_classes / size)
+
+
+def _floor(layer: Layer, limit: int) -> tuple[Tensor, int]:
+    """Return the floor of each row's list, and the room of the lists."""
+    if layer.n <= _WHOLE:
+        return layer.features.new_full((layer.rows, 1), -torch.inf, dtype=layer.work), layer.n
+    stride, rank, room = list_sizes(layer.n, limit)
+    piece = max(1, tile(layer.features) * stride // layer.n)  # rows whose sample is as large as a block
+    floor = layer.features.new_empty(layer.rows, 1, dtype=layer.work)
+    for start in range(0, layer.rows, piece):
+        rows = slice(start, start + piece)
+        sample = layer.of_rows(rows).logits(slice(0, layer.n, stride))
+        if layer.kernels is not None:
+            floor[rows] = layer.kernels.floors(sample, rank)
+        else:
+            floor[rows] = finite(sample).topk(rank, -1).values[:, -1:].to(layer.work)
+    return floor, room
+
+
+@dataclass
+class Rows:
+    """What is known of each row once its threshold is found."""
+
+    center: Tensor
+    delta: Tensor
+    log_mass: Tensor
+    index: Tensor
+    labels: Tensor  # the logits at the index
+    rho: float = 0.0
+    silent: Tensor = field(init=False)  # sums over the classes of this rank
+    leak: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.silent = self.leak = torch.zeros_like(self.center)
+
+
+def find(
+    scan: Scan, k: Tensor, limit: int, shard: ClassShard | None, known: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(center, delta, log sum h)`` of each row, and which rows it did not find; `known` is a nu to start."""
+    mass = scan.floor + scan.powers[:, :1].log()  # log sum exp of the classes below the floor
+    counts = torch.cat([scan.n, scan.n_top, scan.n_nan, scan.few, scan.overflow, mass], -1)
+    n, n_top, n_nan, few, overflow, mass = gather(counts, shard).unflatten(-1, (-1, 6)).unbind(-1)
+    n, n_top, n_nan = (v.sum(-1, keepdim=True) for v in (n, n_top, n_nan))
+    few, overflow = (v.any(-1, keepdim=True) for v in (few, overflow))
+    left = search.feasible(k, n, n_top, n_nan)
+    if known is None:
+        near_end = limited(shard, limit - 1)
+        listed = left._replace(solvable=left.solvable & ~few)
+        start, near = search.bracket(scan.top[:, :limit], listed, near_end)
+        # Without the order statistics: as if every y were small.
+        loose = search.anywhere(mass.logsumexp(-1, keepdim=True) - left.k.log())
+        start = search.Start(*(torch.where(few & left.solvable, l, s) for l, s in zip(loose, start, strict=True)))
+    else:
+        start, few, near = search.anywhere(-known), torch.ones_like(few), -known
+
+    def sums(center: Tensor, delta: Tensor) -> search.Sums:
+        peak = torch.where(few | ~left.solvable, 0, (-(near - center).abs()).amax(-1, keepdim=True))
+        *parts, deep = reduce(_small_sums(scan, center, delta, peak), "sum", shard)
+        return search.Sums(parts, peak, deep == 0)
+
+    lost = left.solvable & overflow
+    found = search.iterate(sums, left.k, start, ~left.solvable | lost, PASSES, stops=True)
+    a, b, *_, squares = found.sums.parts
+    mass, t = a + b, torch.where(found.done, found.step, 0)
+    mass = mass + (b - a) * t + (mass - 6 * squares) * t * t / 2  # sum h after the last step
+    log_mass = torch.where(left.solvable, found.sums.peak + mass.log(), 0)
+    return *search.ended(found, left), log_mass, lost | ~found.done
+
+
+def _small_sums(scan: Scan, center: Tensor, delta: Tensor, peak: Tensor) -> list[Tensor]:
+    """Return the sums of `search.small_parts` and of h^2, and whether the series is valid."""
+    a, b, above, residual, bend = search.small_parts(scan.top - center, peak, delta)
+    squares = (a + b).square() * peak.exp()
+    depth = (scan.floor - center) + delta
+    rest = scan.tail(STEP, depth, peak)
+    rest.insert(2, torch.zeros_like(depth))  # none is above
+    sums = [p.sum(-1, keepdim=True) + r for p, r in zip((a, b, above, residual, bend, squares), rest, strict=True)]
+    below = scan.powers[:, :1] > 0
+    return [*sums, (below & ~(depth < math.log(0.9 * REACH))).to(depth.dtype)]
+
+
+def add_unseen(scan: Scan, rows: Rows) -> None:
+    """Fill in the sums of :func:`absence` and :func:`absence_slope` over the finite logits of this rank."""
+    z = torch.where(scan.top.isfinite(), search.points(scan.top, rows.center, rows.delta), -torch.inf)
+    depth = torch.where(rows.delta.isfinite(), (scan.floor - rows.center) + rows.delta, -torch.inf)
+    silent, leak = scan.tail(UNSEEN, depth, rho=rows.rho)
+    rows.silent = absence(z, rows.rho).sum(-1, keepdim=True) + silent
+    every = times(scan.n, -log1p(-rows.rho))  # k takes every class
+    rows.silent = torch.where(rows.delta == torch.inf, every, rows.silent)
+    rows.leak = absence_slope(z, rows.rho).sum(-1, keepdim=True) + leak
+
+
+def log1p(value: float) -> float:
+    return math.log1p(value) if value > -1 else -math.inf
+
+
+def times(count: Tensor, value: float) -> Tensor:
+    return torch.where(count == 0, 0, count * value)
+
+
+def log_mass_of(z: Tensor, share: Tensor | float, shard: ClassShard | None) -> Tensor:
+    """Return ``log sum share h`` over the points that are finite."""
+    log_h = torch.where(z.isfinite(), F.logsigmoid(z) + F.logsigmoid(-z), -torch.inf)
+    peak = reduce(log_h, "max", shard)
+    peak = torch.where(peak.isfinite(), peak, 0)
+    return peak + reduce(share * (log_h - peak).exp(), "sum", shard).log()

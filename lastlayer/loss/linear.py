@@ -1,0 +1,370 @@
+"""A linear layer and the LML loss in one: rows x classes never exists as a whole, on one device or on many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lastlayer import _check
+from lastlayer._check import Labels, Reduction, Target
+from lastlayer._threshold import dispatch, search
+from lastlayer._threshold.autograd import FirstOnly
+from lastlayer.loss import _rows
+from lastlayer.loss._sampled import draw, sampled
+from lastlayer.loss._scan import (
+    FIRST_ONLY,
+    PASSES,
+    REACH,
+    STEP,
+    UNSEEN,
+    Layer,
+    Rows,
+    Scan,
+    absence,
+    absence_slope,
+    add_unseen,
+    find,
+    log1p,
+    log_mass_of,
+    table,
+    tile,
+    times,
+)
+from lastlayer.loss.lml import lml_loss
+from lastlayer.project.lml import apply
+from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, unwrap
+
+
+def linear_lml_loss(
+    features: Tensor,
+    weight: Tensor,
+    target: Target,
+    k: float | Tensor,
+    *,
+    bias: Tensor | None = None,
+    observed: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    negatives: int | tuple[Tensor, Tensor] | None = None,
+    generator: torch.Generator | None = None,
+    shard: ClassShard | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Compute ``lml_loss(F.linear(features, weight, bias), target, k)`` without ever holding the logits.
+
+    .. math:: -\sum_{j \in Y} \log \sigma(w_j^\top f + b_j + \nu), \qquad \sum_j \sigma(w_j^\top f + b_j + \nu) = k
+
+    Blocks of classes are computed, used and dropped: once in forward, once more in backward. What one look keeps of a
+    row are its largest logits and power sums of the rest, from which the threshold and the loss follow to rounding; a
+    row of which that is not true (`k` above about 1 % of the classes, as a rule) is solved from all its logits, a few
+    rows at a time. Memory beyond the arguments and their gradients is one block, and some thousand numbers a row. On a
+    GPU a flag is read back, so it cannot be captured in a CUDA graph. Logits of one block or less (128 MB on a GPU, 1
+    MB on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
+
+    Args:
+        features: The inputs of the layer, shape ``(*batch, in_features)``.
+        weight: Shape ``(n_classes, in_features)``; with `shard`, the rows of this rank's classes.
+        target: One class a row (``batch``), index lists padded with -1 (``(*batch, m)``), or multi-hot
+            ``(*batch, n_classes)``, which is turned into index lists.
+        k: The number of labels a row has, observed or not; a number or a tensor that broadcasts to ``batch``.
+        bias: Shape ``(n_classes,)``; ``-inf`` rules a class out.
+        observed: The probability that a label is observed, as in :func:`~lastlayer.lml_loss`.
+        temperature: Divides the logits; a number, or a tensor that broadcasts to ``batch``.
+        mask: Boolean, True where a class takes part; broadcasts to ``(*batch, n_classes)``.
+        negatives: ``None`` sums over all classes. A number draws so many classes (of this rank), uniformly and without
+            replacement, alike for all rows; a pair is a sample of your own: class ids (of this rank, from 0) and the
+            probability with which each was to be drawn. A row's labels count in full, and a sampled class that is none
+            of them as ``1 / probability`` classes: the sums over classes are those of all classes in expectation.
+            Threshold and loss are no linear functions of them, so they have a bias, of the order of one over the
+            number drawn. Holds the sampled logits; the weight's gradient is 0 for classes that were not drawn.
+        generator: Of the draw; with `shard`, each rank draws from its own classes.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows that contribute, 0 if there is none.
+
+    Returns:
+        The loss, of the dtype the logits would have, as in :func:`~lastlayer.lml_loss`. First derivatives only, but for
+        logits of one block.
+
+    Example:
+        >>> features, weight = torch.eye(2), torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
+        >>> linear_lml_loss(features, weight, torch.tensor([[0, 1], [2, -1]]), k=2)
+        tensor(0.3801)
+    """
+    op = "linear_lml_loss"
+    weight, shard, _ = unwrap(op, weight, shard, 0, k)
+    bias = local_part(bias)
+    _check_layer(op, features, weight, bias, shard)
+    _check.choice(op, "reduction", reduction, ("none", "mean", "sum"))
+    rho = _check.number(op, "observed", observed, 0, 1)
+    batch, n = features.shape[:-1], weight.shape[0]
+    rows = batch.numel()
+    dtype = _dot_dtype(features)
+    shape = torch.empty((), dtype=dtype, device=features.device).expand(*batch, n)
+    labels = _check.target(op, local_part(target), shape, shard)
+    cardinality = _check.cardinality(op, k, shape, shard)
+    mask = _check.mask(op, local_part(mask), shape)
+    divisor = _check.temperature(op, temperature)
+    if rows * n <= tile(shape) and shard is None and negatives is None:
+        x = F.linear(features.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        options = {"observed": rho, "temperature": temperature, "mask": mask, "reduction": reduction}
+        return lml_loss(x, target, k, **options)  # type: ignore[arg-type]
+    if isinstance(divisor, Tensor):
+        divisor = spread(divisor, shard).to(dtype).expand(batch).reshape(rows, 1)
+    index = _index_lists(labels, lambda dense: dense > 0)
+    width = index.shape[-1]
+    if rho > 0 and labels.dense is not None:
+        index = torch.cat([index, _index_lists(labels, lambda dense: dense < 0)], -1)
+    arguments = (
+        spread(features, shard).reshape(rows, features.shape[-1]),
+        weight,
+        bias,
+        cardinality.reshape(rows, 1),
+        divisor,
+        None if mask is None else mask.reshape(rows, n),
+        index.reshape(rows, index.shape[-1]).contiguous(),
+        width,
+        rho,
+        dtype,
+    )
+    if negatives is None:
+        loss, count = _LinearLML.apply(*arguments, _largest_rank(k), shard)
+    else:
+        drawn, counts_for = draw(op, negatives, n, features.device, generator, 0 if shard is None else shard.start)
+        loss, count = sampled(*arguments, drawn, counts_for, shard)
+    contributes = count.view(batch) > 0
+    if rho > 0:
+        contributes = _says_something(labels, shard) | contributes
+    loss = torch.where(contributes, loss.view(batch), 0)
+    return _rows.leave(op, loss, reduction, contributes, dtype)
+
+
+def _says_something(labels: Labels, shard: ClassShard | None) -> Tensor:
+    """Which rows have a known class."""
+    if labels.dense is None:
+        assert labels.index is not None
+        return torch.ones(labels.index.shape[:-1], dtype=torch.bool, device=labels.index.device)
+    known = (labels.dense >= 0).any(-1, keepdim=True)
+    return reduce(known.float(), "sum", shard).squeeze(-1) > 0
+
+
+def _check_layer(op: str, features: Any, weight: Any, bias: Any, shard: ClassShard | None) -> None:
+    _check.logits(op, features, "features")
+    _check.logits(op, weight, "weight")
+    if weight.ndim != 2 or weight.shape[1] != features.shape[-1]:
+        raise ValueError(
+            f"{op}: `weight` must have shape (n_classes, {features.shape[-1]}), got {tuple(weight.shape)}. "
+            "Its rows are classes, as in torch.nn.Linear."
+        )
+    if shard is not None and weight.shape[0] != shard.size:
+        raise ValueError(
+            f"{op}: `weight` must hold the {shard.size} classes of `shard`, got {weight.shape[0]} rows. "
+            "Pass this rank's rows."
+        )
+    if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[:1]):
+        got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+        raise ValueError(f"{op}: `bias` must have shape ({weight.shape[0]},), got {got}.")
+    if weight.dtype != features.dtype and not _check.autocast(features.device):
+        raise TypeError(
+            f"{op}: `weight` must be of the dtype of `features`, {features.dtype}, got {weight.dtype}. "
+            "Convert one, or use torch.autocast."
+        )
+
+
+def _dot_dtype(features: Tensor) -> torch.dtype:
+    """The dtype in which the logits are computed, as F.linear would."""
+    if _check.autocast(features.device) and features.dtype != torch.float64:
+        return torch.get_autocast_dtype(features.device.type)
+    return features.dtype
+
+
+def _index_lists(labels: Labels, wanted: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the labels as index lists; a dense target is there already, so reading its largest count costs little."""
+    if labels.index is not None:
+        return labels.index
+    assert labels.dense is not None
+    found = wanted(labels.dense).to(torch.uint8)
+    most = int(found.sum(-1).max()) if found.numel() else 0
+    values, index = found.topk(most, -1)
+    return torch.where(values > 0, index, -1)
+
+
+def _largest_rank(k: float | Tensor) -> int:
+    """The largest rank of a logit that the start needs; reads a tensor of cardinalities."""
+    if isinstance(k, Tensor):
+        k = float(k.detach().double().nan_to_num(0, 0, 0).max()) if k.numel() else 0.0
+    return math.floor(float(k)) + 1
+
+
+def _solve_lost(layer: Layer, lost: Tensor, k: Tensor, rows: Rows, shard: ClassShard | None) -> None:
+    """Find the thresholds of the rows that are lost from all their logits, a few rows at a time."""
+    if not bool(lost.any()):
+        return
+    which = lost.squeeze(-1).nonzero().squeeze(-1)
+    shard = None if shard is None else shard.starting_at(Thresholds())
+    most = int(reduce(k.new_full((1, 1), layer.n), "max", shard))  # the same pieces on every rank
+    for part in which.split(max(1, tile(k) // 4 // max(most, 1))):  # with a dozen temporaries
+        x = layer.of_rows(part).logits(slice(None))
+        impl = dispatch.choose("linear_lml_loss", "auto", x, shard)
+        _, center, delta = apply(dispatch.Problem(x, k[part], None, 1.0, shard, impl), "nu")
+        z = search.points(x.to(layer.work), center, delta)
+        live = x.isfinite() & delta.isfinite()
+        rows.center[part], rows.delta[part] = center, delta
+        rows.log_mass[part] = log_mass_of(z, 1.0, shard)
+        if rows.rho > 0:
+            rows.silent[part] = torch.where(x.isfinite(), absence(z, rows.rho), 0).sum(-1, keepdim=True)
+            rows.leak[part] = torch.where(live, absence_slope(z, rows.rho), 0).sum(-1, keepdim=True)
+
+
+def _said_by_all(rows: Rows, n: Tensor) -> Tensor:
+    """Return what `n` classes say where k takes every one, less the listed; an infinite term is not taken away."""
+    others = n - ((rows.index >= 0) & (rows.labels > -torch.inf)).sum(-1, keepdim=True)
+    return times(others, -log1p(-rows.rho))
+
+
+Settled = tuple[Rows, Tensor, Tensor, Tensor, Tensor]  # and per row: loss, pull, number of labels; slopes at labels
+
+
+def _settle(
+    layer: Layer, scan: Scan, k: Tensor, limit: int, labels: int, rho: float, shard: ClassShard | None
+) -> Settled:
+    """Find the thresholds and the loss from what a scan has kept; the first `labels` of an index list are positive."""
+    scan.add_up(limit)
+    known = None if shard is None else shard.known(k.shape[:-1], layer.work)
+    center, delta, log_mass, lost = find(scan, k, limit, shard, known)
+    if known is not None and bool(lost.any()):
+        center, delta, log_mass, lost = find(scan, k, limit, shard)
+    rows = Rows(center.contiguous(), delta.contiguous(), log_mass.contiguous(), scan.index, scan.labels, rho)
+    if rho > 0:
+        add_unseen(scan, rows)
+    _solve_lost(layer, lost, k, rows, shard)
+    if shard is not None:
+        shard.note(rows.delta - rows.center)
+    z = search.points(rows.labels, rows.center, rows.delta)
+    held = rows.index >= 0
+    live = held & rows.labels.isfinite() & rows.delta.isfinite()
+    positive = held & (torch.arange(held.shape[-1], device=held.device) < labels)
+    loss = torch.where(positive, -F.logsigmoid(z), 0).sum(-1, keepdim=True)
+    toward = torch.where(positive & live, -(-z).sigmoid(), 0)
+    pull = -toward.sum(-1, keepdim=True)
+    if rho > 0:
+        said = torch.where(held & rows.labels.isfinite(), absence(z, rho), 0).sum(-1, keepdim=True)
+        n_top = scan.n_top - (held & (rows.labels == torch.inf)).sum(-1, keepdim=True)
+        said = (rows.silent - said) + times(n_top, -log1p(-rho))
+        loss = loss + torch.where(rows.delta == torch.inf, _said_by_all(rows, scan.n + scan.n_top), said)
+        loss = torch.where(rows.delta.isnan(), torch.nan, loss)  # which no class may be left to say
+        leak = torch.where(live, absence_slope(z, rho), 0)
+        toward, pull = toward - leak, pull - torch.where(rows.delta.isinf(), 0, rows.leak) + leak.sum(-1, True)
+    loss, pull, count = reduce([loss, pull, positive.to(z.dtype)], "sum", shard)
+    return rows, loss, pull, count, toward
+
+
+def _settle_by_kernels(
+    layer: Layer, scan: Scan, k: Tensor, limit: int, labels: int, rho: float, shard: ClassShard | None
+) -> Settled:
+    """As :func:`_settle`, in a few launches, for classes that are all here."""
+    assert layer.kernels is not None
+    assert shard is None
+    names = STEP + UNSEEN if rho > 0 else STEP
+    series = table(names, scan.terms, rho, layer.work, k.device)
+    reach, every = (math.log(REACH), math.log(0.9 * REACH)), -log1p(-rho)
+    kept = (scan.top, scan.fill, scan.floor, scan.sums)
+    found = layer.kernels.search(*kept, k, series, limit, reach, PASSES, rho, every)
+    center, delta, log_mass, lost, _, silent, leak = found.unsqueeze(-1)
+    rows = Rows(center, delta, log_mass, scan.index, scan.labels, rho)
+    rows.silent, rows.leak = silent, leak
+    _solve_lost(layer, lost > 0, k, rows, None)
+    sums, toward = layer.kernels.losses(found, rows.index, rows.labels, labels, rho, every)
+    loss, pull, count = sums.unsqueeze(-1)
+    if rho > 0:
+        loss = torch.where(rows.delta.isnan(), torch.nan, loss)  # which no class may be left to say
+    if rho == 1:  # where k takes every class, the kernel takes infinite terms away
+        n = scan.sums[..., scan.terms : scan.terms + 2].sum((1, 2)).unsqueeze(-1)
+        ruled_out = (rows.index[:, :labels] >= 0) & (rows.labels[:, :labels] == -torch.inf)
+        said = torch.where(ruled_out.any(-1, keepdim=True), torch.inf, _said_by_all(rows, n))
+        loss = torch.where(rows.delta == torch.inf, said, loss)
+    return rows, loss, pull, count, toward
+
+
+class _LinearLML(torch.autograd.Function):
+    """``(features, weight, bias, k, temperature) -> (loss, number of labels)``, each a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        k: Tensor,
+        temperature: float | Tensor,
+        mask: Tensor | None,
+        index: Tensor,
+        labels: int,
+        rho: float,
+        dtype: torch.dtype,
+        limit: int,
+        shard: ClassShard | None,
+    ) -> tuple[Tensor, Tensor]:
+        layer = Layer(features, weight, bias, dtype, temperature, mask)
+        with torch.autocast(features.device.type, enabled=False):
+            scan = Scan(layer, index, limit)
+            by_kernels = layer.kernels is not None and shard is None
+            settle = _settle_by_kernels if by_kernels else _settle
+            rows, loss, pull, count, toward = settle(layer, scan, k, limit, labels, rho, shard)
+        scale = temperature if isinstance(temperature, Tensor) else None
+        found = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward)
+        ctx.save_for_backward(features, weight, bias, mask, scale, index, *found)
+        ctx.dtype, ctx.rho, ctx.temperature = dtype, rho, None if scale is not None else temperature
+        ctx.mark_non_differentiable(count)
+        return loss.squeeze(-1), count.squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        found = _first_derivatives(ctx, grad.detach())
+        if torch.is_grad_enabled():
+            found = FirstOnly.apply(FIRST_ONLY, 3, grad, *ctx.saved_tensors[:2], *found)
+        return (*found, *(None,) * 7)
+
+
+def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of features, weight, bias, k and temperature, block by block."""
+    features, weight, bias, mask, scale, index, center, delta, log_mass, labels, pull, toward = ctx.saved_tensors
+    temperature = ctx.temperature if scale is None else scale
+    with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+        layer = Layer(features, weight, bias, ctx.dtype, temperature, mask)
+        wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
+        grad = grad.unsqueeze(-1).to(layer.work)
+        pulled, toward = grad * pull, grad * toward
+        delta = torch.where((grad == 0) & delta.isnan(), torch.inf, delta)  # a row nobody asks for has no gradient
+        grad_k = torch.where(delta.isinf(), 0, -pulled * (-log_mass).exp()) if wants_k else None
+        rows = Rows(center, delta, log_mass, index, labels, ctx.rho)
+        if scale is not None or temperature != 1.0:
+            pulled, toward, grad = (t / temperature for t in (pulled, toward, grad))
+        pulled, toward, grad = (t.contiguous() for t in (pulled, toward, grad))
+        grad_features = torch.zeros_like(features, dtype=layer.work) if wants_features else None
+        grad_weight = torch.empty_like(weight) if wants_weight else None
+        grad_bias = torch.empty_like(bias) if wants_bias else None
+        grad_temperature = torch.zeros_like(center) if wants_temperature else None
+        for classes, x in layer.blocks():
+            dx = layer.grad(x, classes.start, rows, pulled, toward, grad, keep=wants_temperature)
+            if grad_temperature is not None:
+                grad_temperature -= (dx * torch.where(x.isfinite(), x, 0)).sum(-1, keepdim=True, dtype=layer.work)
+            if grad_bias is not None:
+                grad_bias[classes] = dx.sum(0)
+            if grad_features is not None and ctx.dtype == layer.work:
+                grad_features.addmm_(dx, layer.weight[classes].to(ctx.dtype))
+            elif grad_features is not None:
+                grad_features += dx @ layer.weight[classes].to(ctx.dtype)
+            if grad_weight is not None and grad_weight.dtype == ctx.dtype:
+                torch.mm(dx.T, layer.features, out=grad_weight[classes])
+            elif grad_weight is not None:
+                grad_weight[classes] = dx.T @ layer.features
+        if grad_features is not None:
+            grad_features = grad_features.to(features.dtype)
+        if grad_temperature is not None:
+            grad_temperature = grad_temperature.to(scale.dtype)
+    return grad_features, grad_weight, grad_bias, grad_k, grad_temperature
