@@ -12,6 +12,7 @@ from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import broken_rows, mapped, nestable, recorded, without_transforms
 from lastlayer._threshold.dispatch import Impl, Problem, backward, differentiated, enter, forward, transformed
 from lastlayer._threshold.search import points, scores, shifted, sizes, solve, tails
+from lastlayer.project.wider import Dim, Wider, project_wider
 from lastlayer.shard import ClassShard, reduce, replicate
 
 Kind = Literal["y", "log", "nu"]
@@ -21,9 +22,14 @@ def lml(
     logits: Tensor,
     k: float | Tensor,
     *,
-    dim: int = -1,
+    dim: Dim = -1,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    weight: float | Tensor | None = None,
+    lower: float | Tensor | None = None,
+    upper: float | Tensor | None = None,
+    groups: Tensor | None = None,
+    group_limit: float | Tensor | None = None,
     shard: ClassShard | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -35,13 +41,22 @@ def lml(
     The order of the logits is kept, and a constant added to a row changes nothing. `k = 1` is not the softmax: each
     class has a probability of its own, and several may be near 1.
 
+    With weights and bounds the solution is :math:`y_i = l_i + (u_i - l_i)\, \sigma(x_i + w_i \nu)`. Such rows, and rows
+    with groups, are solved by plain torch in float64, not by the kernels.
+
     Args:
         logits: The scores :math:`x`, any shape. ``-inf`` rules a class out, ``+inf`` takes one unit of `k`.
         k: The expected number of labels, ``0 <= k <= n_classes``, any real number; or a tensor that broadcasts to
             the shape of the rows, differentiable. A row whose `k` cannot be met is nan, and no other row with it.
-        dim: The dimension of the classes.
+        dim: The dimension of the classes; a tuple is one budget over several dimensions.
         temperature: Divides the logits; towards 0 the result is the indicator of the `k` largest.
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
+        weight: What a unit of each class costs: the budget is :math:`\sum_i w_i y_i = k`. Of either sign; a class of
+            weight 0 is free. Broadcasts to the shape of `logits`; differentiable, like the bounds.
+        lower: The least value of each class, 0 if left out.
+        upper: The largest value of each class, 1 if left out.
+        groups: The group of each class, an integer tensor ``(n_classes,)``; needs `group_limit`.
+        group_limit: The largest sum within a group; a number, or one number per group.
         shard: This rank's slice, when the classes are split over processes.
         impl: ``"torch"``, ``"native"`` (compiled, CPU), ``"triton"`` (GPU), or ``"auto"``: the fastest that applies.
 
@@ -52,6 +67,9 @@ def lml(
         >>> lml(torch.tensor([2.0, 1.0, 0.0, -1.0]), k=2)
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
     """
+    if not (weight is lower is upper is groups is group_limit is None and isinstance(dim, int)):
+        given = Wider(weight, lower, upper, groups, group_limit)
+        return project_wider("lml", "y", lml, logits, k, given, dim, temperature, mask, shard, impl)
     problem, back = enter("lml", logits, k, dim, temperature, mask, shard, impl)
     return back(apply(problem, "y")[0])
 
@@ -60,9 +78,12 @@ def log_lml(
     logits: Tensor,
     k: float | Tensor,
     *,
-    dim: int = -1,
+    dim: Dim = -1,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    weight: float | Tensor | None = None,
+    lower: float | Tensor | None = None,
+    upper: float | Tensor | None = None,
     shard: ClassShard | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -76,6 +97,9 @@ def log_lml(
         dim: The dimension of the classes.
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part.
+        weight: As in :func:`lml`, like `lower` and `upper`.
+        lower: The least value of each class.
+        upper: The largest value of each class.
         shard: This rank's slice, when the classes are split over processes.
         impl: As in :func:`lml`.
 
@@ -86,6 +110,9 @@ def log_lml(
         >>> log_lml(torch.tensor([200.0, 200.0, -200.0]), k=2)
         tensor([   0.0000,    0.0000, -199.6534])
     """
+    if not (weight is lower is upper is None and isinstance(dim, int)):
+        given = Wider(weight, lower, upper)
+        return project_wider("log_lml", "log", log_lml, logits, k, given, dim, temperature, mask, shard, impl)
     problem, back = enter("log_lml", logits, k, dim, temperature, mask, shard, impl)
     return back(apply(problem, "log")[0])
 
@@ -94,9 +121,12 @@ def lml_threshold(
     logits: Tensor,
     k: float | Tensor,
     *,
-    dim: int = -1,
+    dim: Dim = -1,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    weight: float | Tensor | None = None,
+    lower: float | Tensor | None = None,
+    upper: float | Tensor | None = None,
     shard: ClassShard | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -113,6 +143,9 @@ def lml_threshold(
         dim: The dimension of the classes; the result does not have it.
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part.
+        weight: As in :func:`lml`, like `lower` and `upper`.
+        lower: The least value of each class.
+        upper: The largest value of each class.
         shard: This rank's slice, when the classes are split over processes.
         impl: As in :func:`lml`.
 
@@ -123,6 +156,11 @@ def lml_threshold(
         >>> lml_threshold(torch.tensor([[1.0, 1.0, 1.0, 1.0]]), k=2)
         tensor([-1.])
     """
+    if not (weight is lower is upper is None and isinstance(dim, int)):
+        given = Wider(weight, lower, upper)
+        return project_wider(
+            "lml_threshold", "nu", lml_threshold, logits, k, given, dim, temperature, mask, shard, impl
+        )
     problem, _ = enter("lml_threshold", logits, k, dim, temperature, mask, shard, impl)
     _, center, delta = apply(problem, "nu")
     return (replicate(delta, problem.shard) - center).squeeze(-1).to(logits.dtype)
@@ -132,9 +170,12 @@ def lml_at_most(
     logits: Tensor,
     k: float | Tensor,
     *,
-    dim: int = -1,
+    dim: Dim = -1,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    weight: float | Tensor | None = None,
+    lower: float | Tensor | None = None,
+    upper: float | Tensor | None = None,
     shard: ClassShard | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -150,6 +191,9 @@ def lml_at_most(
         dim: The dimension of the classes.
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part.
+        weight: As in :func:`lml`, like `lower` and `upper`.
+        lower: The least value of each class.
+        upper: The largest value of each class.
         shard: This rank's slice, when the classes are split over processes.
         impl: As in :func:`lml`.
 
@@ -161,6 +205,11 @@ def lml_at_most(
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
+    if not (weight is lower is upper is None and isinstance(dim, int)):
+        given = Wider(weight, lower, upper)
+        return project_wider(
+            "lml_at_most", "at most", lml_at_most, logits, k, given, dim, temperature, mask, shard, impl
+        )
     problem, back = enter("lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False)
     x = scores(problem.x, problem.mask, problem.temperature)
     free = reduce((x > -torch.inf).to(x.dtype), "sum", problem.shard)
@@ -332,7 +381,7 @@ class LML(FunctionModule):
 
     function = staticmethod(lml)
 
-    def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
+    def __init__(self, k: float | Tensor, *, dim: Dim = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
     def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
@@ -346,7 +395,7 @@ class LogLML(FunctionModule):
 
     function = staticmethod(log_lml)
 
-    def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
+    def __init__(self, k: float | Tensor, *, dim: Dim = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
     def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
@@ -360,7 +409,7 @@ class LMLThreshold(FunctionModule):
 
     function = staticmethod(lml_threshold)
 
-    def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
+    def __init__(self, k: float | Tensor, *, dim: Dim = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
     def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
@@ -374,7 +423,7 @@ class LMLAtMost(FunctionModule):
 
     function = staticmethod(lml_at_most)
 
-    def __init__(self, k: float | Tensor, *, dim: int = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
+    def __init__(self, k: float | Tensor, *, dim: Dim = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
         super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
     def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:

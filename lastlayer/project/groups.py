@@ -1,0 +1,102 @@
+"""The LML projection with limits on groups of classes: exactly `k` in all, at most so many of each group."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lastlayer import _check
+
+
+def grouped(op: str, x: Tensor, k: Tensor, groups: Any, limit: Any) -> Tensor:
+    r"""Return the projection of scores `x` (classes last) on `k` labels with group sums of at most `limit`.
+
+    The solution is :math:`\sigma(x_i + \nu + \mu_g)` with :math:`\mu_g \le 0`. A group binds once the threshold
+    passes the one at which the group alone reaches its limit, so the groups that bind are found by bisection among
+    these thresholds. What binds and what does not are then separate ordinary projections, whose derivatives are those
+    of the whole.
+    """
+    from lastlayer.project.lml import lml, lml_threshold  # which comes here for its wider form
+
+    groups, n_groups = _check_groups(op, groups, x.shape[-1])
+    groups = groups.to(x.device)
+    limits = _check_limit(op, limit, n_groups, x)
+    live = x > -torch.inf
+
+    order = groups.argsort(stable=True)
+    sizes = torch.bincount(groups, minlength=n_groups)
+    width = int(sizes.max()) if n_groups else 0
+    first = sizes.cumsum(0) - sizes
+    column = torch.arange(len(order), device=x.device) - first[groups[order]]
+    table = torch.full((n_groups, width), len(order), device=x.device)  # classes of each group; the last one is none
+    table[groups[order], column] = order
+
+    def by_group(value: Tensor, fill: Any) -> Tensor:
+        pad = value.new_full((*value.shape[:-1], 1), fill)
+        return torch.cat([value, pad], -1)[..., table]
+
+    inside = by_group(live, False)
+    size = inside.sum(-1).to(limits.dtype)
+    may_bind = limits < size
+    capped = torch.minimum(limits, size)
+    within = lml(by_group(x, 0.0), capped, mask=inside)  # (..., groups, width)
+    with torch.no_grad():
+        at = lml_threshold(by_group(x.detach(), 0.0), capped, mask=inside)
+        at = torch.where(may_bind, at, torch.inf)
+        binds = _binding(x.detach(), live, k, groups, at, limits)
+    rest = k - torch.where(binds, limits, 0).sum(-1, keepdim=True)
+    bound = binds[..., groups]
+    rest = torch.where(binds.any(-1, keepdim=True), rest.clamp(min=0), rest)  # rounding of what the groups took
+    free = lml(x, rest.squeeze(-1), mask=live & ~bound)
+    back = torch.empty_like(order)
+    back[order] = groups[order] * width + column
+    y = torch.where(bound, within.flatten(-2)[..., back], free)
+    return torch.where(k <= capped.sum(-1, keepdim=True), y, torch.nan)
+
+
+def _binding(x: Tensor, live: Tensor, k: Tensor, groups: Tensor, at: Tensor, limits: Tensor) -> Tensor:
+    """Return which groups bind: the first of the order of `at` while the total at that threshold is at most `k`."""
+    order = at.sort(dim=-1)
+    n_groups = at.shape[-1]
+    low = torch.zeros_like(k, dtype=torch.long)  # so many groups bind for sure
+    high = torch.full_like(low, n_groups)  # not more than these
+    for _ in range(max(n_groups, 1).bit_length()):
+        middle = (low + high + 1) // 2
+        nu = order.values.gather(-1, (middle - 1).clamp(min=0))
+        full = at <= nu
+        y = torch.where(live & ~full[..., groups], (x.to(nu.dtype) + nu).sigmoid(), 0)
+        total = y.sum(-1, keepdim=True) + torch.where(full, limits, 0).sum(-1, keepdim=True)
+        fits = (total <= k) & (nu < torch.inf)
+        low, high = torch.where(fits & (middle > low), middle, low), torch.where(fits, high, middle - 1)
+        high = torch.maximum(low, high)
+    rank = torch.empty_like(order.indices).scatter(
+        -1, order.indices, torch.arange(n_groups, device=x.device).expand_as(order.indices)
+    )
+    return rank < low
+
+
+def _check_groups(op: str, groups: Any, n: int) -> tuple[Tensor, int]:
+    if not isinstance(groups, Tensor) or groups.dtype not in (torch.int64, torch.int32) or groups.shape != (n,):
+        got = f"{groups.dtype} of shape {tuple(groups.shape)}" if isinstance(groups, Tensor) else type(groups).__name__
+        raise TypeError(f"{op}: `groups` must be an integer tensor with the group of each of {n} classes, got {got}.")
+    return groups.long(), int(groups.max()) + 1 if n else 0
+
+
+def _check_limit(op: str, limit: Any, n_groups: int, x: Tensor) -> Tensor:
+    dtype = _check.work_dtype(x)
+    if isinstance(limit, Tensor):
+        if limit.shape not in (torch.Size([]), torch.Size([n_groups])):
+            raise ValueError(
+                f"{op}: `group_limit` must be a number or one number for each of {n_groups} groups, "
+                f"got shape {tuple(limit.shape)}."
+            )
+        return limit.to(x.device, dtype).expand(*x.shape[:-1], n_groups)
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real):
+        raise TypeError(f"{op}: `group_limit` must be a number or a tensor, got {type(limit).__name__}.")
+    if not 0 <= float(limit) < math.inf:
+        raise ValueError(f"{op}: `group_limit` must be at least 0 and finite, got {limit}.")
+    return torch.full((), float(limit), dtype=dtype, device=x.device).expand(*x.shape[:-1], n_groups)

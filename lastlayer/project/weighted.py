@@ -1,0 +1,246 @@
+"""The LML projection with a weighted sum and bounds: labels that cost differently, and limits per label."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lastlayer.shard import ClassShard, reduce
+
+_STEPS = 120  # bounds the search; Newton's steps with halvings in between
+_BIG = 1e300
+
+
+class Terms(NamedTuple):
+    """What a weighted row is made of, in float64 and of one shape ``(..., n_classes)``; `k` is ``(..., 1)``."""
+
+    x: Tensor
+    weight: Tensor
+    lower: Tensor
+    upper: Tensor
+    k: Tensor
+
+
+def enter(op: str, x: Tensor, k: Tensor, weight: Any, lower: Any, upper: Any) -> Terms:
+    """Check weights and bounds against scores `x` (classes last) and bring them to one shape."""
+    if all(not isinstance(v, Tensor) for v in (lower, upper)):
+        low, high = 0.0 if lower is None else lower, 1.0 if upper is None else upper
+        if isinstance(low, numbers.Real) and isinstance(high, numbers.Real) and float(low) > float(high):
+            raise ValueError(f"{op}: `lower` must be at most `upper`, got {low} and {high}.")
+    weight = _spread_over(op, "weight", weight, 1.0, x)
+    lower, upper = _spread_over(op, "lower", lower, 0.0, x), _spread_over(op, "upper", upper, 1.0, x)
+    return Terms(x.double(), weight, lower, upper, k.double())
+
+
+def _spread_over(op: str, name: str, value: Any, default: float, x: Tensor) -> Tensor:
+    if value is None:
+        value = default
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{op}: `{name}` must be a number or a tensor, got {type(value).__name__}.")
+        if not math.isfinite(float(value)):
+            raise ValueError(f"{op}: `{name}` must be finite, got {value}.")
+        return torch.full((), float(value), dtype=torch.float64, device=x.device).expand(x.shape)
+    if value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{op}: `{name}` must be real, got a tensor of {value.dtype}.")
+    try:
+        return value.to(device=x.device, dtype=torch.float64).expand(x.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: `{name}` must broadcast to the shape {tuple(x.shape)}, got shape {tuple(value.shape)}."
+        ) from None
+
+
+def threshold(terms: Terms, shard: ClassShard | None) -> Tensor:
+    """Return nu ``(..., 1)``, differentiable in every term; ``-inf`` and ``+inf`` at the ends, NaN beyond."""
+    function = _Threshold if torch.compiler.is_compiling() else _ThresholdForwardMode
+    return function.apply(*terms, shard)
+
+
+def range_of_sums(terms: Terms, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest weighted sum that the bounds allow, ``(..., 1)``."""
+    at_lower = terms.weight * torch.where(terms.x == torch.inf, terms.upper, terms.lower)
+    at_upper = terms.weight * torch.where(terms.x == -torch.inf, terms.lower, terms.upper)
+    least, most = reduce([torch.minimum(at_lower, at_upper), torch.maximum(at_lower, at_upper)], "sum", shard)
+    return least, most
+
+
+def points(terms: Terms, nu: Tensor) -> Tensor:
+    """Return ``x + w nu``: infinite where nu is, unless the weight is 0 or the score is infinite itself."""
+    finite = nu.isfinite()
+    z = terms.x + terms.weight * torch.where(finite, nu, 0)
+    end = torch.where(terms.weight * nu.detach() > 0, torch.inf, -torch.inf).to(z.dtype)
+    ends = ~finite & (terms.weight != 0) & terms.x.isfinite()
+    return torch.where(nu.isnan(), nu, torch.where(ends, end, z))
+
+
+def values(terms: Terms, nu: Tensor) -> Tensor:
+    """Return ``lower + (upper - lower) sigmoid(x + w nu)``, from the nearer bound: it is never passed by rounding."""
+    z, width = points(terms, nu), terms.upper - terms.lower
+    return torch.where(z > 0, terms.upper - width * (-z).sigmoid(), terms.lower + width * z.sigmoid())
+
+
+def log_values(terms: Terms, nu: Tensor) -> Tensor:
+    """Return the logarithm of the values, for bounds from 0."""
+    return terms.upper.log() + F.logsigmoid(points(terms, nu))
+
+
+def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return nu: the root of an increasing function, by Newton's method on the logarithm of its smaller side.
+
+    A class with a negative weight is turned around, since ``w s(x + w nu) = w + |w| s(-x + |w| nu)``. All weights are
+    then positive, and divided by the largest of the row.
+    """
+    width = upper - lower
+    largest = reduce(weight.abs(), "max", shard)
+    unit = torch.where(largest > 0, largest, 1)
+    w = weight.abs() / unit
+    a = w * width
+    taken = torch.where(weight < 0, weight * upper, weight * lower)
+    z = torch.where(weight < 0, -x, x)
+    a = torch.where(x.isinf(), 0, a)  # their share is known
+    sure, total, wrong = reduce(
+        [
+            taken + torch.where(z == torch.inf, w * width * unit, 0),
+            a,
+            (x.isnan() | (width < 0) | weight.isnan() | width.isnan()).to(x.dtype),
+        ],
+        "sum",
+        shard,
+    )
+    c = (k - sure) / unit
+    rest = total - c
+    inside = (c > 0) & (rest > 0)
+    nu = _root(z, w, a, torch.where(inside, c, total / 2), torch.where(inside, rest, total / 2), inside, shard)
+    slack = 4 * torch.finfo(torch.float64).eps * (total + c.abs())
+    end = torch.where(c.abs() <= slack, -torch.inf, torch.where(rest.abs() <= slack, torch.inf, torch.nan))
+    nu = torch.where(inside, nu / unit, end)
+    return torch.where((wrong > 0) | k.isnan(), torch.nan, nu)
+
+
+def _root(z: Tensor, w: Tensor, a: Tensor, c: Tensor, rest: Tensor, wanted: Tensor, shard: ClassShard | None) -> Tensor:
+    """Solve ``sum a s(z + w nu) = c``, ``rest`` being ``sum a - c``; both are positive."""
+    live = a > 0
+    z = torch.where(live, z, 0)
+    w = torch.where(live, w, 1)
+    shift = (c.log() - rest.log() - z) / w  # where a class alone would have the mean share
+    lo = reduce(torch.where(live, shift, _BIG), "min", shard)
+    hi = reduce(torch.where(live, shift, -_BIG), "max", shard)
+    small = c <= rest
+    goal = torch.where(small, c, rest)
+    nu = _start(z, w, a, c, lo, hi, shard)
+    eps = torch.finfo(z.dtype).eps
+    done = ~wanted | (lo >= hi)
+    before = hi - lo
+    for step in range(_STEPS):
+        d = z + w * nu
+        y, other = d.sigmoid(), (-d).sigmoid()
+        part = a * torch.where(small, y, other)
+        got, slope, noise = reduce([part, a * w * y * other, a * y * other * (d.abs() + z.abs())], "sum", shard)
+        f = torch.where(small, got - goal, goal - got)
+        lo, hi = torch.where(f <= 0, nu, lo), torch.where(f >= 0, nu, hi)
+        done = done | (f.abs() <= 2 * eps * (goal + noise)) | (hi - lo <= 2 * eps * nu.abs())
+        if bool(done.all()):
+            break
+        log_step = torch.where(small, 1, -1) * (got.log() - goal.log()) * got / slope
+        newton = nu - log_step
+        bad = ~((newton > lo) & (newton < hi))
+        if step % 3 == 2:
+            bad = bad | (hi - lo > before / 2)
+            before = hi - lo
+        nu = torch.where(done, nu, torch.where(bad, _middle(lo, hi), newton))
+    return nu
+
+
+def _start(z: Tensor, w: Tensor, a: Tensor, c: Tensor, lo: Tensor, hi: Tensor, shard: ClassShard | None) -> Tensor:
+    """Start where the classes, taken one after another as nu rises, reach the sum."""
+    if shard is not None or z.shape[-1] == 0:
+        return _middle(lo, hi)
+    order = (-z / w).sort(dim=-1)
+    place = (a.gather(-1, order.indices).cumsum(-1) < c).sum(-1, keepdim=True).clamp(max=z.shape[-1] - 1)
+    return torch.minimum(torch.maximum(order.values.gather(-1, place), lo), hi)
+
+
+def _middle(lo: Tensor, hi: Tensor) -> Tensor:
+    """Return a point between: halves the orders of magnitude of a wide bracket, else the bracket."""
+    half = lo / 2 + hi / 2
+    by_order = ((lo * 1e3).asinh() / 2 + (hi * 1e3).asinh() / 2).sinh() / 1e3
+    return torch.where((by_order > lo) & (by_order < hi), by_order, half)
+
+
+@torch.library.custom_op("lastlayer::weighted_threshold", mutates_args=())
+def _op(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor) -> Tensor:
+    return _solve(x, weight, lower, upper, k, None)
+
+
+@_op.register_fake
+def _(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1))
+
+
+class _Threshold(torch.autograd.Function):
+    """``(x, weight, lower, upper, k) -> nu``, with the derivatives of the sum solved for nu."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
+        if shard is not None:
+            return _solve(x, weight, lower, upper, k, shard)
+        return torch.ops.lastlayer.weighted_threshold(x, weight, lower, upper, k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *terms, ctx.shard = inputs
+        ctx.save_for_backward(*terms, output)
+        ctx.save_for_forward(*terms, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        by_x, by_weight, by_lower, by_upper, slope = _slopes(ctx)
+        grad = reduce(grads[0], "sum", ctx.shard)
+        given = torch.where(grad == 0, 0, grad / slope)
+        return -given * by_x, -given * by_weight, -given * by_lower, -given * by_upper, given, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        tensors = [
+            value.unsqueeze(0) if where is None else value.movedim(where, 0)
+            for value, where in zip(inputs[:5], in_dims[:5], strict=True)
+        ]
+        batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
+        tensors = [t.expand(*batch, t.shape[-1]) for t in tensors]
+        return _ThresholdForwardMode.apply(*tensors, inputs[5]), 0
+
+
+class _ThresholdForwardMode(_Threshold):
+    """As `_Threshold`, with forward-mode derivatives."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        *by, slope = _slopes(ctx)
+        added = torch.zeros_like(by[0])
+        for change, tangent in zip(by, tangents[:4], strict=True):
+            added = added if tangent is None else added + change * tangent
+        missing = -reduce(added, "sum", ctx.shard)
+        missing = missing if tangents[4] is None else missing + tangents[4]
+        return torch.where(missing == 0, 0, missing / slope)
+
+
+def _slopes(ctx: Any) -> tuple[Tensor, ...]:
+    """Return the derivatives of the weighted sum in x, weight, lower and upper, and in nu ``(..., 1)``."""
+    *given, nu = ctx.saved_tensors
+    terms = Terms(*given)
+    finite = nu.isfinite()
+    z = terms.x + terms.weight * torch.where(finite, nu, 0)
+    y, other = z.sigmoid(), (-z).sigmoid()
+    h = torch.where(finite & terms.x.isfinite(), (terms.upper - terms.lower) * y * other, 0)
+    by_x = terms.weight * h
+    by_weight = terms.lower + (terms.upper - terms.lower) * y + by_x * torch.where(finite, nu, 0)
+    slope = reduce(terms.weight * by_x, "sum", ctx.shard)
+    slope = torch.where(finite & (slope > 0), slope, torch.inf)
+    slope = torch.where(nu.isnan(), nu, slope)
+    return by_x, by_weight, terms.weight * other, terms.weight * y, slope

@@ -1,0 +1,164 @@
+"""LML with more than one plain budget per row: weights, bounds, groups, and budgets over several dimensions.
+
+The projections of `lml.py` come here when such an argument is given; without one nothing of this runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lastlayer import _check
+from lastlayer._threshold.search import scores
+from lastlayer.project import weighted
+from lastlayer.project.groups import grouped
+from lastlayer.shard import ClassShard, local_part, replicate, spread, unwrap
+
+Dim = int | tuple[int, ...]
+
+
+class Wider(NamedTuple):
+    """The arguments that make a projection a wider one; all None and an integer `dim` is the ordinary one."""
+
+    weight: float | Tensor | None = None
+    lower: float | Tensor | None = None
+    upper: float | Tensor | None = None
+    groups: Tensor | None = None
+    group_limit: float | Tensor | None = None
+
+
+def project_wider(
+    op: str,
+    kind: str,
+    function: Callable[..., Tensor],
+    logits: Tensor,
+    k: float | Tensor,
+    given: Wider,
+    dim: Dim,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    shard: ClassShard | None,
+    impl: str,
+) -> Tensor:
+    """Return the projection `kind` ("y", "log", "nu" or "at most"); `function` is the ordinary one of that kind."""
+    if isinstance(dim, tuple | list):
+        return _over_dimensions(op, kind, function, logits, k, given, dim, temperature, mask, shard, impl)
+    if impl not in ("auto", "torch"):
+        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: weights, bounds and groups are plain torch.')
+    logits, shard, wrap = unwrap(op, logits, shard, dim, k)
+    logits = _check.logits(op, logits)
+    place = _check.dim(op, dim, logits.ndim)
+    x = logits.movedim(place, -1)
+    allowed = _check.mask(op, local_part(mask), logits)
+    allowed = None if allowed is None else allowed.movedim(place, -1)
+    divisor = _check.temperature(op, temperature)
+    if isinstance(divisor, Tensor):
+        rows = spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype)
+        finite = x.isfinite()
+        x, divisor = torch.where(finite, torch.where(finite, x, 0) / rows, x), 1.0
+    x = scores(x.double(), allowed, divisor)
+    if given.groups is not None or given.group_limit is not None:
+        out = _with_groups(op, kind, x, k, given, shard)
+    else:
+        out = _with_weights(op, kind, x, k, given, place, logits.ndim, shard)
+    out = out.to(logits.dtype)
+    return out if kind == "nu" else wrap(out.movedim(-1, place))
+
+
+def _with_weights(
+    op: str, kind: str, x: Tensor, k: Any, given: Wider, place: int, ndim: int, shard: ClassShard | None
+) -> Tensor:
+    if kind == "log" and given.lower is not None and not _is_zero(given.lower):
+        raise ValueError(f"{op}: `lower` must be 0 where a logarithm is taken, got {given.lower}.")
+
+    def at_end(value: Any) -> Any:  # a tensor has the classes where the logits have them
+        value = local_part(value)
+        wide = isinstance(value, Tensor) and value.ndim > 0
+        behind = ndim - 1 - place
+        return value.movedim(value.ndim - 1 - behind, -1) if wide and behind and value.ndim > behind else value
+
+    terms = weighted.enter(op, x, _size(op, k, x), at_end(given.weight), at_end(given.lower), at_end(given.upper))
+    nu = weighted.threshold(terms, shard)
+    if kind == "at most":  # a budget that is not reached has no price
+        least, most = weighted.range_of_sums(terms, shard)
+        nu = torch.where(terms.k >= most, 0, torch.where(nu > 0, 0, nu))
+        nu = torch.where(terms.k < least, torch.nan, nu)
+    if kind == "nu":
+        return replicate(nu, shard).squeeze(-1)
+    return weighted.log_values(terms, nu) if kind == "log" else weighted.values(terms, nu)
+
+
+def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: ClassShard | None) -> Tensor:
+    if kind != "y":
+        raise ValueError(f"{op}: `groups` are for `lml` alone.")
+    if given.groups is None or given.group_limit is None:
+        missing, there = ("groups", "group_limit") if given.groups is None else ("group_limit", "groups")
+        raise ValueError(f"{op}: `{missing}` must be given with `{there}`.")
+    if any(value is not None for value in given[:3]):
+        raise ValueError(f"{op}: `groups` cannot be combined with `weight`, `lower` or `upper`.")
+    if shard is not None:
+        raise ValueError(f"{op}: `groups` cannot be combined with `shard`. Gather the classes first.")
+    return grouped(op, x, _size(op, k, x), given.groups, given.group_limit)
+
+
+def _size(op: str, k: Any, x: Tensor) -> Tensor:
+    """Return `k` in float64, ``(..., 1)``; a weighted sum may be negative, and above the number of classes."""
+    if not isinstance(k, Tensor):
+        value = _check.number(op, "k", k)
+        if not math.isfinite(value):
+            raise ValueError(f"{op}: `k` must be finite, got {k}.")
+        return torch.full((), value, dtype=torch.float64, device=x.device).expand(*x.shape[:-1], 1)
+    return _check.cardinality(op, k, x, at_most_n=False).double()
+
+
+def _is_zero(value: Any) -> bool:
+    return not isinstance(value, Tensor) and value == 0
+
+
+def _over_dimensions(
+    op: str,
+    kind: str,
+    function: Callable[..., Tensor],
+    logits: Tensor,
+    k: Any,
+    given: Wider,
+    dim: tuple[int, ...],
+    temperature: Any,
+    mask: Tensor | None,
+    shard: ClassShard | None,
+    impl: str,
+) -> Tensor:
+    """Flatten several dimensions into one, project, and unflatten."""
+    logits = _check.logits(op, logits)
+    if not dim:
+        raise ValueError(f"{op}: `dim` must name at least one dimension, got {dim!r}.")
+    if shard is not None:
+        raise ValueError(f"{op}: `shard` needs one class dimension, got `dim={tuple(dim)}`.")
+    places = [_check.dim(op, d, logits.ndim) for d in dim]
+    if len(set(places)) != len(places):
+        raise ValueError(f"{op}: `dim` must name each dimension once, got {tuple(dim)}.")
+    ends = list(range(logits.ndim - len(places), logits.ndim))
+
+    def flat(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        return value.expand(logits.shape).movedim(places, ends).flatten(ends[0])
+
+    x = flat(logits)
+    out = function(
+        x,
+        k,
+        temperature=temperature,
+        mask=flat(_check.mask(op, mask, logits)),
+        impl=impl,
+        **{name: value if name.startswith("group") else flat(value) for name, value in _present(given).items()},
+    )
+    return out if kind == "nu" else out.unflatten(-1, [logits.shape[p] for p in places]).movedim(ends, places)
+
+
+def _present(given: Wider) -> dict[str, Any]:
+    return {name: value for name, value in given._asdict().items() if value is not None}

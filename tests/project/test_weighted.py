@@ -1,0 +1,211 @@
+"""Weights, bounds, groups and several dimensions at once: golden numbers, the optimum, exact sums, derivatives."""
+
+import math
+
+import pytest
+import torch
+
+import lastlayer as ll
+
+DOUBLE = torch.float64
+
+
+def draw(*shape, seed=0, scale=1.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def uniform(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def ends(weight, lower, upper):
+    """The least and the largest weighted sum."""
+    return torch.minimum(weight * lower, weight * upper).sum(-1), torch.maximum(weight * lower, weight * upper).sum(-1)
+
+
+def test_golden():
+    # Two classes that cost 1 and 2, a budget of 1.5: at nu = 0 both are one half, and 0.5 + 2 * 0.5 = 1.5.
+    y = ll.lml(torch.zeros(2, dtype=DOUBLE), 1.5, weight=torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(y, torch.tensor([0.5, 0.5], dtype=DOUBLE))
+    # Bounds 0 and 3 on one of two equal classes: s + 3 s = 2 at s = 1/2.
+    y = ll.lml(torch.zeros(2, dtype=DOUBLE), 2, upper=torch.tensor([1.0, 3.0]))
+    torch.testing.assert_close(y, torch.tensor([0.5, 1.5], dtype=DOUBLE))
+    # A negative weight: y_1 - y_2 = 0 at equal logits, and the threshold moves them apart.
+    y = ll.lml(torch.zeros(2, dtype=DOUBLE), 0.5, weight=torch.tensor([1.0, -1.0]))
+    torch.testing.assert_close(y, torch.tensor([0.75, 0.25], dtype=DOUBLE))
+    nu = ll.lml_threshold(torch.zeros(2, dtype=DOUBLE), 0.5, weight=torch.tensor([1.0, -1.0]))
+    torch.testing.assert_close(nu, torch.tensor(math.log(3), dtype=DOUBLE))
+
+
+def test_weights_of_one_are_the_ordinary_projection():
+    x = draw(50, 30, scale=5.0)
+    for function in (ll.lml, ll.log_lml, ll.lml_threshold, ll.lml_at_most):
+        torch.testing.assert_close(function(x, 4.5, weight=1.0), function(x, 4.5), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
+@pytest.mark.parametrize("kind", ["wide", "signs", "zeros"])
+def test_sums_are_exact(kind, scale):
+    shape = (300, 40)
+    weight = {
+        "wide": 10 ** (9 * uniform(*shape, seed=1)),
+        "signs": draw(*shape, seed=1) * 10 ** (6 * uniform(*shape, seed=2)),
+        "zeros": draw(*shape, seed=1) * (uniform(*shape, seed=2) > 0.5),
+    }[kind]
+    x, lower, upper = draw(*shape, scale=scale), 0.3 * uniform(*shape, seed=3), 0.5 + uniform(*shape, seed=4)
+    least, most = ends(weight, lower, upper)
+    for share in (1e-6, 0.1, 0.5, 0.99):
+        k = least + share * (most - least)
+        y = ll.lml(x, k, weight=weight, lower=lower, upper=upper)
+        off = ((weight * y).sum(-1) - k).abs() / (weight * y).abs().sum(-1)
+        assert off.max() < 1e-12
+        assert (y >= lower).all()
+        assert (y <= upper).all()
+        half = ll.lml(x.float(), k, weight=weight, lower=lower, upper=upper)
+        off = ((weight * half).sum(-1) - k).abs() / (weight * half).abs().sum(-1)
+        assert off.max() < 1e-6
+
+
+def test_is_the_optimum():
+    cp = pytest.importorskip("cvxpy")
+    x, weight = draw(6), torch.tensor([1.0, 2.0, 0.5, -1.0, 0.0, 3.0], dtype=DOUBLE)
+    lower, upper = 0.2 * uniform(6, seed=1), 0.5 + uniform(6, seed=2)
+    k = 2.0
+    v = cp.Variable(6)
+    s = cp.multiply(v - lower.numpy(), 1 / (upper - lower).numpy())
+    entropy = cp.sum(cp.multiply((upper - lower).numpy(), cp.entr(s) + cp.entr(1 - s)))
+    for at_most, function in ((False, ll.lml), (True, ll.lml_at_most)):
+        budget = weight.numpy() @ v <= k if at_most else weight.numpy() @ v == k
+        cp.Problem(cp.Minimize(-x.numpy() @ v - entropy), [budget]).solve(solver=cp.CLARABEL)
+        y = function(x, k, weight=weight, lower=lower, upper=upper)
+        torch.testing.assert_close(y, torch.tensor(v.value), rtol=0, atol=1e-4)
+
+
+def test_derivatives():
+    x, weight = draw(3, 4).requires_grad_(), draw(3, 4, seed=1).requires_grad_()
+    lower, upper = (0.3 * uniform(3, 4, seed=2)).requires_grad_(), (0.6 + uniform(3, 4, seed=3)).requires_grad_()
+    least, most = (end.detach() for end in ends(weight, lower, upper))
+    k = (least + 0.4 * (most - least)).requires_grad_()
+
+    def function(x, k, weight, lower, upper):
+        options = {"weight": weight, "lower": lower, "upper": upper}
+        return ll.lml(x, k, **options), ll.lml_threshold(x, k, **options), ll.lml_at_most(x, k, **options)
+
+    inputs = (x, k, weight, lower, upper)
+    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *a: function(*a)[0], inputs, fast_mode=True)
+    positive = (weight.detach().abs(), None, upper)
+    log = torch.autograd.gradcheck(
+        lambda x, u: ll.log_lml(x, 1.0, weight=positive[0], upper=u), (x, upper), fast_mode=True
+    )
+    assert log
+
+
+def test_ends_and_rows_without_a_solution():
+    x = torch.stack([draw(3)] * 4)
+    weight = torch.tensor([1.0, 2.0, -1.0])
+    y = ll.lml(x, torch.tensor([-1.0, 3.0, 3.5, 1.0]), weight=weight)
+    assert y[0].tolist() == [0, 0, 1]
+    assert y[1].tolist() == [1, 1, 0]
+    assert y[2].isnan().all()
+    assert y[3].isfinite().all()
+    nu = ll.lml_threshold(x, torch.tensor([-1.0, 3.0, 3.5, 1.0]), weight=weight)
+    assert nu[0] == -torch.inf
+    assert nu[1] == torch.inf
+    assert nu[2].isnan()
+    leaf = x.clone().requires_grad_()
+    ll.lml(leaf, torch.tensor([-1.0, 3.0, 1.0, 1.0]), weight=weight)[:2].sum().backward()
+    assert leaf.grad.eq(0).all()
+    assert ll.lml(x[0], 1.0, weight=torch.tensor([1.0, torch.nan, 1.0])).isnan().all()
+    assert ll.lml(x[0], 1.0, lower=torch.tensor([0.0, 2.0, 0.0])).isnan().all()  # 2 is above the upper bound of 1
+
+
+def test_masked_and_free_classes():
+    x = draw(5)
+    mask = torch.tensor([True, False, True, True, True])
+    weight = torch.tensor([1.0, 1.0, 2.0, 0.0, 1.0])
+    y = ll.lml(x, 1.5, weight=weight, mask=mask)
+    assert y[1] == 0
+    torch.testing.assert_close(y[3], x[3].sigmoid())  # it costs nothing: nobody holds it down
+    torch.testing.assert_close((weight * y).sum(), torch.tensor(1.5, dtype=DOUBLE))
+    torch.testing.assert_close(ll.lml(x.masked_fill(~mask, -torch.inf), 1.5, weight=weight), y)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"lower": 2.0}, ValueError, "`lower` must be at most `upper`, got 2.0 and 1.0"),
+        ({"weight": "1"}, TypeError, "`weight` must be a number or a tensor, got str"),
+        ({"weight": math.nan}, ValueError, "`weight` must be finite, got nan"),
+        ({"upper": torch.ones(7)}, ValueError, r"`upper` must broadcast to the shape \(2, 4\), got shape \(7,\)"),
+        ({"weight": torch.ones(4, dtype=torch.bool)}, TypeError, "`weight` must be real"),
+        ({"weight": 1.0, "groups": torch.zeros(4, dtype=torch.long), "group_limit": 1}, ValueError, "`groups` cannot"),
+        ({"groups": torch.zeros(4, dtype=torch.long)}, ValueError, "`group_limit` must be given with `groups`"),
+        ({"groups": torch.zeros(4), "group_limit": 1}, TypeError, "`groups` must be an integer tensor"),
+        (
+            {"groups": torch.zeros(4, dtype=torch.long), "group_limit": -1},
+            ValueError,
+            "`group_limit` must be at least 0",
+        ),
+        ({"weight": 1.0, "impl": "triton"}, RuntimeError, "weights, bounds and groups are plain torch"),
+    ],
+)
+def test_messages(options, error, text):
+    with pytest.raises(error, match=text):
+        ll.lml(torch.randn(2, 4), 1, **options)
+    if "lower" in options:
+        with pytest.raises(ValueError, match="`lower` must be 0"):
+            ll.log_lml(torch.randn(2, 4), 1, lower=0.1)
+
+
+def test_several_dimensions_are_one_budget():
+    x = draw(2, 3, 4)
+    y = ll.lml(x, 5, dim=(1, 2))
+    torch.testing.assert_close(y, ll.lml(x.flatten(1), 5).unflatten(1, (3, 4)))
+    y = ll.lml(x, torch.tensor([2.0, 3.0, 4.0]), dim=(0, 2))
+    torch.testing.assert_close(y.sum((0, 2)), torch.tensor([2.0, 3.0, 4.0], dtype=DOUBLE))
+    assert ll.lml_threshold(x, 5, dim=(0, 1, 2)).shape == ()
+    weight = uniform(3, 4) + 0.5
+    y = ll.lml(x, 4, dim=(1, 2), weight=weight)
+    torch.testing.assert_close((weight * y).sum((1, 2)), torch.full((2,), 4.0, dtype=DOUBLE))
+    with pytest.raises(ValueError, match="`dim` must name each dimension once"):
+        ll.lml(x, 5, dim=(1, 1))
+
+
+def groups_of(y, groups, n):
+    return torch.zeros(*y.shape[:-1], n, dtype=y.dtype).index_add(-1, groups, y)
+
+
+def test_groups():
+    # Three classes share one place, two more have a limit of their own: by hand 1 for the group, 1/2 for each other.
+    groups = torch.tensor([0, 0, 0, 1, 2])
+    y = ll.lml(torch.tensor([9.0, 8.0, 7.0, 0.0, 0.0]), 2, groups=groups, group_limit=1)
+    torch.testing.assert_close(y[3:], torch.tensor([0.5, 0.5]))
+    torch.testing.assert_close(y[:3], ll.lml(torch.tensor([9.0, 8.0, 7.0]), 1))
+    x, groups = draw(200, 60, scale=4.0), torch.arange(60) % 13
+    limit = 0.5 + uniform(13)
+    y = ll.lml(x, 7.5, groups=groups, group_limit=limit)
+    torch.testing.assert_close(y.sum(-1), torch.full((200,), 7.5, dtype=DOUBLE))
+    assert (groups_of(y, groups, 13) <= limit + 1e-12).all()
+    assert ll.lml(x, 12.9, groups=groups, group_limit=0.5).isnan().all()
+
+
+def test_groups_are_optimal_and_differentiable():
+    cp = pytest.importorskip("cvxpy")
+    groups, limit = torch.tensor([0, 1, 2, 0, 1, 2, 0]), torch.tensor([0.6, 0.7, 1.1], dtype=DOUBLE)
+    for seed in range(3):
+        x = draw(7, seed=seed, scale=2.0)
+        v = cp.Variable(7)
+        limits = [cp.sum(v[[i for i in range(7) if groups[i] == g]]) <= limit[g].item() for g in range(3)]
+        objective = cp.Minimize(-x.numpy() @ v - cp.sum(cp.entr(v) + cp.entr(1 - v)))
+        cp.Problem(objective, [cp.sum(v) == 1.8, *limits]).solve(solver=cp.CLARABEL)
+        y = ll.lml(x, 1.8, groups=groups, group_limit=limit)
+        torch.testing.assert_close(y, torch.tensor(v.value), rtol=0, atol=2e-4)
+    leaves = (
+        draw(2, 7).requires_grad_(),
+        torch.tensor([1.2, 1.9], dtype=DOUBLE).requires_grad_(),
+        limit.requires_grad_(),
+    )
+    assert torch.autograd.gradcheck(
+        lambda x, k, limit: ll.lml(x, k, groups=groups, group_limit=limit), leaves, fast_mode=True
+    )
