@@ -63,7 +63,7 @@ struct call {
 struct space {
     void *copy, *e;
     double *workspace;
-    int8_t *sign;
+    void *label;
     struct sums *parts;
     struct start start;
     int threads; /* for the parts of a row */
@@ -169,33 +169,8 @@ static double kth_largest(double *x, int64_t n, int64_t rank) {
     return x[at];
 }
 
-/* A dense target as signs: 1 label, 0 not observed, -1 unknown. */
-#define SIGNS(type)                                                                               \
-    {                                                                                             \
-        const type *d = (const type *)call->dense + index * n;                                    \
-        for (int64_t i = 0; i < n; i++) sign[i] = (int8_t)((d[i] > 0) - (d[i] < 0));              \
-        break;                                                                                    \
-    }
-
-enum { DENSE_F32, DENSE_F64, DENSE_I8, DENSE_U8, DENSE_I16, DENSE_I32, DENSE_I64, DENSE_HALF };
-
-static void signs_of_row(const struct call *call, int64_t index, int8_t *restrict sign) {
-    int64_t n = call->n;
-    switch (call->dense_type) {
-        case DENSE_F32: SIGNS(float)
-        case DENSE_F64: SIGNS(double)
-        case DENSE_I8: SIGNS(int8_t)
-        case DENSE_U8: SIGNS(uint8_t)
-        case DENSE_I16: SIGNS(int16_t)
-        case DENSE_I32: SIGNS(int32_t)
-        case DENSE_I64: SIGNS(int64_t)
-        default: { /* float16 and bfloat16 alike: a sign bit, and 0 where the rest is 0 */
-            const uint16_t *d = (const uint16_t *)call->dense + index * n;
-            for (int64_t i = 0; i < n; i++)
-                sign[i] = (int8_t)((d[i] & 0x7fff) == 0 ? 0 : d[i] & 0x8000 ? -1 : 1);
-        }
-    }
-}
+/* The number types of a dense target. */
+enum { DENSE_F32, DENSE_F64, DENSE_I8, DENSE_U8, DENSE_I16, DENSE_I32, DENSE_I64 };
 
 /* ---- One copy of lml_rows.h for each type and instruction set. ---- */
 
@@ -313,8 +288,9 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
     int64_t group = tile ? (16 << isa) / (int64_t)real : 1;
     row_work work = works[isa][type][!tile ? operation : loss ? LOSS_FORWARD_TILE : FORWARD_TILE];
     size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up((size_t)group * width * real);
-    size_t e = forward ? copy : 0, workspace = forward ? round_up(width * 8) : 0, sign = loss ? round_up(width) : 0;
-    size_t one = parts + copy + e + workspace + sign;
+    size_t e = forward ? copy : 0, workspace = forward ? round_up(width * 8) : 0;
+    size_t label = loss ? round_up(width * real) : 0;
+    size_t one = parts + copy + e + workspace + label;
     char *memory = malloc(one * (size_t)spaces + 64);
     struct space *space = calloc((size_t)spaces, sizeof *space);
     if (!memory || !space) {
@@ -328,9 +304,9 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
         space[i].copy = at += parts;
         space[i].e = at += copy;
         space[i].workspace = (double *)(at += e);
-        space[i].sign = (int8_t *)(at += workspace);
+        space[i].label = at += workspace;
         space[i].threads = split ? (int)threads : 1;
-        if (loss) memset(space[i].sign, 0, width);
+        if (loss) memset(space[i].label, 0, width * real);
     }
 
     int64_t grain = (SERIAL_BELOW / 2 / (n + 1) / group + 1) * group;

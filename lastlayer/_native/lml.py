@@ -21,8 +21,6 @@ _DENSE = {
     torch.int16: 4,
     torch.int32: 5,
     torch.int64: 6,
-    torch.float16: 7,
-    torch.bfloat16: 7,
 }
 
 
@@ -165,7 +163,7 @@ def _run(
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             if name == "dense":
-                value, call.dense_type = _signed(value)
+                value, call.dense_type = _readable(value)
             elif name == "index":
                 call.m = value.shape[-1]
             elif value.dtype != logits.dtype:
@@ -179,8 +177,8 @@ def _run(
         raise MemoryError("lastlayer: no memory for the rows that are being worked on.")
 
 
-def _signed(dense: Tensor) -> tuple[Tensor, int]:
-    """Return a dense target of a type the library reads, and the number of the type."""
+def _readable(dense: Tensor) -> tuple[Tensor, int]:
+    """Return a dense target of a type that the library reads, and the number of the type."""
     if dense.dtype not in _DENSE:
-        dense = dense.double()
+        dense = dense.float() if dense.itemsize < 4 else dense.double()
     return dense, _DENSE[dense.dtype]

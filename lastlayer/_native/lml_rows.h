@@ -22,7 +22,7 @@ typedef struct {
     int64_t n;
     const REAL *logits, *x, *u;
     const uint8_t *mask;
-    const int8_t *sign;
+    const REAL *label; /* how much of each class is a label, from 0 to 1; -1 where that is unknown */
     REAL *copy, *e, *out;
     REAL temperature, pivot;
     REAL c, s, t, scale, shift, rho, rest, weight; /* rest = 1 - rho */
@@ -366,20 +366,22 @@ FN void NAME(spread_part)(NAME(row) * row, int64_t first, int64_t last, struct s
         for (int64_t i = first; i < last; i++) out[i] = -out[i] * shift * scale;
 }
 
-/* At a point of the loss: keep = 1 - rho y, and the derivative d of the loss in z. h / keep is formed without the e
-   that both hold, and which may be 0 where rho is 1. */
+/* At a point of the loss: the shares `hit` and `rest_of` of the terms -log y and -log(1 - rho y), keep = 1 - rho y, and
+   the derivative d of the loss in z. h / keep is formed without the e that both hold, and which may be 0 where rho is
+   1. */
 #define POINT_LOSS                                                                                     \
     POINT_H                                                                                            \
     REAL y = z < 0 ? e * over : over, miss = z < 0 ? over : e * over;                                  \
     REAL keep = (z < 0 ? R(1.0) + rest * e : rest + e) * over;                                         \
-    REAL share = z < 0 ? e / (R(1.0) + rest * e) : rest == 0 ? R(1.0) : e / (rest + e);                \
-    REAL d = sign[i] > 0 ? -miss : sign[i] == 0 ? rho * share * over : R(0.0);                          \
+    REAL part = z < 0 ? e / (R(1.0) + rest * e) : rest == 0 ? R(1.0) : e / (rest + e);                 \
+    REAL hit = label[i] < 0 ? R(0.0) : label[i], rest_of = label[i] < 0 ? R(0.0) : R(1.0) - label[i];  \
+    REAL d = rest_of * (rho * part * over) - hit * miss;                                               \
     d = NAME(finite)(x[i]) ? d : R(0.0);
 
 /* b = sum dz, f = the loss. */
 FN void NAME(loss_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict x = row->x;
-    const int8_t *restrict sign = row->sign;
+    const REAL *restrict label = row->label;
     REAL c = row->c, t = row->t, rho = row->rho, rest = row->rest;
     double b = 0, f = 0;
     PRAGMA(omp simd reduction(+ : b, f))
@@ -391,19 +393,19 @@ FN void NAME(loss_part)(NAME(row) * row, int64_t first, int64_t last, struct sum
         REAL log_keep = NAME(log)(z < 0 ? sum : keep, z < 0 ? minus - (sum - R(1.0)) : R(0.0));
         log_keep = rest == 0 ? (z < 0 ? R(0.0) : -z) - soft : log_keep;
         b += d;
-        f -= sign[i] > 0 ? log_y : sign[i] == 0 ? log_keep : R(0.0);
+        f -= (hit == 0 ? R(0.0) : hit * log_y) + (rest_of == 0 ? R(0.0) : rest_of * log_keep);
     }
     *sums = (struct sums){.b = b, .f = f};
 }
 
-/* (dz - h weight) scale; without `sign` no class has a dz. */
+/* (dz - h weight) scale; without `label` no class has a dz. */
 FN void NAME(loss_spread_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict x = row->x;
-    const int8_t *restrict sign = row->sign;
+    const REAL *restrict label = row->label;
     REAL *restrict out = row->out;
     REAL c = row->c, t = row->t, rho = row->rho, rest = row->rest, weight = row->weight, scale = row->scale;
     (void)sums;
-    if (!sign)
+    if (!label)
         PRAGMA(omp simd)
         for (int64_t i = first; i < last; i++) {
             POINT_H
@@ -660,9 +662,9 @@ FN void NAME(write)(const struct call *call, NAME(row) * row, int64_t index) {
         NAME(pass)(row, NAME(write_log_part));
         return;
     }
-    /* What the search in plain sums left behind belongs to its own last center: `e`, `s`, `at`, the bounds and the sums.
-       A hard row has another, and is written from the scores with c and t, which `finish` has set; nothing else is
-       read. The loss and the backward passes take such a row from c and t alone, too. */
+    /* What the search in plain sums left behind belongs to its own last center: `e`, `s`, `at`, the bounds, the sums. A
+       hard row has another center, and is written from its scores with c and t, which `finish` has set; nothing else
+       is read. The loss and the backward passes take such a row from c and t alone, too. */
     NAME(pass)(row, row->state == HARD ? NAME(write_hard_part) : NAME(write_y_part));
 }
 
@@ -742,45 +744,68 @@ FN void NAME(backward_rows)(const struct call *call, int64_t index, int count, s
     for (int i = 0; i < count; i++) NAME(backward_row)(call, index + i, space);
 }
 
-/* Where an index list is told as signs: 1 for the labels, 0 elsewhere. */
-FN void NAME(mark)(const struct call *call, int64_t index, int8_t *sign, int8_t value) {
+/* Write a value at the classes of an index list. */
+FN void NAME(mark)(const struct call *call, int64_t index, REAL *label, REAL value) {
     const int64_t *list = call->index + index * call->m;
     for (int64_t i = 0; i < call->m; i++)
-        if (list[i] >= 0 && list[i] < call->n) sign[list[i]] = value;
+        if (list[i] >= 0 && list[i] < call->n) label[list[i]] = value;
+}
+
+/* The labels of a row of a dense target; a number above 1 counts as 1, and nan stays nan. */
+#define LABELS(type)                                                                              \
+    {                                                                                             \
+        const type *d = (const type *)call->dense + index * n;                                    \
+        for (int64_t i = 0; i < n; i++) label[i] = d[i] < 0 ? R(-1.0) : d[i] > 1 ? R(1.0) : (REAL)d[i]; \
+        break;                                                                                    \
+    }
+
+FN void NAME(labels_of_row)(const struct call *call, int64_t index, REAL *restrict label) {
+    int64_t n = call->n;
+    switch (call->dense_type) {
+        case DENSE_F32: LABELS(float)
+        case DENSE_F64: LABELS(double)
+        case DENSE_I8: LABELS(int8_t)
+        case DENSE_U8: LABELS(uint8_t)
+        case DENSE_I16: LABELS(int16_t)
+        case DENSE_I32: LABELS(int32_t)
+        default: LABELS(int64_t)
+    }
 }
 
 /* The loss of one class, and its derivative dz; in double, for the few classes of an index list and for rows that are
    hard or degenerate. */
-FN double NAME(loss_term)(const NAME(row) * row, int64_t i, int sign, double *d) {
+FN double NAME(loss_term)(const NAME(row) * row, int64_t i, double label, double *d) {
     double x = row->x[i], rho = row->rho, rest = row->rest, t = row->t;
     double z = isinf(x) && isinf(t) ? x : (x - (double)row->c) + t;
     double tail = exp(-fabs(z)), large = 1 / (1 + tail), small = tail * large; /* y and 1 - y, or the reverse */
     double y = z < 0 ? small : large, out = z < 0 ? large : small;
     int live = isfinite(x) && isfinite(t);
-    *d = !live || sign < 0 ? 0 : sign > 0 ? -out : rest == 0 ? y : rho * y * out / (rest + rho * out);
-    if (sign < 0) return 0;
-    if (sign > 0 || rest == 0) return log1p(tail) - fmin(sign > 0 ? z : -z, 0);
-    return y < 0.5 ? -log1p(-rho * y) : -log(rest + rho * out);
+    double hit = label < 0 ? 0 : label, rest_of = label < 0 ? 0 : 1 - label;
+    *d = !live ? 0 : rest_of * (rest == 0 ? y : rho * y * out / (rest + rho * out)) - hit * out;
+    double seen = log1p(tail) - fmin(z, 0), unseen = log1p(tail) - fmin(-z, 0);
+    if (rest > 0) unseen = y < 0.5 ? -log1p(-rho * y) : -log(rest + rho * out);
+    return (hit == 0 ? 0 : hit * seen) + (rest_of == 0 ? 0 : rest_of * unseen);
 }
 
 FN void NAME(write_loss)(const struct call *call, NAME(row) * row, int64_t index, struct space *space) {
     double log_mass, loss = 0, pull = 0, d;
     int listed = call->index && call->observed == 0;
-    if (call->dense) signs_of_row(call, index, space->sign);
+    REAL *label = (REAL *)space->label;
+    if (call->dense) NAME(labels_of_row)(call, index, label);
     if (listed) {
         const int64_t *list = call->index + index * call->m;
         for (int64_t i = 0; i < call->m; i++)
             if (list[i] >= 0 && list[i] < call->n) loss += NAME(loss_term)(row, list[i], 1, &d), pull += d;
     } else {
-        row->sign = space->sign;
-        if (call->index) NAME(mark)(call, index, space->sign, 1);
+        row->label = label;
+        if (call->index) NAME(mark)(call, index, label, 1);
         if (row->state == CLOSE) {
             struct sums m = NAME(pass)(row, NAME(loss_part));
             loss = m.f, pull = m.b;
         } else {
-            for (int64_t i = 0; i < row->n; i++) loss += NAME(loss_term)(row, i, space->sign[i], &d), pull += d;
+            for (int64_t i = 0; i < row->n; i++) loss += NAME(loss_term)(row, i, label[i], &d), pull += d;
         }
-        if (call->index) NAME(mark)(call, index, space->sign, 0);
+        if (call->index) NAME(mark)(call, index, label, 0);
     }
     if (row->state == DEGENERATE) {
         log_mass = row->t != row->t ? NAN : -INFINITY;
@@ -813,10 +838,10 @@ FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int coun
 }
 
 /* (dz - pull h / sum h) / temperature for one class, in double. */
-FN double NAME(loss_slope)(const NAME(row) * row, int64_t i, int sign, struct mass mass, double pull) {
+FN double NAME(loss_slope)(const NAME(row) * row, int64_t i, double label, struct mass mass, double pull) {
     double d, z = ((double)row->x[i] - (double)row->c) + (double)row->t;
     if (!NAME(finite)(row->x[i])) return 0;
-    NAME(loss_term)(row, i, sign, &d);
+    NAME(loss_term)(row, i, label, &d);
     return (d - pull * (scaled_h(z, mass.peak) / mass.sum)) / (double)row->temperature;
 }
 
@@ -838,9 +863,10 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
     *grad_k = (REAL)(pull == 0 ? 0 : grad * pull * exp(-log_mass));
     struct mass mass = {0, exp(log_mass)};
     int listed = call->index && call->observed == 0, hard = !(log_mass > log(SMALLEST_SUM));
-    if (call->dense) signs_of_row(call, index, space->sign);
-    if (call->index) NAME(mark)(call, index, space->sign, 1);
-    row.sign = listed ? 0 : space->sign;
+    REAL *label = (REAL *)space->label;
+    if (call->dense) NAME(labels_of_row)(call, index, label);
+    if (call->index) NAME(mark)(call, index, label, 1);
+    row.label = listed ? 0 : label;
     row.weight = (REAL)(pull * exp(-log_mass));
     if (log_mass < -8 && !hard) { /* its rounding would show in the exponential */
         row.kind = KIND_NU;
@@ -851,12 +877,12 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
     row.scale = (REAL)(grad / (double)row.temperature);
     if (!hard) NAME(pass)(&row, NAME(loss_spread_part));
     for (int64_t i = 0; i < row.n && hard; i++)
-        row.out[i] = (REAL)(grad * NAME(loss_slope)(&row, i, space->sign[i], mass, pull));
+        row.out[i] = (REAL)(grad * NAME(loss_slope)(&row, i, label[i], mass, pull));
     for (int64_t i = 0; i < call->m && listed && !hard; i++) {
         int64_t j = call->index[index * call->m + i];
         if (j >= 0 && j < row.n) row.out[j] = (REAL)(grad * NAME(loss_slope)(&row, j, 1, mass, pull));
     }
-    if (call->index) NAME(mark)(call, index, space->sign, 0);
+    if (call->index) NAME(mark)(call, index, label, 0);
 }
 
 FN void NAME(loss_backward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
@@ -870,3 +896,4 @@ FN void NAME(loss_backward_rows)(const struct call *call, int64_t index, int cou
 #undef LIMITS
 #undef POINT_H
 #undef POINT_LOSS
+#undef LABELS

@@ -58,19 +58,21 @@ def _unseen(z, rho):
 
 @triton.jit
 def _terms(z, x, label, rho, DENSE: tl.constexpr, RHO: tl.constexpr):
-    """The loss of each class and its slope in z. `label`: > 0 a label, 0 not observed, < 0 unknown."""
+    """The loss of each class and its slope in z. `label`: how much of a class is a label; -1 where it is unknown."""
     live = is_finite(x)
     loss = tl.zeros_like(z)
     slope = tl.zeros_like(z)
     if RHO:
         loss, slope = _unseen(z, rho)
         if DENSE:
-            loss = tl.where(label == 0, loss, 0.0)
-            slope = tl.where(label == 0, slope, 0.0)
+            rest = tl.where(label < 0, 0.0, 1 - label)
+            loss = tl.where(rest != 0, loss * rest, 0.0)  # nothing of an infinite loss is nothing
+            slope = slope * rest
     if DENSE:
+        hit = tl.where(label < 0, 0.0, label)
         q = exp(-tl.abs(z))
-        loss = tl.where(label > 0, -log_sigmoid(z), loss)
-        slope = tl.where(label > 0, -tl.where(z > 0, q, 1.0) * rcp(1 + q), slope)
+        loss = tl.where(hit != 0, loss - log_sigmoid(z) * hit, loss)
+        slope = slope - tl.where(z > 0, q, 1.0) * rcp(1 + q) * hit
     return loss, tl.where(live, slope, 0.0)
 
 
@@ -123,10 +125,10 @@ def _label_store(
 
 @triton.jit
 def _load_label(t_ptr, row, n, cols, DENSE: tl.constexpr):
-    """A dense target as +1 (label), 0 or -1 (unknown); nothing where labels are index lists."""
+    """How much of a class is a label: from 0 to 1, -1 (unknown); nothing where labels are index lists."""
     if DENSE:
-        t = tl.load(t_ptr + (row * n + cols), mask=cols < n, other=0)
-        return (t > 0).to(tl.int32) - (t < 0).to(tl.int32)
+        t = tl.load(t_ptr + (row * n + cols), mask=cols < n, other=0).to(tl.float32)
+        return tl.where(t < 0, -1.0, tl.where(t > 1, 1.0, t))
     else:
         return 0
 

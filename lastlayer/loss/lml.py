@@ -45,26 +45,29 @@ def lml_loss(
 ) -> Tensor:
     r"""Compute the negative log-likelihood of the observed labels under :func:`~lastlayer.lml`.
 
-    .. math:: -\sum_{j \in Y} \log y_j \; - \sum_{j \notin Y} \log(1 - \rho \, y_j), \qquad y = \mathrm{lml}(x, k)
+    .. math:: -\sum_j t_j \log y_j \; - \sum_j (1 - t_j) \log(1 - \rho \, y_j), \qquad y = \mathrm{lml}(x, k)
 
+    with :math:`t_j = 1` for a label and 0 for any other class; a soft label (mixup, smoothing) has parts of both.
     With `observed` :math:`= \rho = 0` this is Algorithm 2 of Amos, Koltun and Kolter (2019): labels that were not
-    observed are not negatives, the sum `k` alone holds them down. With :math:`\rho > 0` it is the likelihood of
+    observed are not negatives, and only the sum `k` holds them down. With :math:`\rho > 0` it is the likelihood of
     labels thinned at random: a true label is seen with probability :math:`\rho`, so that the absence of a label, and
-    a row without any, teach something too. ``rho = (mean number of observed labels a row) / k`` needs no tuning. Where
-    many rows have no label leave them out, as ``lastlayer train --labels incomplete`` does: labels are taken for
+    a row without any, carry information too. ``rho = (mean number of observed labels per row) / k`` needs no tuning.
+    Where many rows have no label leave them out, as ``lastlayer train --labels incomplete`` does: labels are taken for
     independent, and the term of such a row draws its scores together, which can harm networks with hidden layers.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (-1 is unknown: in neither sum, still a class of the projection),
-            one class a row (``batch``), or index lists padded with -1 (``(*batch, m)``).
-        k: The number of labels a row has, observed or not; a number or a tensor that broadcasts to ``batch``.
+        target: Multi-hot of the shape of `logits`, of floats between 0 and 1, booleans or bytes (-1 is unknown: in
+            neither sum, still a class of the projection); one class per row (``batch``); or index lists padded with -1
+            (``(*batch, m)``). Other numbers are not refused, since no value is read: one above 1 counts as 1, a
+            negative one as unknown, and nan makes its row nan. The target has no gradient.
+        k: The number of labels per row, observed or not; a number or a tensor that broadcasts to ``batch``.
         observed: The probability :math:`\rho` that a label is observed, between 0 and 1.
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows that contribute: those with a label, and
-            with `observed` those with a known class. Without such a row it is 0.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows that contribute: those with a label, soft
+            or hard, and with `observed` those with a known class. Without such a row it is 0.
         impl: As in :func:`~lastlayer.lml`.
 
     Returns:
@@ -75,6 +78,8 @@ def lml_loss(
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
         >>> lml_loss(logits, torch.tensor([[0, 1]]), k=2)
         tensor(0.6755)
+        >>> lml_loss(logits, torch.tensor([[1.0, 0.5, 0.0, 0.0]]), k=2)  # the second label for half
+        tensor(0.4385)
     """
     op = "lml_loss"
     rho = _check.number(op, "observed", observed, 0, 1)
@@ -107,7 +112,7 @@ def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassSha
         return found
     if labels.dense is None:
         return torch.ones_like(found)
-    known = (labels.dense >= 0).any(-1, keepdim=True)
+    known = (~(labels.dense < 0)).any(-1, keepdim=True)
     return found | (reduce(known.to(dtype), "sum", shard).squeeze(-1) > 0)
 
 
@@ -144,18 +149,21 @@ def lml_fenchel_young_loss(
 ) -> Tensor:
     r"""Compute the Fenchel-Young loss of the LML projection: convex, with gradient ``lml(logits, k) - target``.
 
-    .. math:: \sum_j \log(1 + e^{x_j + \nu}) - k \nu - \sum_{j \in Y} x_j
+    .. math:: \sum_j \log(1 + e^{x_j + \nu}) - k \nu - \sum_j t_j x_j
 
-    For `k` the number of labels it is at least 0, and 0 in the limit where the labels lead by a wide gap.
+    with :math:`t_j = 1` for a label and 0 for any other class, or a number between them for a soft label. For `k` the
+    number of labels it is at least 0 if they are hard, and 0 in the limit where the labels lead by a wide gap; soft
+    labels have their entropy as the least value.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot, one class a row, or index lists padded with -1. Unknown classes (-1 in a multi-hot target)
-            are left out of the projection: they have no influence and no gradient.
-        k: The size of the label set; ``None`` is each row's number of labels. A row with fewer known classes takes
-            those: where nothing is known the loss is 0.
+        target: Multi-hot with numbers between 0 and 1, one class per row, or index lists padded with -1. Unknown
+            classes (-1 in a multi-hot target) are left out of the projection: they have no influence and no gradient.
+            Other numbers are taken as in :func:`lml_loss`.
+        k: The size of the label set; ``None`` is each row's number of labels, the sum of the target where it is soft. A
+            row with fewer known classes takes those: where nothing is known the loss is 0.
         mask: Boolean, True where a class takes part.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over all rows.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over all rows.
 
     Returns:
         The loss, of the dtype of `logits`. With ``k=None`` a row without labels has loss 0.
@@ -168,27 +176,34 @@ def lml_fenchel_young_loss(
     logits = _check.logits(op, logits)
     labels = _check.target(op, target, logits)
     mask = _check.mask(op, mask, logits)
-    if labels.dense is not None:
-        known = labels.dense >= 0
+    work = _check.work_dtype(logits)
+    if labels.dense is None:
+        count = labels.count().to(work)
+    else:
+        share, known = _shares(labels.dense, work)
         mask = known if mask is None else mask & known
-    count = labels.count().to(_check.work_dtype(logits))
+        count = share.sum(-1)
     problem, _ = enter(op, logits, count if k is None else k, -1, 1.0, mask, None, "auto")
     scores = search.scores(problem.x, problem.mask, 1.0)
     size = search.sizes(problem.k, scores)
     if labels.dense is not None:  # where less is known, less can be asked for
-        size = torch.minimum(size, (labels.dense >= 0).sum(-1, keepdim=True).to(size.dtype))
+        size = torch.minimum(size, known.sum(-1, keepdim=True).to(size.dtype))
     _, center, delta = apply(problem._replace(k=size), "nu")
 
     z = _live_points(scores, center, delta)
     nu = (delta - center).squeeze(-1)
     # softplus(z) - z over the labels is softplus(-z): what is left is small where the fit is good.
     soft = -F.logsigmoid(-z)  # F.softplus drops the tail beyond 20
-    loss = soft.sum(-1) + labels.sum_over_positives(lambda z, s: -F.logsigmoid(z) - s, z, soft)
+    if labels.dense is None:
+        loss = soft.sum(-1) + labels.sum_over_positives(lambda z, s: -F.logsigmoid(z) - s, z, soft)
+    else:
+        loss = (_times(share, -F.logsigmoid(z)) + _times(1 - share, soft)).sum(-1)
     loss = loss + (count - size.squeeze(-1)) * torch.where(nu.isinf(), 0, nu)
 
     # At both ends the projection is a vertex, and the loss linear: <lml(x, k) - target, x>.
     flat = torch.where(scores.isfinite(), scores, 0)
-    end = torch.where(nu > 0, flat.sum(-1), 0) - labels.sum_over_positives(lambda s: s, flat)
+    linear = labels.sum_over_positives(lambda s: s, flat) if labels.dense is None else (share * flat).sum(-1)
+    end = torch.where(nu > 0, flat.sum(-1), 0) - linear
     loss = torch.where(nu.isinf(), end, loss)
     return _rows.leave(op, loss, reduction, None, logits.dtype)
 
@@ -197,10 +212,27 @@ def _plain(problem: Problem, rho: float, labels: Labels) -> Tensor:
     """Return one loss per row in plain torch: the fallback, and what the kernels are checked against."""
     _, center, delta = apply(problem._replace(impl="torch"), "nu")
     z = _live_points(search.scores(problem.x, problem.mask, problem.temperature), center, delta)
-    loss = labels.sum_over_positives(lambda z: -F.logsigmoid(z), z)
-    if rho > 0:
-        loss = loss + _unseen(z, rho, labels)
+    if labels.dense is None:
+        loss = labels.sum_over_positives(lambda z: -F.logsigmoid(z), z)
+        if rho > 0:
+            loss = loss + _unseen_by_lists(z, rho, labels)
+    else:
+        share, known = _shares(labels.dense, z.dtype)
+        loss = _times(share, -F.logsigmoid(torch.where(share == 0, 0, z))).sum(-1)
+        if rho > 0:
+            loss = loss + torch.where(known, _times(1 - share, _unseen(z, rho)), 0).sum(-1)
     return total(loss, problem.shard)
+
+
+def _shares(dense: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return how much of each class is a label, from 0 to 1, and where that is known."""
+    return dense.to(dtype).clamp(0, 1), ~(dense < 0)  # nan is kept, and shows
+
+
+def _times(share: Tensor, value: Tensor) -> Tensor:
+    """Multiply, where nothing of an infinite value is nothing."""
+    none = share == 0
+    return torch.where(none, 0, share * torch.where(none, 0, value))
 
 
 def _live_points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
@@ -209,13 +241,16 @@ def _live_points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
     return torch.where(x.isfinite() & delta.isfinite(), z, z.detach())
 
 
-def _unseen(z: Tensor, rho: float, labels: Labels) -> Tensor:
-    """Return ``-sum log(1 - rho y)`` over the known classes that are not labels."""
-    silent = -F.logsigmoid(-z)
-    if rho < 1:  # 1 - rho y = (1 - y) + (1 - rho) y
-        silent = -torch.logaddexp(-silent, math.log1p(-rho) + F.logsigmoid(z))
-    if labels.dense is not None:
-        return torch.where(labels.dense == 0, silent, 0).sum(-1)
+def _unseen(z: Tensor, rho: float) -> Tensor:
+    """Return ``-log(1 - rho y)``."""
+    if rho == 1:
+        return -F.logsigmoid(-z)
+    return -torch.logaddexp(F.logsigmoid(-z), math.log1p(-rho) + F.logsigmoid(z))  # of (1 - y) + (1 - rho) y
+
+
+def _unseen_by_lists(z: Tensor, rho: float, labels: Labels) -> Tensor:
+    """Return ``-sum log(1 - rho y)`` over the classes that index lists do not hold."""
+    silent = _unseen(z, rho)
     if rho == 1:  # a term may be infinite, and must not be taken away again
         return torch.where(labels.positive(), 0, silent).sum(-1)
     return silent.sum(-1) - labels.sum_over_positives(lambda s: s, silent)

@@ -44,6 +44,7 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
     uint8_t *mask = malloc(size + 1);
     int64_t *list = malloc((size_t)rows * 2 * 8);
     int8_t *dense = malloc(size + 1);
+    float *soft = malloc(size * 4 + !size);
     for (int64_t i = 0; i < rows; i++) {
         double ks[] = {2, 0, (double)n, 0.5, (double)n - 1, n / 2.0, -1, (double)n + 1};
         put(k, type, i, ks[i % 8]);
@@ -53,6 +54,7 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
         for (int64_t j = 0; j < n; j++) put(logits, type, i * n + j, score((int)(i / 8 % 8), j));
     }
     for (size_t i = 0; i < size; i++) mask[i] = uniform() < 0.8, dense[i] = (int8_t)(uniform() * 3 - 1);
+    for (size_t i = 0; i < size; i++) soft[i] = dense[i] > 0 ? (float)uniform() : (float)dense[i];
 
     struct call call = {.rows = rows, .n = n, .logits = logits, .k = k, .mask = with_mask ? mask : 0};
     call.k_stride = 1, call.mask_stride = n, call.temperature = temperature, call.threads = threads;
@@ -68,17 +70,18 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
         }
         bad += lastlayer_run(&call, type, BACKWARD);
     }
-    for (int form = 0; form < 2; form++)
+    for (int form = 0; form < 3; form++)
         for (int step = 0; step < 3; step++) {
-            call.index = form ? 0 : list, call.m = form ? 0 : 2, call.dense = form ? dense : 0;
-            call.dense_type = DENSE_I8, call.observed = step / 2.0, call.grad = row[5];
+            call.index = form ? 0 : list, call.m = form ? 0 : 2;
+            call.dense = form == 0 ? 0 : form == 1 ? (void *)dense : (void *)soft;
+            call.dense_type = form == 1 ? DENSE_I8 : DENSE_F32, call.observed = step / 2.0, call.grad = row[5];
             call.out = row[2];
             bad += lastlayer_run(&call, type, LOSS_FORWARD);
             call.out = out;
             bad += lastlayer_run(&call, type, LOSS_BACKWARD);
         }
     for (int i = 0; i < 6; i++) free(row[i]);
-    free(logits), free(k), free(out), free(mask), free(list), free(dense);
+    free(logits), free(k), free(out), free(mask), free(list), free(dense), free(soft);
     if (bad) printf("type %d, %d rows of %d: %d wrong\n", type, (int)rows, (int)n, bad);
     return bad;
 }

@@ -198,7 +198,7 @@ def test_shapes():
     assert lml(torch.zeros(3, 0, device=DEVICE), 0, impl="triton").shape == (3, 0)
 
 
-@pytest.mark.parametrize("target", ["one", "lists", "dense"])
+@pytest.mark.parametrize("target", ["one", "lists", "dense", "soft"])
 @pytest.mark.parametrize("observed", [0.0, 0.4, 1.0])
 def test_loss(target, observed, launches):
     logits, k = rows(70)
@@ -207,6 +207,7 @@ def test_loss(target, observed, launches):
         "one": torch.tensor([3, 69, 0, 5]),
         "lists": torch.tensor([[3, 8, -1], [-1, -1, -1], [0, 1, 69], [1, 2, 3]]),  # one label is ruled out
         "dense": torch.randint(-1, 2, (4, 70), dtype=torch.int8),
+        "soft": (3 * torch.rand(4, 70) - 1).clamp(-1, 1) * (torch.arange(70) != 1),  # not of the class ruled out
     }[target].to(DEVICE)
     check(lambda x, k, impl: lml_loss(x, given, k, observed=observed, reduction="none", impl=impl), logits, k)
     assert "lml_loss_resident" in launches

@@ -50,9 +50,89 @@ def test_equals_the_formula(rho, impl):
     )
 
 
+SOFT = torch.tensor(
+    [[1, 0.25, 0, 0.5, -1, 0], [0.1, 0.9, 0.3, 0, 0, 1], [0, 0, 0, 0, 0, 0], [1, 1, 1, 0.75, 0, 0.5]],
+    dtype=torch.float64,
+)
+
+
+def test_soft_labels_by_hand():
+    x = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
+    y = 1 / (1 + math.exp(-1))
+    target = torch.tensor([[0.75, 0.25]], dtype=torch.float64)
+    hits = 0.75 * math.log(y) + 0.25 * math.log(1 - y)
+    rest = 0.25 * math.log(1 - 0.5 * y) + 0.75 * math.log(1 - 0.5 * (1 - y))
+    assert ll.lml_loss(x, target, 1).item() == pytest.approx(-hits, abs=1e-15)
+    assert ll.lml_loss(x, target, 1, observed=0.5).item() == pytest.approx(-hits - rest, abs=1e-15)
+    assert ll.lml_loss(x, target.bfloat16(), 1).item() == pytest.approx(-hits, abs=1e-15)
+    # softplus(1) + softplus(-1) - k nu - <t, x>, with nu = -2
+    young = 2 * math.log(1 + math.exp(-1)) + 1 + 2 - (0.75 * 3 + 0.25)
+    assert ll.lml_fenchel_young_loss(x, target).item() == pytest.approx(young, abs=1e-14)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
+def test_soft_labels_mix_hard_ones(rho, dtype, impl):
+    """The loss is linear in the target: mixup of targets is mixup of losses. Gradients too, of easy and hard rows."""
+    target = SOFT.to(dtype)
+    for scale in (1.0, 200.0):
+        x = (scale * normal(4, 6)).to(dtype).requires_grad_()
+        k = K.to(dtype).requires_grad_()
+
+        def run(target, x=x, k=k):
+            loss = ll.lml_loss(x, target, k, observed=rho, reduction="none", impl=impl)
+            return [loss.detach(), *torch.autograd.grad(loss.sum(), (x, k))]
+
+        unknown, parts = target < 0, [0.0, 0.0, 0.0]
+        for level in (0.1, 0.25, 0.3, 0.5, 0.75, 0.9, 1.0):  # t is the share of the levels at which it counts
+            below = max([0.0, *(t for t in (0.1, 0.25, 0.3, 0.5, 0.75, 0.9) if t < level)])
+            hot = torch.where(unknown, -1, (target >= level - 1e-3).int()).to(torch.int8)
+            parts = [p + (level - below) * f for p, f in zip(parts, run(hot), strict=True)]
+        if rho == 0:
+            parts = [torch.where((target > 0).any(-1).view(-1, *[1] * (p.ndim - 1)), p, 0) for p in parts]
+        for found, expected in zip(run(target), parts, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("rho", [0.0, 0.3, 1.0])
+def test_hard_targets_of_floats_are_those_of_integers(rho, impl):
+    x = normal(4, 6).requires_grad_()
+    hot = torch.where(torch.arange(6) == 4, -1, HOT).to(torch.int8)
+    results = []
+    for target in (hot, hot.double(), hot.to(torch.bfloat16), 3.0 * hot):  # what is above 1 counts as 1
+        loss = ll.lml_loss(x, target, K, observed=rho, reduction="none", impl=impl)
+        young = ll.lml_fenchel_young_loss(x, target, reduction="none")
+        results.append([loss, young, *torch.autograd.grad(loss.sum() + young.sum(), x)])
+    for other in results[1:]:
+        for found, expected in zip(other, results[0], strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_a_target_of_nan_stays_in_its_row(impl):
+    target = torch.tensor([[0.5, NAN, 0.0], [0.5, 0.0, 0.0]])
+    loss = ll.lml_loss(torch.zeros(2, 3), target, 1, observed=0.5, reduction="none", impl=impl)
+    assert loss.isnan().tolist() == [True, False]
+
+
+def test_soft_fenchel_young_has_the_difference_as_gradient():
+    x = normal(4, 6).requires_grad_()
+    target = SOFT.clamp(min=0)
+    loss = ll.lml_fenchel_young_loss(x, target, reduction="sum")
+    (grad,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(grad, ll.lml(x, target.sum(-1)) - target)
+    fitted = torch.logit(target[:2, :2].clamp(0.1, 0.9))  # there y is the target, and the loss its entropy
+    found = ll.lml_fenchel_young_loss(fitted, fitted.sigmoid(), reduction="none")
+    y = fitted.sigmoid()
+    torch.testing.assert_close(found, -(y * y.log() + (1 - y) * (1 - y).log()).sum(-1))
+    assert gradcheck(lambda x: ll.lml_fenchel_young_loss(x, SOFT, reduction="none"), (x,))
+
+
 @pytest.mark.parametrize("impl", ["torch", "auto"])
 @pytest.mark.parametrize("rho", [slow(0.0), 0.3, slow(1.0)])
-@pytest.mark.parametrize("target", [LISTS, HOT])
+@pytest.mark.parametrize("target", [LISTS, HOT, SOFT])
 def test_derivatives(rho, target, impl):
     x, k = normal(4, 6).requires_grad_(), K.clone().requires_grad_()
 
