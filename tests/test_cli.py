@@ -1,6 +1,7 @@
 """The commands end to end on tiny data; wrong input is one line and exit status 2."""
 
 import csv
+import dataclasses
 import json
 import os
 import signal
@@ -49,6 +50,89 @@ def test_train_prints_a_table(trained, capsys, tmp_path):
     assert "300 rows, 6 labels" in out.err
 
 
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [([], "examples:"), (["--version"], "lastlayer 0"), (["train", "--help"], "[auto, adamw, sgd]")],
+)
+def test_help_and_version_need_no_torch(argv, expected):
+    code = f"""
+import sys
+from lastlayer.cli import main
+try:
+    main({argv!r})
+except SystemExit as stop:
+    assert stop.code == 0
+sys.stderr.write(str([m for m in ("torch", "sklearn", "pytorch_lightning") if m in sys.modules]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert expected in " ".join(done.stdout.split())
+    assert done.stderr == "[]"
+
+
+def test_every_flag_says_what_it_takes():
+    from lastlayer.train import Config
+    from lastlayer.train.config import accepts
+
+    for item in dataclasses.fields(Config):
+        assert accepts(item.name), item.name
+    assert accepts("optimizer") == "auto, adamw, sgd"
+    assert accepts("epochs") == "1 to 1000000"
+    assert "two_way" in accepts("loss")
+
+
+def test_runs_are_numbered_resumed_listed_and_reported(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = ["train", trained[1], "--epochs", "2", "--bootstrap", "0"]
+    assert main(argv) == 0
+    said = capsys.readouterr()
+    lines = [line for line in said.err.splitlines() if line.startswith("epoch ")]
+    assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
+    assert "train_loss" in lines[0]
+    for part in ("k: 2", "sgd, learning rate 10", "best epoch: ", "best thresholds per label: ", "predicted: label",
+                 "the first 3 of the test rows", "run: runs/tags-1", "next: lastlayer report runs/tags-1"):  # fmt: skip
+        assert part in said.out
+    assert main(argv) == 0  # finished: the next number
+    (tmp_path / "runs/tags-2/done.json").unlink()
+    assert main(argv) == 0  # unfinished and the same: resumed
+    assert main([*argv, "--seed", "5"]) == 0  # other settings: the next number
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["tags-1", "tags-2", "tags-3"]
+    capsys.readouterr()
+    assert main(["runs"]) == 0
+    out = capsys.readouterr().out
+    assert [out.count(f"runs/tags-{n}") for n in (1, 2, 3)] == [1, 1, 1]
+    assert "ndcg@5" in out
+    assert main(["runs", "--json", "--sort", "recall@5"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    scores = [line["metrics"]["recall@5"] for line in found]
+    assert scores == sorted(scores, reverse=True)
+    assert main(["report"]) == 0
+    assert "report: runs/tags-3/report.html" in capsys.readouterr().out
+
+
+def test_a_finished_folder_is_replaced_on_demand(trained, tmp_path, capsys):
+    out = tmp_path / "run"
+    argv = ["train", trained[1], "--out", str(out), "--epochs", "1", "--quiet", "--bootstrap", "0"]
+    assert main(argv) == 0
+    (out / "mine.txt").write_text("precious")
+    assert "use --overwrite" in error_of(capsys, argv)
+    assert main([*argv, "--overwrite", "--loss", "binary"]) == 0
+    assert "loss: binary" in (out / "config.yaml").read_text()
+    assert (out / "mine.txt").read_text() == "precious"
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert main([*argv, "--overwrite", "--label-column", "none"]) == 2  # an error comes before anything is removed
+    assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+def test_evaluate_warns_about_rows_of_training_and_few_rows(trained, capsys, tmp_path):
+    assert main(["evaluate", trained[2], trained[1]]) == 0
+    assert "the run was trained on these rows" in capsys.readouterr().err
+    few = write(tmp_path / "few.tsv", make_rows(20, seed=5))
+    assert main(["evaluate", trained[2], few]) == 0
+    said = capsys.readouterr().err
+    assert "there are only 20 rows" in said
+    assert "trained on these" not in said
+
+
 def test_evaluate(trained, capsys, tmp_path):
     other = write(tmp_path / "other.tsv", make_rows(80, seed=5))
     assert main(["evaluate", trained[2], other, "--json", str(tmp_path / "m.json")]) == 0
@@ -72,6 +156,18 @@ def test_predict_jsonl_and_csv(trained, capsys, tmp_path):
         table = list(csv.DictReader(file))
     assert {row["id"] for row in table} == set(rows.ids)
     assert table[0]["label"] == first[0]
+
+
+def test_predict_takes_all_labels_above_a_threshold(trained, capsys, tmp_path):
+    other = write(tmp_path / "other.tsv", make_rows(40, seed=6))
+    found = {}
+    for flags in (["-k", "6"], ["--threshold", "0.02"], ["--threshold", "0.02", "-k", "2"]):
+        assert main(["predict", trained[2], other, *flags]) == 0
+        found[len(found)] = [json.loads(line)["labels"] for line in capsys.readouterr().out.splitlines()]
+    everything, above, cut = found.values()
+    assert above == [[pair for pair in row if pair["probability"] >= 0.02] for row in everything]
+    assert max(len(row) for row in above) > 3  # more than the run's k of 2
+    assert cut == [row[:2] for row in above]
 
 
 def test_predict_writes_as_many_labels_as_asked_for(tmp_path, capsys):
@@ -179,7 +275,6 @@ def test_errors_are_one_line_and_exit_2(trained, capsys, tmp_path):
     out = str(tmp_path / "out")
     for argv, message in [
         (["train", str(tmp_path / "none.tsv"), "--out", out], "no such file"),
-        (["train", data], "--out"),
         (["nonsense"], "invalid choice"),
         (["train", data, "--out", out, "--loss", "nope"], "`loss` must be one of"),
         (["train", data, "--out", out, "--lr", "fast"], "`lr` must be a positive number"),

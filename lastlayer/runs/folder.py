@@ -9,10 +9,11 @@ under a temporary name, flushed to disk and renamed, so a reader finds a whole f
     ``{"format": 1, "lastlayer", "python", "torch", "platform", "device", "threads", "command", "started"}``.
 ``data.json``
     ``{"format": 1, "parts": {part: {"source", "rows", "labels_per_row", "fingerprint", "skipped", "listed"}}, "hidden",
-    "resolved"}``. ``part`` is train, valid or test; ``fingerprint`` is a SHA-256 of rows and labels. ``resolved`` holds
-    the values that replaced "auto": ``{"k", "observed", "loss", "probability", "n_features", "n_labels", "monitor",
-    "optimizer", "lr", "weight_decay"}``; ``k`` is null if it is predicted per row. Folders of version 0.1 have
-    ``labels_a_row`` for ``labels_per_row``.
+    "resolved", "read"}``. ``part`` is train, valid or test; ``fingerprint`` is a SHA-256 of rows and labels.
+    ``resolved`` holds the values that replaced "auto": ``{"k", "k_per_row", "observed", "loss", "probability",
+    "temperature", "n_features", "n_labels", "monitor", "optimizer", "lr", "weight_decay"}``; ``k_per_row`` says whether
+    the number of labels is predicted per row. ``read`` holds the fingerprints of the parts as they were read, before
+    any rows were split off. Folders of version 0.1 have ``labels_a_row`` for ``labels_per_row``.
 ``labels.json``
     ``{"format": 1, "names": [...], "train_counts": [...]}``: the classes in the order of the outputs, and the number
     of training rows that have each.
@@ -21,6 +22,8 @@ under a temporary name, flushed to disk and renamed, so a reader finds a whole f
     of the network.
 ``weights.safetensors``
     The weights of the best epoch, with the names of :class:`~lastlayer.train.LabelSetNetwork`.
+``count.safetensors``
+    Only with ``--k predicted``: the regression of the number of labels on the features.
 ``history.csv``
     One line per epoch: ``epoch, step, lr, train_loss, valid_loss, <valid metrics>, seconds``. A cell without a value
     is empty.
@@ -61,6 +64,7 @@ import csv
 import io
 import math
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -70,6 +74,12 @@ from typing import Any
 import numpy as np
 
 from lastlayer.runs.files import RunError, damaged, missing, read_json, read_yaml, to_json, write_atomically
+
+FOLDERS = ("checkpoints", "csv", "tensorboard")
+FILES = (
+    "environment.json", "data.json", "labels.json", "features.json", "weights.safetensors", "count.safetensors",
+    "history.csv", "metrics.json", "predictions.safetensors", "examples.json", "errors.json", "report.html",
+)  # fmt: skip
 
 
 class RunFolder:
@@ -103,6 +113,17 @@ class RunFolder:
     def is_done(self) -> bool:
         """Whether training and evaluation have finished."""
         return (self / "done.json").exists()
+
+    def clear(self) -> None:
+        """Remove the files of a run, and leave all others. A folder without a run is left alone."""
+        if not self.exists():
+            return
+        for name in ("done.json", *FOLDERS, *FILES, "config.yaml"):  # first what makes it a finished run
+            path = self / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write a JSON file with its format number; nan becomes null."""

@@ -57,53 +57,67 @@ class Config:
     """
 
     model: str = field(default="network", metadata={"help": "kind of model"})
-    loss: str = field(default="lml", metadata={"help": "a loss by name, e.g. lml, binary, two_way, asymmetric"})
-    loss_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "options of the loss, name=value,name=value"}
+    loss: str = field(default="lml", metadata={"help": "name of the loss"})
+    loss_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "options of the loss"})
+    labels: str = field(default="complete", metadata={"help": "incomplete: a label that is not given may still apply"})
+    k: str = field(
+        default="auto",
+        metadata={"help": "expected labels per row; auto: the mean; predicted: by a regression for each row"},
     )
-    labels: str = field(default="complete", metadata={"help": "whether a label that is not given does not apply"})
-    k: str = field(default="auto", metadata={"help": "expected labels a row: a number, auto, or predicted (a row)"})
     observed: str = field(
-        default="auto", metadata={"help": "share of true labels that are observed; auto: mean labels / k if incomplete"}
+        default="auto",
+        metadata={"help": "share of true labels that were recorded; auto: mean labels / k if incomplete"},
     )
     probability: str = field(default="auto", metadata={"help": "how scores become probabilities"})
-    hidden: tuple[int, ...] = field(default=(), metadata={"help": "widths of hidden layers; none is a linear model"})
-    dropout: float = field(default=0.0, metadata={"help": "dropout after hidden layers"})
-    vectorizer: str = field(default="tfidf", metadata={"help": "from text to features"})
-    n_features: int = field(default=20000, metadata={"help": "most words (tfidf) or buckets (hashing)"})
+    hidden: tuple[int, ...] = field(default=(), metadata={"help": "widths of the hidden layers; none: a linear model"})
+    dropout: float = field(default=0.0, metadata={"help": "dropout after each hidden layer"})
+    vectorizer: str = field(default="tfidf", metadata={"help": "how texts become features"})
+    n_features: int = field(
+        default=20000, metadata={"help": "largest number of words (tfidf), or number of buckets (hashing)"}
+    )
     analyzer: str = field(
         default="auto", metadata={"help": "what a text is made of; auto: char without spaces, else word"}
     )
     ngrams: str = field(
         default="auto", metadata={"help": "lengths of sequences, e.g. 2 or 2-4; auto: 1, or 1-3 of char"}
     )
-    min_rows: int = field(default=2, metadata={"help": "a word must occur in so many rows (tfidf)"})
-    scale: str = field(default="auto", metadata={"help": "of given features; auto: l2 if sparse, standard if dense"})
-    optimizer: str = field(default="auto", metadata={"help": "auto: sgd for linear models on sparse rows, else adamw"})
-    lr: str = field(default="auto", metadata={"help": "learning rate at its peak; auto follows the optimiser"})
-    weight_decay: str = field(default="auto", metadata={"help": "weight decay, biases have none; auto likewise"})
-    momentum: float = field(default=0.9, metadata={"help": "of sgd"})
-    epochs: int = field(default=20, metadata={"help": "passes over the training rows"})
-    batch_size: int = field(default=128, metadata={"help": "rows a step on each device"})
-    schedule: str = field(default="cosine", metadata={"help": "of the learning rate after warm-up"})
-    warmup: float = field(default=0.05, metadata={"help": "share of the steps in which the learning rate rises"})
-    clip_norm: float = field(default=0.0, metadata={"help": "largest norm of the gradient; 0 is no bound"})
-    precision: str = field(default="32", metadata={"help": "of the arithmetic"})
-    accelerator: str = field(default="auto", metadata={"help": "where to run"})
-    devices: int = field(default=1, metadata={"help": "how many, by distributed data parallel"})
-    seed: int = field(default=0, metadata={"help": "of splits, order of rows, dropout and first weights"})
-    monitor: str = field(default="auto", metadata={"help": "metric that chooses the best epoch, e.g. recall@5"})
-    patience: int = field(default=0, metadata={"help": "stop after so many epochs without a better one; 0: never"})
-    at: tuple[int, ...] = field(default=(1, 3, 5), metadata={"help": "k of precision, recall and nDCG"})
-    valid_fraction: float = field(
-        default=0.1, metadata={"help": "of the training rows, if no validation part is given"}
+    min_rows: int = field(default=2, metadata={"help": "smallest number of rows in which a word must occur (tfidf)"})
+    scale: str = field(
+        default="auto", metadata={"help": "scaling of given features; auto: l2 if sparse, standard if dense"}
     )
-    test_fraction: float = field(default=0.2, metadata={"help": "of the rows, if no test part is given"})
+    optimizer: str = field(
+        default="auto", metadata={"help": "optimiser; auto: sgd for linear models on sparse rows, else adamw"}
+    )
+    lr: str = field(default="auto", metadata={"help": "peak learning rate; auto depends on the optimiser"})
+    weight_decay: str = field(
+        default="auto", metadata={"help": "weight decay, which biases do not have; auto depends on the optimiser"}
+    )
+    momentum: float = field(default=0.9, metadata={"help": "momentum of sgd"})
+    epochs: int = field(default=20, metadata={"help": "passes over the training rows"})
+    batch_size: int = field(default=128, metadata={"help": "rows per step and device"})
+    schedule: str = field(default="cosine", metadata={"help": "schedule of the learning rate after warm-up"})
+    warmup: float = field(default=0.05, metadata={"help": "share of the steps during which the learning rate rises"})
+    clip_norm: float = field(default=0.0, metadata={"help": "largest norm of the gradient; 0: no limit"})
+    precision: str = field(default="32", metadata={"help": "precision of the arithmetic"})
+    accelerator: str = field(default="auto", metadata={"help": "kind of device"})
+    devices: int = field(default=1, metadata={"help": "number of devices, which share the rows of a step (DDP)"})
+    seed: int = field(default=0, metadata={"help": "seed of splits, order of rows, dropout and initial weights"})
+    monitor: str = field(default="auto", metadata={"help": "validation metric that chooses the best epoch"})
+    patience: int = field(default=0, metadata={"help": "stop after this many epochs without improvement; 0: never"})
+    at: tuple[int, ...] = field(default=(1, 3, 5), metadata={"help": "the k of precision, recall and nDCG"})
+    valid_fraction: float = field(
+        default=0.1, metadata={"help": "share of the training rows for validation, if no validation part is given"}
+    )
+    test_fraction: float = field(
+        default=0.2, metadata={"help": "share of the rows for testing, if no test part is given"}
+    )
     keep: float = field(default=1.0, metadata={"help": "keep each training label with this probability (experiments)"})
-    single_positive: bool = field(default=False, metadata={"help": "keep one training label a row (experiments)"})
-    loggers: tuple[str, ...] = field(default=(), metadata={"help": "csv, tensorboard (history.csv is always there)"})
-    bootstrap: int = field(default=200, metadata={"help": "resamples of the confidence intervals; 0: none"})
-    max_parameters: int = field(default=500_000_000, metadata={"help": "refuse a larger network"})
+    single_positive: bool = field(default=False, metadata={"help": "keep one training label per row (experiments)"})
+    loggers: tuple[str, ...] = field(default=(), metadata={"help": "additional loggers; history.csv is always written"})
+    bootstrap: int = field(
+        default=200, metadata={"help": "number of bootstrap resamples for the intervals; 0: no intervals"}
+    )
+    max_parameters: int = field(default=500_000_000, metadata={"help": "refuse a network with more parameters"})
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Config)
@@ -117,8 +131,8 @@ class Config:
     def settled(self, sparse: bool) -> Config:
         """Return the config with optimiser, learning rate and weight decay chosen.
 
-        A linear model on sparse rows learns by plain SGD: Adam gives rare features steps as large as those of common
-        ones, and they fit noise (bibtex: recall@5 of held-out rows 58 with AdamW, 66 with SGD).
+        A linear model on sparse rows is trained by plain SGD. Adam moves the weights of rare features as far as those
+        of common ones, so they fit noise (bibtex: recall@5 of held-out rows is 58 with AdamW, 66 with SGD).
         """
         linear = sparse and not self.hidden and not LOSSES[self.loss].scale_falls
         optimizer = self.optimizer if self.optimizer != "auto" else "sgd" if linear else "adamw"
@@ -131,7 +145,7 @@ class Config:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as YAML writes them."""
+        """Return the fields as plain values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
     def to_yaml(self) -> bytes:
@@ -150,7 +164,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def make(values: dict[str, Any], where: str = "config") -> Config:
-    """Make a Config of plain values; an unknown field is an error that names the nearest one."""
+    """Make a Config from plain values; the error for an unknown field names the nearest known one."""
     import difflib
 
     known = [item.name for item in dataclasses.fields(Config)]
@@ -163,6 +177,25 @@ def make(values: dict[str, Any], where: str = "config") -> Config:
         return Config(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def accepts(name: str) -> str:
+    """Return what a field accepts, in a few words, for the help of its flag."""
+    if name == "loss":
+        return ", ".join(LOSSES)
+    if name in _CHOICES:
+        return ", ".join(_CHOICES[name])
+    if name in _RULES:
+        rule, _, _, words = _RULES[name]
+        return ", ".join([rule, *words])
+    if name in _BOUNDS:
+        low, high = _BOUNDS[name]
+        return f"at least {low}" if high == math.inf else f"{low} to {high}"
+    kind = get_type_hints(Config)[name]
+    return {
+        "hidden": "whole numbers, e.g. 256,128", "at": "whole numbers, e.g. 1,3,5", "loggers": "csv, tensorboard",
+        "loss_options": "name=value,name=value", "monitor": "auto, valid_loss, precision@K, recall@K, ndcg@K",
+    }.get(name, "true, false" if kind is bool else "a word")  # fmt: skip
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:

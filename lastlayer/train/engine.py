@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ class Job:
         placement: Where the labels are.
         last: The checkpoint to resume from.
         progress: Whether to show a progress bar.
+        say: Called with the line of history.csv after each epoch.
     """
 
     run: RunFolder
@@ -55,6 +56,11 @@ class Job:
     placement: Placement
     last: Path | None
     progress: bool
+    say: Callable[[dict[str, Any]], None]
+
+
+class OtherRunError(RunError):
+    """The folder holds a run that is finished, or that has other settings or other data."""
 
 
 class Fitted(NamedTuple):
@@ -100,7 +106,9 @@ def train(
     out: str | Path,
     *,
     resume: bool = True,
+    overwrite: bool = False,
     progress: bool = False,
+    say: Callable[[dict[str, Any]], None] = lambda line: None,
     command: Sequence[str] | None = None,
     shard_classes: bool = False,
     data_parallel: int = 1,
@@ -113,7 +121,9 @@ def train(
         out: The run folder. If it holds an unfinished run of the same config and data, that run is resumed from its
             last whole checkpoint. Anything else there is an error, and is left as it is.
         resume: Whether an unfinished run may be resumed.
+        overwrite: Whether to replace the run that is in the folder, finished or not.
         progress: Whether to show a progress bar.
+        say: Called with the line of history.csv after each epoch.
         command: The command to note in environment.json.
         shard_classes: Whether to split the labels over the processes of the default process group, each of which
             calls this with the same arguments. See :mod:`lastlayer.train.sharded`.
@@ -127,19 +137,20 @@ def train(
     placement = placement_of(shard_classes, data_parallel)
     _check_devices(config)
     placement.check(config)
+    read = {name: data.fingerprint() for name, data in parts.items()}
     run, parts = placement.run_folder(out), prepare(parts, config)
     resolved = Resolved.of(config, parts["train"])
     if "valid" not in parts:
         resolved = replace(resolved, monitor="")
-    about = _about(parts, config, resolved)
+    about = {**_about(parts, config, resolved), "read": read}
     placement.compare(about)
     with ExitStack() as stack:
-        last = placement.once(lambda: _enter(run, config, about, resume, command, placement, stack))
+        last = placement.once(lambda: _enter(run, config, about, resume, overwrite, command, placement, stack))
         features = FeatureMap.fit(parts["train"], config)
         placement.place(parts["train"].n_labels)
         _describe(run, config, features, parts["train"], about)
         inputs = {name: features(data) for name, data in parts.items()}
-        job = Job(run, config, resolved, features, parts, inputs, placement, last, progress)
+        job = Job(run, config, resolved, features, parts, inputs, placement, last, progress, say)
         fitted = importlib.import_module(TRAINERS[config.model]).fit(job)
         if fitted is not None:
             count = placement.once(lambda: _count_model(job))
@@ -205,6 +216,7 @@ def _enter(
     config: Config,
     about: dict[str, Any],
     resume: bool,
+    overwrite: bool,
     command: Sequence[str] | None,
     placement: Placement,
     stack: ExitStack,
@@ -214,6 +226,8 @@ def _enter(
         raise RunError(f"{run.path}: is not empty and not a run. Choose another folder.")
     if placement.locks:
         stack.enter_context(locked(run.path))
+        if overwrite:
+            run.clear()
     if not run.exists():
         try:
             write_atomically(run / "config.yaml", config.to_yaml())
@@ -222,19 +236,21 @@ def _enter(
         run.write_environment(command)
         return None
     if run.is_done():
-        raise RunError(f"{run.path}: holds a finished run. Choose another folder.")
+        raise OtherRunError(f"{run.path}: holds a finished run. Choose another folder, or use --overwrite.")
     if not resume:
         raise RunError(f"{run.path}: holds an unfinished run. Resume it, or choose another folder.")
     before = make(run.config(), str(run / "config.yaml"))
     differing = [f.name for f in fields(Config) if getattr(before, f.name) != getattr(config, f.name)]
     if differing:
-        raise RunError(f"{run.path}: holds an unfinished run with another `{differing[0]}`. Choose another folder.")
+        raise OtherRunError(
+            f"{run.path}: holds an unfinished run with another `{differing[0]}`. Choose another folder."
+        )
     if (run / "data.json").exists():
         seen = run.read_json("data.json").get("parts", {})
         if {k: v.get("fingerprint") for k, v in seen.items()} != {
             k: v["fingerprint"] for k, v in about["parts"].items()
         }:
-            raise RunError(f"{run.path}: holds an unfinished run on other data. Choose another folder.")
+            raise OtherRunError(f"{run.path}: holds an unfinished run on other data. Choose another folder.")
     last = run / "checkpoints/last.ckpt"
     if not last.exists():
         return None

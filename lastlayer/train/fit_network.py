@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ def fit(job: Job) -> Fitted | None:
         inputs["train"], parts["train"], inputs.get("valid"), parts.get("valid"),
         batch_size=config.batch_size, seed=config.seed, share=job.placement.share,
     )  # fmt: skip
-    history = History(run)
+    history = History(run, job.say)
     with quiet():
         fitter = trainer(
             config,
@@ -86,8 +86,8 @@ def _module(
 class History(Callback):
     """Keeps one line per epoch, also in the checkpoint, and writes history.csv."""
 
-    def __init__(self, run: RunFolder | None) -> None:
-        self.run, self.rows, self.started = run, [], 0.0  # type: ignore[var-annotated]
+    def __init__(self, run: RunFolder | None, say: Callable[[dict[str, Any]], None]) -> None:
+        self.run, self.say, self.rows, self.started = run, say, [], 0.0  # type: ignore[var-annotated]
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock of the epoch."""
@@ -114,6 +114,7 @@ class History(Callback):
             logger.log_metrics({k: v for k, v in line.items() if k != "epoch"}, step=trainer.global_step)
         if self.run is not None and trainer.is_global_zero:
             self.run.write_history(self.rows)
+            self.say(line)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the lines, for the checkpoint."""

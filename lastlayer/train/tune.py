@@ -15,7 +15,7 @@ import numpy as np
 from lastlayer.data import LabelData
 from lastlayer.runs import RunError, RunFolder, write_atomically
 from lastlayer.train.config import Config, load, make
-from lastlayer.train.engine import prepare, train
+from lastlayer.train.engine import OtherRunError, prepare, train
 from lastlayer.train.resolved import Resolved
 
 
@@ -106,7 +106,7 @@ def _same_study(folder: Path, asked: dict[str, Any]) -> None:
         except (ValueError, KeyError, TypeError, OSError):
             raise RunError(f"{note}: damaged. Choose another folder.") from None
         if not same:
-            raise RunError(f"{folder}: holds a study with other settings. Choose another folder.")
+            raise OtherRunError(f"{folder}: holds a study with other settings. Choose another folder.")
         return
     if folder.exists() and any(folder.iterdir()):
         raise RunError(f"{folder}: is not empty and not a study. Choose another folder.")

@@ -1,0 +1,288 @@
+"""The commands. Each takes its parsed arguments and returns an exit status; heavy imports are inside."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lastlayer import cli_output as output
+from lastlayer import cli_reading as reading
+from lastlayer.cli import UsageError
+
+FEW = 100  # rows below which the numbers of an evaluation are coarse
+INHERITED = "LASTLAYER_RUN"  # tells the copies of this command on other devices the run folder
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command that was named."""
+    with _processes(arguments):
+        return int(RUN[arguments.command](arguments) or 0)
+
+
+@contextmanager
+def _processes(arguments: argparse.Namespace) -> Iterator[None]:
+    """With --shard-classes, join the processes that torchrun started. Only the first writes and prints."""
+    if not getattr(arguments, "shard_classes", False):
+        yield
+        return
+    from lastlayer.train import sharded
+
+    with sharded.world(getattr(arguments, "field_accelerator", None) or "auto"):
+        if not sharded.is_first():
+            arguments.json = None
+            if arguments.command == "predict":
+                arguments.out = None
+        yield
+
+
+def _config(arguments: argparse.Namespace) -> Any:
+    from lastlayer.train.config import Config, load, make
+
+    values = load(arguments.config) if arguments.config else {}
+    reading.take_from_config(arguments, values)
+    for item in dataclasses.fields(Config):
+        if (flag := getattr(arguments, f"field_{item.name}")) is not None:
+            values[item.name] = flag
+    return make(values, arguments.config or "flags")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from lastlayer.train.demo import LOSSES, demo
+
+    if not 0 < arguments.keep <= 1 or arguments.epochs < 1:
+        raise UsageError("--keep must be above 0 and at most 1, --epochs at least 1.")
+    losses = [name for name in arguments.losses.split(",") if name] or list(LOSSES)
+    import torch
+
+    torch.set_num_threads(1)  # the steps are small: more threads only wait for one another
+    with output.progress() as step:
+        runs = demo(
+            arguments.out, losses=losses, keep=arguments.keep, epochs=arguments.epochs, seed=arguments.seed, step=step
+        )
+    output.print_table({run.path.name: run.metrics() for run in runs}, output.headline(runs[0].metrics()["metrics"]))
+    _try_report([run.path for run in runs], Path(arguments.out) / "report.html")
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from lastlayer.train import train
+
+    config = _config(arguments)
+    if arguments.out is None and arguments.shard_classes:
+        raise UsageError("--out must be given with --shard-classes, so that all processes use the same folder.")
+    parts = reading.training_parts(arguments)
+    bar = not arguments.quiet and sys.stderr.isatty()
+    options: dict[str, Any] = {"progress": bar, "overwrite": arguments.overwrite}
+    options |= {"shard_classes": arguments.shard_classes, "data_parallel": arguments.data_parallel}
+    if not bar and not arguments.quiet:
+        options["say"] = output.epoch_line(config.epochs)
+    found = _in_folder(arguments, arguments.out, lambda out: train(parts, config, out, **options))
+    if config.devices > 1 and os.environ.get("LOCAL_RANK", "0") != "0":
+        return 0  # a copy of this command on another device; the first one writes and prints
+    output.metrics(found.metrics(), str(found.path))
+    output.summary(found)
+    print(f"run: {found.path}")
+    print(f"next: lastlayer report {found.path}")
+    return 0
+
+
+def _in_folder(arguments: argparse.Namespace, out: str | None, work: Callable[[Path], Any], suffix: str = "") -> Any:
+    """Work in the given folder. Without one, resume the last of ``runs/NAME-N`` if it fits, else take the next."""
+    from lastlayer.runs.listing import name_of, next_folder, numbered
+    from lastlayer.train.engine import OtherRunError
+
+    if out is None and INHERITED in os.environ and "LOCAL_RANK" in os.environ:
+        out = os.environ[INHERITED]
+    if out is not None:
+        return work(Path(out))
+    name = name_of(arguments.data) + suffix
+    taken = numbered(name)
+    for path in [*taken[-1:], next_folder(name)]:
+        os.environ[INHERITED] = str(path)
+        try:
+            return work(path)
+        except OtherRunError:  # the last run is finished, or has other settings or data
+            continue
+        finally:
+            os.environ.pop(INHERITED, None)
+    raise AssertionError("a new folder cannot hold another run")
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from lastlayer.runs import RunFolder
+    from lastlayer.train import evaluate
+
+    model = _loaded(arguments)
+    part, data = reading.part_to_measure(arguments, model)
+    seen = RunFolder(arguments.run_folder).read_optional("data.json").get("read") or {}
+    if data.fingerprint() in {seen.get("train"), seen.get("all")}:
+        _warn("the run was trained on these rows, so the numbers do not tell how it does on others.")
+    if len(data) < FEW:
+        _warn(f"there are only {len(data)} rows: look at the intervals.")
+    found = evaluate(model, data)
+    output.metrics({"part": part, **found}, arguments.run_folder)
+    if arguments.json:
+        target = Path(arguments.json)
+        RunFolder(target.parent).write_json(target.name, {"part": part, **found})
+    return 0
+
+
+def _warn(message: str) -> None:
+    print(f"lastlayer: warning: {message}", file=sys.stderr)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    if arguments.k is not None and arguments.k < 1:
+        raise UsageError("-k must be at least 1.")
+    model = _loaded(arguments)
+    unknown = rows = 0
+    with _output(arguments.out) as out:
+        writer = csv.writer(out, lineterminator="\n")
+        if arguments.output_format == "csv":
+            writer.writerow(["row", "id", "rank", "label", "probability"])
+        for data in reading.rows_to_predict(arguments, model):
+            x = model.features(data)
+            unknown, rows = unknown + model.features.unknown_rows(x), rows + len(data)
+            pairs = model.pairs(x, k=arguments.k, threshold=arguments.threshold)
+            for i, (number, kept) in enumerate(zip(data.row_numbers().tolist(), pairs, strict=True)):
+                name = None if data.ids is None else data.ids[i]
+                if arguments.output_format == "csv":
+                    start, safe = [number, reading.harmless(name or "")], reading.harmless
+                    writer.writerows([*start, r + 1, safe(label), f"{p:.6g}"] for r, (label, p) in enumerate(kept))
+                else:
+                    line = {"row": number, "id": name, "labels": [{"label": n, "probability": p} for n, p in kept]}
+                    out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    if note := model.features.note(unknown, rows):
+        print(note, file=sys.stderr)
+    return 0
+
+
+def _loaded(arguments: argparse.Namespace) -> Any:
+    from lastlayer.train.placement import placement_of
+    from lastlayer.train.serve import load
+
+    return load(arguments.run_folder, placement=placement_of(arguments.shard_classes))
+
+
+@contextmanager
+def _output(path: str | None) -> Iterator[Any]:
+    if path is None:
+        yield sys.stdout
+        return
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        yield file
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from lastlayer.runs import RunError, RunFolder
+    from lastlayer.runs.listing import latest
+
+    runs = [Path(p) for p in arguments.run_folders] or [latest().path]
+    for path in runs:
+        if not RunFolder(path).is_done():
+            raise RunError(f"{path}: not a finished run.")
+    out = Path(arguments.out) if arguments.out else runs[0] / "report.html"
+    from lastlayer import report
+
+    report.write(runs, out)
+    print(f"report: {out}")
+    return 0
+
+
+def _try_report(runs: list[Path], out: Path) -> None:
+    try:
+        from lastlayer import report
+    except ImportError as error:
+        print(f"no report: {error}", file=sys.stderr)
+        return
+    report.write(runs, out)
+    print(f"report: {out}")
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    from lastlayer.runs import RunError
+    from lastlayer.runs.listing import find, row
+
+    rows = [row(run) for run in find(arguments.folder)]
+    if not rows:
+        raise RunError(f"{arguments.folder}: holds no run. `lastlayer train` writes them to the folder runs.")
+    if arguments.sort:
+        output.order(rows, arguments.sort)
+    if arguments.json:
+        for line in rows:
+            print(json.dumps(line, ensure_ascii=False))
+    else:
+        output.list_runs(rows, arguments.sort)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from lastlayer.train.export import export
+
+    name = "model.onnx" if arguments.format == "onnx" else "model.pt2"
+    out = export(arguments.run_folder, arguments.out or Path(arguments.run_folder) / name, arguments.format)
+    print(f"exported: {out}")
+    return 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from lastlayer.train.tune import tune
+
+    if arguments.trials < 1:
+        raise UsageError("--trials must be at least 1.")
+
+    def say(line: dict[str, Any]) -> None:
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items()), flush=True)
+
+    losses = [name for name in arguments.losses.split(",") if name]
+    config = _config(arguments)
+    if config.devices > 1:
+        raise UsageError("tune runs on one device; leave out --devices.")
+    parts = reading.training_parts(arguments)
+    options: dict[str, Any] = {"trials": arguments.trials, "losses": losses, "say": say}
+    found = _in_folder(arguments, arguments.out, lambda out: tune(parts, config, out, **options), "-tune")
+    output.metrics(found.metrics(), str(found.path))
+    output.summary(found)
+    print(f"best run: {found.path}")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from lastlayer.capacity import report
+
+    print(report(arguments))
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module("benchmarks.run")
+    except ImportError:
+        raise UsageError(
+            "the benchmarks are not installed: run `lastlayer bench` in a checkout of the repository."
+        ) from None
+    return int(module.main(arguments.arguments) or 0)
+
+
+RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "demo": _demo,
+    "train": _train,
+    "evaluate": _evaluate,
+    "predict": _predict,
+    "report": _report,
+    "runs": _runs,
+    "export": _export,
+    "tune": _tune,
+    "plan": _plan,
+    "bench": _bench,
+}

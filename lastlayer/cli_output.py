@@ -1,0 +1,161 @@
+"""What the commands print: tables, progress, and what to know at the end of training."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+WIDE = 60  # characters of an example's text
+
+
+@contextmanager
+def progress() -> Iterator[Any]:
+    """Show a progress bar on the error stream, or plain lines if that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda name, done, total: print(f"[{done}/{total}] {name}", file=sys.stderr) if name else None
+        return
+    columns = [TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("reading")
+        yield lambda name, done, total: bar.update(task, description=name or "done", completed=done, total=total)
+
+
+def epoch_line(epochs: int) -> Callable[[dict[str, Any]], None]:
+    """Return a function that writes one line per epoch to the error stream."""
+
+    def say(line: dict[str, Any]) -> None:
+        shown = {k: v for k, v in line.items() if k not in ("epoch", "step", "lr", "seconds") and v is not None}
+        values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        print(f"epoch {line['epoch'] + 1}/{epochs}  {values}  {line['seconds']:.1f} s", file=sys.stderr, flush=True)
+
+    return say
+
+
+def headline(metrics: dict[str, Any]) -> list[str]:
+    """Return the columns of the table: those of the largest k, mAP and calibration."""
+    last = max(int(n.partition("@")[2]) for n in metrics if n.startswith("recall@"))
+    names = ["precision@1", f"precision@{last}", f"recall@{last}", f"ndcg@{last}", "map", f"ece@{last}"]
+    return [name for name in dict.fromkeys(names) if name in metrics]
+
+
+def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
+    """Print metrics in percent, with half the width of their 95 % intervals."""
+    drawn = any("±" in _cell(found["metrics"].get(name)) for found in rows.values() for name in names)
+    title = "percent, with 95 % bootstrap intervals over the rows" if drawn else "percent"
+    lines = [[name, *(_cell(found["metrics"].get(metric)) for metric in names)] for name, found in rows.items()]
+    _print(title, ["", *names], lines)
+
+
+def _print(title: str | None, head: list[str], lines: list[list[str]], left: int = 1) -> None:
+    """Print a table whose first `left` columns are text, the others numbers."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    console.print(table)
+
+
+def _cell(found: dict[str, Any] | None) -> str:
+    if not found or found["value"] is None:
+        return "-"
+    text = f"{100 * found['value']:.1f}"
+    if found.get("low") is None or found["low"] != found["low"]:
+        return text
+    return f"{text} ±{50 * (found['high'] - found['low']):.1f}"
+
+
+def metrics(found: dict[str, Any], title: str) -> None:
+    """Print the metrics of a run or an evaluation."""
+    names = [name for name in found["metrics"] if name.startswith(("precision@", "recall@", "ndcg@"))]
+    print(f"{title}: {found['part']} part, {found['rows']} rows")
+    print_table({Path(title).name[:30]: found}, list(dict.fromkeys(names[:6:3] + headline(found["metrics"]))))
+    for note in found.get("notes", []):
+        print(note)
+
+
+def summary(run: Any) -> None:
+    """Print what was chosen, and three examples."""
+    found, resolved = run.metrics(), run.read_json("data.json")["resolved"]
+    k = "a number per row, predicted" if resolved.get("k_per_row") else f"{resolved['k']:.3g} labels per row"
+    settings = [f"k: {k}", f"loss: {resolved['loss']}"]
+    if resolved.get("optimizer"):
+        rate, decay = float(resolved["lr"]), float(resolved["weight_decay"])
+        settings.append(f"{resolved['optimizer']}, learning rate {rate:g}, weight decay {decay:g}")
+    print("; ".join(settings))
+    if found.get("best_epoch") is not None:
+        by = f", by {resolved['monitor']} of the validation rows" if resolved.get("monitor") else ""
+        print(f"best epoch: {found['best_epoch'] + 1} of {found['epochs']}{by}")
+    levels = sorted(t for t in (found.get("labels") or {}).get("threshold", []) if t is not None and math.isfinite(t))
+    if levels:
+        middle = levels[len(levels) // 2]
+        print(f"best thresholds per label: {levels[0]:.2f} to {levels[-1]:.2f}, median {middle:.2f} (metrics.json)")
+    for line in examples(run):
+        print(line)
+
+
+def examples(run: Any, most: int = 3) -> list[str]:
+    """Return lines about the first held-out rows: text or name, predicted labels, true labels."""
+    from lastlayer.runs.contents import Held
+
+    held, names = Held.of(run.predictions()), run.labels()
+    out = []
+    for one in run.examples()[:most]:
+        row = one["row"]
+        text = " ".join(str(one.get("text") or one.get("id") or f"row {row}").split())
+        text = text if len(text) <= WIDE else f"{text[: WIDE - 1]}…"
+        size = held.size[row]
+        pairs = zip(held.top_index[row, :size], held.top_probability[row, :size], strict=True)
+        said = ", ".join(f"{names[label]} {p:.2f}" for label, p in pairs)
+        true = ", ".join(names[label] for label in held.index[held.indptr[row] : held.indptr[row + 1]])
+        out.append(f"  {text}\n    predicted: {said or '-'}   true: {true or '-'}")
+    return [f"the first {len(out)} of the {run.metrics()['part']} rows:", *out] if out else []
+
+
+def order(rows: list[dict[str, Any]], metric: str) -> None:
+    """Sort runs by a metric, best first; runs without it come last."""
+    known = {name for row in rows for name in row.get("metrics", {})}
+    if metric not in known:
+        raise ValueError(f"--sort must be one of {', '.join(sorted(known)) or 'none'}, got {metric!r}.")
+    sign = 1 if metric.startswith("ece") else -1
+
+    def key(row: dict[str, Any]) -> float:
+        value = row.get("metrics", {}).get(metric)
+        return math.inf if value is None else sign * value
+
+    rows.sort(key=key)
+
+
+def list_runs(rows: list[dict[str, Any]], metric: str | None = None) -> None:
+    """Print one line per run with its scores, in percent."""
+    every = [row.get("metrics", {}) for row in rows]
+    last = max((int(n.partition("@")[2]) for m in every for n in m if n.startswith("recall@")), default=5)
+    wanted = [metric, "precision@1", f"recall@{last}", f"ndcg@{last}", "map", f"ece@{last}"]
+    names = [name for name in dict.fromkeys(wanted) if name and any(name in m for m in every)]
+    lines = []
+    for row, found in zip(rows, every, strict=True):
+        scores = ["-" if found.get(name) is None else f"{100 * found[name]:.1f}" for name in names]
+        k = "-" if row.get("k") is None else f"{row['k']:.3g}"
+        about = [
+            row["run"],
+            row["state"],
+            str(row.get("loss", "-")),
+            (row.get("started") or "-").replace("T", " ")[:16],
+        ]
+        lines.append([*about, k, str(row.get("train_rows") or "-"), *scores])
+    _print(None, ["run", "state", "loss", "started (UTC)", "k", "rows", *names], lines, left=4)
