@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lastlayer.decode.threshold import DecodeThreshold as DecodeThreshold
     from lastlayer.decode.threshold import decode_threshold as decode_threshold
     from lastlayer.decode.threshold import tune_thresholds as tune_thresholds
-    from lastlayer.decode.top_k import DecodeTopK as DecodeTopK
     from lastlayer.decode.top_k import Decoded as Decoded
+    from lastlayer.decode.top_k import DecodeTopK as DecodeTopK
     from lastlayer.decode.top_k import decode_top_k as decode_top_k
     from lastlayer.decode.tree import DecodeTree as DecodeTree
     from lastlayer.decode.tree import decode_tree as decode_tree
@@ -110,10 +110,10 @@ if TYPE_CHECKING:
     from lastlayer.metrics.stream import MeanAveragePrecision as MeanAveragePrecision
     from lastlayer.metrics.stream import MeanMaxConfidence as MeanMaxConfidence
     from lastlayer.metrics.stream import NDCGAtK as NDCGAtK
-    from lastlayer.metrics.stream import PSPAtK as PSPAtK
     from lastlayer.metrics.stream import PrecisionAtK as PrecisionAtK
-    from lastlayer.metrics.stream import RPrecisionAtK as RPrecisionAtK
+    from lastlayer.metrics.stream import PSPAtK as PSPAtK
     from lastlayer.metrics.stream import RecallAtK as RecallAtK
+    from lastlayer.metrics.stream import RPrecisionAtK as RPrecisionAtK
     from lastlayer.metrics.stream import TopKAccuracy as TopKAccuracy
     from lastlayer.metrics.stream_structures import AngularError as AngularError
     from lastlayer.metrics.stream_structures import GraphMeanRecallAtK as GraphMeanRecallAtK

@@ -93,3 +93,11 @@ def test_public_names_are_documented_functions_and_classes():
         if name.startswith("_") or getattr(value, "__module__", "").split(".")[0] != "lastlayer":
             continue
         assert value.__doc__, f"ll.{name} has no docstring"
+
+
+def test_the_names_for_type_checkers_are_those_at_run_time():
+    found = {}
+    for node in ast.walk(ast.parse((ROOT / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lastlayer."):
+            found |= {alias.asname: node.module for alias in node.names}
+    assert found == ll._NAMES
