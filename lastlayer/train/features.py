@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,7 +41,7 @@ class FeatureMap:
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
-        self._counter: Any = None
+        self._analyze: Any = None
         try:
             self._arrays = {n: np.asarray(state[n], np.float32) for n in ("idf", "mean", "scale") if n in state}
             self.kind, self.n_features = str(state["kind"]), int(state["n_features"])
@@ -49,7 +50,8 @@ class FeatureMap:
             if self.kind == "tfidf" and not len(state["vocabulary"]) == len(state["idf"]) == self.n_features:
                 raise ValueError("vocabulary and idf must have n_features entries")
             if self.is_text:
-                self._counter = _vectorizer(state)
+                self._analyze = _analyzer(state)
+                self._places = {word: i for i, word in enumerate(state.get("vocabulary", ()))}
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(f"features.json: damaged: {error}.") from None
 
@@ -130,11 +132,8 @@ class FeatureMap:
             x = np.asarray(x, np.float32)
             if "mean" in self._arrays:
                 return (x - self._arrays["mean"]) / self._arrays["scale"]
-        if not self.state.get("l2"):
-            return x.astype(np.float32)
-        from sklearn.preprocessing import normalize
-
-        return normalize(x.astype(np.float32))
+        x = x.astype(np.float32)
+        return _unit_rows(x) if self.state.get("l2") else x
 
     def unknown_rows(self, x: Any) -> int:
         """Return how many of the mapped texts have no word that the map knows."""
@@ -150,13 +149,40 @@ class FeatureMap:
         return f"{unknown} of {rows} {which} have no known {what}: nothing but label frequencies speaks there.{hint}"
 
     def _words(self, texts: list[str]) -> Any:
-        from sklearn.preprocessing import normalize
-
-        x = self._counter.transform(texts).astype(np.float32)
         if self.kind == "hashing":
-            return x
-        x.data = 1 + np.log(x.data)
-        return normalize(x.multiply(self._arrays["idf"]).tocsr().astype(np.float32))
+            return _vectorizer(self.state).transform(texts).astype(np.float32)
+        x = self._counts(texts)
+        x.data = (1 + np.log(x.data)) * self._arrays["idf"][x.indices]
+        return _unit_rows(x)
+
+    def _counts(self, texts: list[str]) -> Any:
+        """Count the known words of each text, as scikit-learn does, without its second of import time."""
+        import scipy.sparse as sp
+
+        index, count, ends = array("i"), array("i"), array("q", [0])
+        for text in texts:
+            found: dict[int, int] = {}
+            for word in self._analyze(text):
+                if (place := self._places.get(word)) is not None:
+                    found[place] = found.get(place, 0) + 1
+            places = sorted(found)
+            index.extend(places)
+            count.extend([found[i] for i in places])
+            ends.append(len(index))
+        data = np.array(count, dtype=np.float32)
+        parts = (data, np.array(index, dtype=np.int32), np.array(ends, dtype=np.int64))
+        return sp.csr_matrix(parts, shape=(len(texts), self.n_features))
+
+
+def _unit_rows(x: Any) -> Any:
+    """Scale the rows of a CSR matrix or an array to unit length; rows of zeros stay."""
+    if isinstance(x, np.ndarray):
+        norm = np.sqrt((x.astype(np.float64) ** 2).sum(1, keepdims=True))
+        return (x / np.where(norm > 0, norm, 1)).astype(np.float32)
+    rows = np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
+    norm = np.sqrt(np.bincount(rows, x.data.astype(np.float64) ** 2, minlength=x.shape[0]))
+    x.data = (x.data / np.where(norm > 0, norm, 1)[rows]).astype(np.float32)
+    return x
 
 
 def choose_analyzer(texts: Sequence[str]) -> str:
@@ -202,17 +228,52 @@ def _runs(codes: list[int]) -> list[str]:
     return out
 
 
+def _settings(state: dict[str, Any]) -> tuple[str, int, int]:
+    """Return the analyzer and the range of n-grams; runs of version 0.1 keep the words that they were trained on."""
+    given, analyzer = state["ngrams"], str(state.get("analyzer", "word"))
+    low, high = (1, int(given)) if isinstance(given, int) else (int(given[0]), int(given[1]))
+    if analyzer not in _NGRAMS or not 1 <= low <= high <= 20:
+        raise ValueError("unknown analyzer or ngrams")
+    return analyzer, low, high
+
+
 def _vectorizer(state: dict[str, Any], **options: Any) -> Any:
-    """Return scikit-learn's counter or hasher of a state; runs of version 0.1 keep the words they were trained on."""
+    """Return scikit-learn's counter or hasher of a state."""
     from sklearn.feature_extraction.text import CountVectorizer, HashingVectorizer
 
-    given = state["ngrams"]
-    low, high = (1, int(given)) if isinstance(given, int) else (int(given[0]), int(given[1]))
-    options.update(analyzer=str(state.get("analyzer", "word")), ngram_range=(low, high))
-    if state.get("marks") and options["analyzer"] == "word":
+    analyzer, low, high = _settings(state)
+    options.update(analyzer=analyzer, ngram_range=(low, high))
+    if state.get("marks") and analyzer == "word":
         options["token_pattern"] = _word_pattern()
-    if options["analyzer"] not in _NGRAMS or not 1 <= low <= high <= 20:
-        raise ValueError("unknown analyzer or ngrams")
     if state["kind"] == "hashing":
         return HashingVectorizer(n_features=int(state["n_features"]), alternate_sign=False, norm="l2", **options)
-    return CountVectorizer(vocabulary=state.get("vocabulary"), dtype=np.float32, **options)
+    return CountVectorizer(dtype=np.float32, **options)
+
+
+def _analyzer(state: dict[str, Any]) -> Callable[[str], list[str]]:
+    """Return the function from a text to its words or sequences, which is that of scikit-learn's vectorisers."""
+    analyzer, low, high = _settings(state)
+    find = re.compile(_word_pattern() if state.get("marks") else r"(?u)\b\w\w+\b").findall
+
+    def words(text: str) -> list[str]:
+        found: list[str] = find(text.lower())
+        if high == 1:
+            return found
+        spans = ((i, i + n) for n in range(low, min(high, len(found)) + 1) for i in range(len(found) - n + 1))
+        return [" ".join(found[a:b]) for a, b in spans]
+
+    def characters(text: str) -> list[str]:
+        text = re.sub(r"\s\s+", " ", text.lower())
+        return [text[i : i + n] for n in range(low, min(high, len(text)) + 1) for i in range(len(text) - n + 1)]
+
+    def within_words(text: str) -> list[str]:
+        out = []
+        for word in text.lower().split():
+            padded = f" {word} "
+            for n in range(low, high + 1):
+                out += [padded[i : i + n] for i in range(max(len(padded) - n, 0) + 1)]
+                if n >= len(padded):  # a short word counts once
+                    break
+        return out
+
+    return {"word": words, "char": characters, "char_wb": within_words}[analyzer]

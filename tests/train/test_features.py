@@ -4,13 +4,15 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sklearn.feature_extraction.text import TfidfVectorizer
 from train_tools import make_rows
 
 from lastlayer.data import DataError, LabelData
 from lastlayer.train import Config, FeatureMap
 from lastlayer.train.config import ConfigError
-from lastlayer.train.features import choose_analyzer
+from lastlayer.train.features import _analyzer, _vectorizer, choose_analyzer
 
 TEXTS = ["A red apple, and a red sky", "the sky is blue; the sea too", "red wine", "blue cheese and red wine"]
 
@@ -30,6 +32,19 @@ def test_each_analyzer_is_that_of_scikit_learn(analyzer, ngrams, expected):
     assert features.state["vocabulary"] == list(peer.get_feature_names_out())
     again = FeatureMap(json.loads(json.dumps(features.state)))
     np.testing.assert_allclose(again(rows(TEXTS)).toarray(), peer.transform(TEXTS).toarray(), atol=1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text(st.sampled_from("aB c\u0301d\n\t._9éßİ東京\u0e27 \u093f\U0001f600"), max_size=30),
+    analyzer=st.sampled_from(["word", "char", "char_wb"]),
+    low=st.integers(1, 3),
+    more=st.integers(0, 3),
+    marks=st.booleans(),
+)
+def test_words_and_sequences_are_those_of_scikit_learn(text, analyzer, low, more, marks):
+    state = {"kind": "tfidf", "analyzer": analyzer, "ngrams": [low, low + more], "marks": marks}
+    assert sorted(_analyzer(state)(text)) == sorted(_vectorizer(state).build_analyzer()(text))
 
 
 @pytest.mark.parametrize(
