@@ -331,7 +331,9 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None,
     is False.
     """
     marked = isinstance(value, LabelLists)
-    value = local_part(value.index if marked else value)
+    value = value.index if marked else value
+    if type(value) is not Tensor:
+        value = local_part(value)
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: `target` must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
     if value.layout != torch.strided or value.is_nested:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import lastlayer as ll
+import lastlayer._native as native
 
 run = pytest.importorskip("benchmarks.run", reason="not a checkout")
+call_path = pytest.importorskip("benchmarks.call_path", reason="not a checkout")
 
 THEIRS = """
 import torch
@@ -68,3 +70,19 @@ def test_the_peer_of_jaxopt_is_on_the_same_polytope():
     data = run.make(run.Case(run.LML, 3, 20, torch.float32, 5), torch.device("cpu"))
     found = torch.tensor(run.box_section(jaxopt.projection_box_section)(data)().tolist())
     assert (found - ll.capped_sparsemax(data.x, 5)).abs().max() < 1e-4
+
+
+@pytest.mark.skipif(bool(native.missing), reason="another path without the compiled kernel")
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("lml", (24, 4, 10)),
+        ("lml, recorded", (24, 5, 12)),
+        ("lml_loss", (32, 5, 15)),
+        ("lml_loss, recorded", (32, 5, 15)),
+    ],
+)
+def test_the_path_of_a_call_stays_short(name, limits):
+    """Two thirds of what it was in version 0.1 at most: 41 calls in 6 files for `lml`, 60 in 8 for `lml_loss`."""
+    found = call_path.counts(call_path.visits(call_path.operations()[name]))
+    assert all(count <= limit for count, limit in zip(found.values(), limits, strict=True)), found

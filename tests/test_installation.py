@@ -16,12 +16,12 @@ def test_is_a_table_that_can_be_read():
 
 def test_tells_why_the_compiled_kernel_is_not_in_use(monkeypatch):
     monkeypatch.setattr(native, "_library", None)
-    monkeypatch.setattr(native, "_reason", "it was not built")
+    monkeypatch.setattr(native, "missing", "it was not built")
     assert ll.show_config().native == "not in use: it was not built; plain torch instead"
 
 
 def test_tells_the_instruction_set(monkeypatch):
-    monkeypatch.setattr(native, "_reason", "")
+    monkeypatch.setattr(native, "missing", "")
     monkeypatch.setattr(native, "instruction_set", lambda: "AVX2")
     assert ll.show_config().native == "compiled, AVX2"
 

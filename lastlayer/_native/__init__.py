@@ -48,7 +48,7 @@ def unavailable(device: torch.device) -> str:
     """Why the compiled kernels cannot run on this device; empty if they can."""
     if device.type != "cpu":
         return f"the compiled kernel is for the CPU, and the tensor is on {device.type}"
-    return _reason
+    return missing
 
 
 def instruction_set() -> str:
@@ -59,7 +59,7 @@ def instruction_set() -> str:
 def library() -> ctypes.CDLL:
     """Return the loaded library."""
     if _library is None:
-        raise RuntimeError(f"lastlayer: the compiled kernel cannot run here: {_reason}.")
+        raise RuntimeError(f"lastlayer: the compiled kernel cannot run here: {missing}.")
     return _library
 
 
@@ -80,4 +80,4 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     return found, ""
 
 
-_library, _reason = _load()  # once, and here: a tracing compiler then sees two constants
+_library, missing = _load()  # once, and here: a tracing compiler then sees two constants

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lastlayer._native import Call, library
 
+_LIBRARY = library()  # this module is imported where there is one
 _KINDS = {"y": 0, "log": 1, "nu": 2}
 _FORWARD, _BACKWARD, _LOSS_FORWARD, _LOSS_BACKWARD = range(4)
 _DENSE = {
@@ -173,7 +174,7 @@ def _run(
             value = value.data_ptr()
         if value is not None:
             setattr(call, name, value)
-    if library().lastlayer_run(ctypes.byref(call), int(logits.dtype == torch.float64), operation):
+    if _LIBRARY.lastlayer_run(ctypes.byref(call), int(logits.dtype == torch.float64), operation):
         raise MemoryError("lastlayer: no memory for the rows that are being worked on.")
 
 

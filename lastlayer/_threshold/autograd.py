@@ -14,15 +14,6 @@ from torch.autograd import forward_ad
 from lastlayer.shard import ClassShard
 
 
-def recorded(*inputs: Any) -> bool:
-    """Whether autograd records what becomes of the inputs."""
-    if torch.is_grad_enabled():
-        for value in inputs:
-            if isinstance(value, Tensor) and value.requires_grad:
-                return True
-    return False
-
-
 def without_transforms(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Return the same Function with `setup_context` inside `forward`, which saves autograd the binding of arguments."""
 

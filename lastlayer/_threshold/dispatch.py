@@ -84,9 +84,9 @@ def _divided(x: Tensor, temperature: Tensor) -> Tensor:
 def choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None) -> Impl:
     """Turn ``"auto"`` into the fastest implementation that applies; check an explicit one."""
     if impl == "auto":
-        if _exporting() or shard is not None:  # a graph for other runtimes holds plain operators
+        if _exporting():  # a graph for other runtimes holds plain operators
             return "torch"
-        if not _unfit("triton", x, shard):
+        if (x.is_cuda or _triton.INTERPRETED) and not _unfit("triton", x, shard):
             return "triton"
         return "torch" if _unfit("native", x, shard) else "native"
     _check.choice(op, "impl", impl, ("auto", "torch", "native", "triton"))
@@ -108,17 +108,24 @@ def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
         return _triton.unavailable(x.device)
     if x.dtype not in (torch.float32, torch.float64):
         return "the compiled kernel is for float32 and float64"
-    return _native.unavailable(x.device)
+    return _native.missing if x.is_cpu else _native.unavailable(x.device)
 
 
-def _exporting() -> bool:
-    is_exporting = getattr(torch.compiler, "is_exporting", None)
-    return bool(is_exporting and is_exporting())
+_exporting = getattr(torch.compiler, "is_exporting", bool)  # since torch 2.7
 
 
 def transformed() -> bool:
     """Whether a functional transform or forward mode is at work, which kernels cannot see through."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def recorded(*inputs: Any) -> bool:
+    """Whether autograd records what becomes of the inputs."""
+    if torch.is_grad_enabled():
+        for value in inputs:
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def differentiated(*gradients: Tensor | None) -> bool:
@@ -138,14 +145,13 @@ def direct(*values: Any) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     for value in values:
-        if isinstance(value, Tensor) and not (type(value) in (Tensor, nn.Parameter) and _in_memory(value)):
+        if not isinstance(value, Tensor):
+            continue
+        if type(value) is not Tensor and type(value) is not nn.Parameter:
             return False
+        if value.is_neg() or value._is_zerotensor() or not torch._C._has_storage(value):
+            return False  # the memory does not hold the values: a negative view, a symbolic zero, a batch of gradients
     return True
-
-
-def _in_memory(value: Tensor) -> bool:
-    """Whether a tensor's memory holds its values: it is no batch of gradients, negative view or symbolic zero."""
-    return torch._C._has_storage(value) and not (value.is_neg() or value._is_zerotensor())
 
 
 @functools.cache

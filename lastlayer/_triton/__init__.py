@@ -7,18 +7,13 @@ import torch
 
 # Looked up once: the compiler cannot trace it, and Triton decides when kernels are defined.
 _FOUND = importlib.util.find_spec("triton") is not None
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton runs kernels in Python, on the CPU
 
 
 def unavailable(device: torch.device) -> str:
     """Why the GPU kernels cannot run on this device; empty if they can."""
     if not _FOUND:
         return "triton is not installed"
-    if device.type == "cuda" or (device.type == "cpu" and interpreted()):
+    if device.type == "cuda" or (device.type == "cpu" and INTERPRETED):
         return ""
     return f"the kernels are for CUDA devices, and the input is on {device.type!r}"
-
-
-def interpreted() -> bool:
-    """Whether Triton runs kernels in Python, on the CPU."""
-    return _INTERPRETED

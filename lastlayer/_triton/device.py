@@ -12,11 +12,11 @@ registers.
 import triton
 import triton.language as tl
 
-from lastlayer._triton import interpreted
+from lastlayer._triton import INTERPRETED
 
 # Constants stand to the right of tensors, never to the left: the interpreter of Triton 3.7 takes `constant * tensor`
 # for a constant, which cannot be compared with a tensor.
-COMPILED = tl.constexpr(not interpreted())
+COMPILED = tl.constexpr(not INTERPRETED)
 ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7))
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 drops of it

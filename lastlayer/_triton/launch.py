@@ -9,10 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from lastlayer._triton import interpreted
+from lastlayer._triton import INTERPRETED
 
 # Since then a compiled kernel takes all arguments, constants too, in the order of its signature.
-_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4) and not interpreted()
+_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4) and not INTERPRETED
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 

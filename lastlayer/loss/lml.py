@@ -13,7 +13,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer._threshold import search
-from lastlayer._threshold.autograd import recorded, without_transforms
+from lastlayer._threshold.autograd import without_transforms
 from lastlayer._threshold.dispatch import (
     Impl,
     Problem,
@@ -24,11 +24,12 @@ from lastlayer._threshold.dispatch import (
     kernels,
     loss_backward,
     loss_forward,
+    recorded,
     transformed,
 )
 from lastlayer.loss import _rows
 from lastlayer.project.lml import apply
-from lastlayer.shard import ClassShard, local_part, reduce, total
+from lastlayer.shard import ClassShard, reduce, total
 
 
 def lml_loss(
@@ -84,7 +85,7 @@ def lml_loss(
     op = "lml_loss"
     rho = _check.number(op, "observed", observed, 0, 1)
     problem, _ = enter(op, logits, k, -1, temperature, mask, shard, impl)
-    labels = _check.target(op, local_part(target), problem.x, problem.shard)
+    labels = _check.target(op, target, problem.x, problem.shard)
     if impl == "auto" and transformed():
         problem = problem._replace(impl="torch")
     if problem.impl == "triton" and rho == 1 and labels.index is not None:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer._module import FunctionModule
-from lastlayer._threshold.autograd import broken_rows, mapped, nestable, recorded, without_transforms
-from lastlayer._threshold.dispatch import Impl, Problem, backward, differentiated, enter, forward, transformed
+from lastlayer._threshold.autograd import broken_rows, mapped, nestable, without_transforms
+from lastlayer._threshold.dispatch import Impl, Problem, backward, differentiated, enter, forward, recorded, transformed
 from lastlayer._threshold.search import points, scores, shifted, sizes, solve, tails
 from lastlayer.project.wider import Dim, Wider, project_wider
 from lastlayer.shard import ClassShard, reduce, replicate

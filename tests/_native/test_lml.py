@@ -358,7 +358,7 @@ def test_reason_on_other_devices():
 
 def test_missing_library_is_told(monkeypatch):
     monkeypatch.setattr(native, "_library", None)
-    monkeypatch.setattr(native, "_reason", "it was not built")
+    monkeypatch.setattr(native, "missing", "it was not built")
     with pytest.raises(RuntimeError, match="the compiled kernel cannot run here: it was not built"):
         native.library()
     with pytest.raises(
