@@ -49,11 +49,11 @@ OPTIONS = [
 ]
 
 
-def library(name: str, *headers: str) -> Extension:
-    """Return the library of one C file and the headers it includes."""
+def library(name: str, *headers: str, more: tuple[str, ...] = ()) -> Extension:
+    """Return the library of a C file, the headers that it includes, and more C files."""
     return Extension(
         f"lastlayer._native._{name}",
-        sources=[f"{FOLDER}/{name}.c"],
+        sources=[f"{FOLDER}/{file}.c" for file in (name, *more)],
         depends=[f"{FOLDER}/{header}.h" for header in (*headers, "pool")],
         extra_compile_args=OPTIONS,
         extra_link_args=["-pthread"],
@@ -66,6 +66,6 @@ setup(
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
     ext_modules=[
         library("lml", "lml_rows", "lml_tile", "lml_types"),
-        library("linear", "linear_block", "linear_types"),
+        library("linear", "linear_block", "linear_types", more=("linear_predict",)),
     ],
 )

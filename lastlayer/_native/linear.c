@@ -32,7 +32,7 @@ struct call {
     const void *values;
     const double *row_weight; /* or 0: all 1 */
     int64_t n_problems, n_labels, n_costs;
-    const int64_t *row_start; /* 0: one problem, of all rows */
+    const int64_t *row_start; /* 0: all rows, in each problem */
     const int32_t *row_list;
     const int64_t *label_start;    /* where each problem's labels start, in `order` */
     const int64_t *order;          /* labels in the order in which they are solved */
@@ -42,6 +42,7 @@ struct call {
     const double *positive_weight, *negative_weight; /* one per label */
     double bias, threshold, tolerance;
     int64_t max_passes, seed;
+    int64_t offset; /* how many labels come before these in the whole job, for the seeds of a part of it */
     int loss, threads;
     volatile int *stop;      /* set from outside to end early */
     volatile int64_t *done;  /* solved labels times costs */
@@ -107,6 +108,11 @@ static void shuffle(int32_t *list, int64_t n, uint64_t *state) {
         list[i] = list[j];
         list[j] = kept;
     }
+}
+
+static int compare_int32(const void *a, const void *b) {
+    int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x > y) - (x < y);
 }
 
 /* The score of a label whose rows are all alike: the best with an intercept alone. `mass` is the sum of the costs. */
@@ -201,8 +207,11 @@ static void job_part(void *job, int64_t part, int slot) {
     if (!*j->call->stop && !j->spaces[slot].failed) j->work(j->call, j->tasks + part, j->spaces + slot);
 }
 
-/* Labels of a task: about eight tasks in all, in whole blocks; where labels are many, enough to refill ended lanes. */
-static int64_t task_size(int64_t labels, int64_t lanes) {
+/* A problem of few rows is one task. One of many rows is cut into whole blocks, about eight tasks in all; where labels
+   are many, a task has enough of them to refill ended lanes. Problems of all rows have been cut by the caller. */
+static int64_t task_size(const struct call *call, int64_t problem, int64_t lanes) {
+    int64_t labels = call->label_start[problem + 1] - call->label_start[problem];
+    if (!call->row_start || call->row_start[problem + 1] - call->row_start[problem] < 4096) return labels + !labels;
     int64_t size = (labels / 8 + lanes - 1) / lanes * lanes;
     return size < lanes ? lanes : size > 8 * lanes ? 8 * lanes : size;
 }
@@ -212,10 +221,8 @@ static struct task *cut_tasks(const struct call *call, int64_t lanes, int64_t *c
     for (int writing = 0; writing < 2; writing++) {
         int64_t n = 0;
         for (int64_t p = 0; p < call->n_problems; p++) {
-            int64_t from = call->label_start[p], to = call->label_start[p + 1];
-            int64_t rows = call->row_start ? call->row_start[p + 1] - call->row_start[p] : call->n_rows;
-            int64_t size = call->row_start && rows < 4096 ? to - from + !(to - from) : task_size(to - from, lanes);
-            for (int64_t first = from; first < to; first += size, n++)
+            int64_t to = call->label_start[p + 1], size = task_size(call, p, lanes);
+            for (int64_t first = call->label_start[p]; first < to; first += size, n++)
                 if (writing) tasks[n] = (struct task){p, first, first + size < to ? first + size : to};
         }
         *count = n;

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 LOSSES = ("squared_hinge", "logistic")
+LINKS = ("identity", "sigmoid", "hinge")
 _ISA = ("baseline", "AVX2", "AVX-512")
 _POINTERS = (
     *("indptr", "indices", "values", "row_weight", "row_start", "row_list", "label_start", "order"),
@@ -46,6 +47,7 @@ class Call(ctypes.Structure):
         ("tolerance", ctypes.c_double),
         ("max_passes", ctypes.c_int64),
         ("seed", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
         ("loss", ctypes.c_int),
         ("threads", ctypes.c_int),
         ("stop", ctypes.c_void_p),
@@ -53,6 +55,46 @@ class Call(ctypes.Structure):
         ("intercepts", ctypes.c_void_p),
         ("passes", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
+    )
+
+
+class TreeArrays(ctypes.Structure):
+    """``struct tree`` of `linear_predict.c`."""
+
+    _fields_ = (
+        ("n_nodes", ctypes.c_int64),
+        ("n_features", ctypes.c_int64),
+        ("n_labels", ctypes.c_int64),
+        ("child_start", ctypes.c_void_p),
+        ("child", ctypes.c_void_p),
+        ("intercept", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("feature_start", ctypes.c_void_p),
+        ("feature", ctypes.c_void_p),
+        ("entry_start", ctypes.c_void_p),
+        ("entry_child", ctypes.c_void_p),
+        ("entry_value", ctypes.c_void_p),
+    )
+
+
+class PredictCall(ctypes.Structure):
+    """``struct predict_call`` of `linear_predict.c`."""
+
+    _fields_ = (
+        ("trees", ctypes.c_void_p),
+        ("n_trees", ctypes.c_int64),
+        ("n_rows", ctypes.c_int64),
+        ("indptr", ctypes.c_void_p),
+        ("indices", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("beam", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("link", ctypes.c_int),
+        ("threads", ctypes.c_int),
+        ("index", ctypes.c_void_p),
+        ("score", ctypes.c_void_p),
+        ("stop", ctypes.c_void_p),
     )
 
 
@@ -86,6 +128,7 @@ def solve(
     tolerance: float,
     max_passes: int,
     seed: int,
+    offset: int,
     threads: int,
     progress: Callable[[int], Any] | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
@@ -102,7 +145,7 @@ def solve(
     call = Call(n_rows=shape[0], n_features=shape[1], n_labels=n_labels, n_costs=n_costs)
     call.n_problems, call.loss, call.threads = len(given["label_start"]) - 1, LOSSES.index(loss), threads
     call.bias, call.threshold, call.tolerance = bias, threshold, tolerance
-    call.max_passes, call.seed = max_passes, seed
+    call.max_passes, call.seed, call.offset = max_passes, seed, offset
     for name in _POINTERS:
         array = arrays[name]
         setattr(call, name, None if array is None else array.ctypes.data)
@@ -129,6 +172,53 @@ def solve(
         return out
     finally:
         found.linear_free(weights.ctypes.data, n_costs * n_labels)
+
+
+def group_features(
+    child_start: np.ndarray, indptr: np.ndarray, indices: np.ndarray, values: np.ndarray, n_features: int
+) -> dict[str, np.ndarray]:
+    """Order the weights of the children of each node by feature: the arrays of ``struct tree`` of that name."""
+    n_nodes, seen = len(child_start) - 1, np.zeros(n_features, np.int32)
+    start = np.zeros(n_nodes + 1, np.int64)
+    rows = (child_start.ctypes.data, indptr.ctypes.data, indices.ctypes.data)
+    library().linear_count_features(n_nodes, *rows, seen.ctypes.data, start.ctypes.data)
+    out = {
+        "feature_start": start,
+        "feature": np.empty(start[-1], np.int32),
+        "entry_start": np.zeros(start[-1] + 1, np.int64),
+        "entry_child": np.empty(len(indices), np.int32),
+        "entry_value": np.empty(len(indices), np.float32),
+    }
+    pointers = (array.ctypes.data for array in out.values())
+    library().linear_fill_features(n_nodes, *rows, values.ctypes.data, seen.ctypes.data, *pointers)
+    return out
+
+
+def predict(
+    trees: list[dict[str, Any]],
+    rows: tuple[np.ndarray, np.ndarray, np.ndarray],
+    *,
+    link: str,
+    beam: int,
+    k: int | None,
+    threads: int,
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """Return the best `k` labels of each row and their scores; for `k` None, the scores of all children of the root."""
+    structs = (TreeArrays * len(trees))()
+    for struct, arrays in zip(structs, trees, strict=True):
+        for name, value in arrays.items():
+            setattr(struct, name, value.ctypes.data if isinstance(value, np.ndarray) else value)
+    n_rows, stop = len(rows[0]) - 1, ctypes.c_int(0)
+    width = k if k is not None else trees[0]["n_labels"]
+    index = None if k is None else np.empty((n_rows, width), np.int32)
+    score = np.empty((n_rows, width), np.float32)
+    call = PredictCall(trees=ctypes.addressof(structs), n_trees=len(trees), n_rows=n_rows, beam=beam, k=width)
+    call.indptr, call.indices, call.values = (array.ctypes.data for array in rows)
+    call.link, call.threads, call.stop = LINKS.index(link), threads, ctypes.addressof(stop)
+    call.index, call.score = None if index is None else index.ctypes.data, score.ctypes.data
+    if _watched(lambda: library().linear_predict(ctypes.byref(call)), stop, ctypes.c_int64(0), None) == 1:
+        raise MemoryError("lastlayer: no memory for the predictions.")
+    return index, score
 
 
 def _watched(
@@ -182,6 +272,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     found.linear_solve.argtypes = (ctypes.POINTER(Call), ctypes.c_int)
     found.linear_copy.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     found.linear_free.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    found.linear_count_features.argtypes = (ctypes.c_int64, *5 * (ctypes.c_void_p,))
+    found.linear_fill_features.argtypes = (ctypes.c_int64, *10 * (ctypes.c_void_p,))
     return found, ""
 
 

@@ -357,17 +357,20 @@ static int NAME(gather)(BLOCK *b, const struct task *task, struct space *space, 
     int32_t *features = room(space, FEATURES, (size_t)most * sizeof *features);
     if (space->failed) return 0;
     if (space->size[MAP] != held) memset(map, 0, space->size[MAP]);
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t t = call->indptr[list[i]]; t < call->indptr[list[i] + 1]; t++)
+            if (!map[call->indices[t]]) {
+                map[call->indices[t]] = 1;
+                features[distinct++] = call->indices[t];
+            }
+    qsort(features, (size_t)distinct, sizeof *features, compare_int32);
+    for (int64_t j = 0; j < distinct; j++) map[features[j]] = (int32_t)j;
     int64_t at = 0;
     for (int64_t i = 0; i < n; i++) {
         indptr[i] = at;
-        for (int64_t t = call->indptr[list[i]]; t < call->indptr[list[i] + 1]; t++) {
-            int32_t name = call->indices[t];
-            if (!map[name]) {
-                features[distinct++] = name;
-                map[name] = (int32_t)distinct;
-            }
-            indices[at] = map[name] - 1;
-            values[at++] = ((const REAL *)call->values)[t];
+        for (int64_t t = call->indptr[list[i]]; t < call->indptr[list[i] + 1]; t++, at++) {
+            indices[at] = map[call->indices[t]];
+            values[at] = ((const REAL *)call->values)[t];
         }
     }
     indptr[n] = at;
@@ -408,7 +411,7 @@ TARGET static void NAME(solve_task)(const struct call *call, const struct task *
     memset(b->sign, 0, n * sizeof *b->sign);
     memset(b->active, 0, n * sizeof *b->active);
     NAME(measure_rows)(b);
-    b->random = (uint64_t)call->seed * 0x9e3779b97f4a7c15ULL ^ (uint64_t)task->first << 20;
+    b->random = (uint64_t)call->seed * 0x9e3779b97f4a7c15ULL ^ (uint64_t)(call->offset + task->first) << 20;
     b->cost_positive = b->cost_negative = NAME(splat)(1);
 
     int64_t next = task->first;

@@ -42,11 +42,12 @@ def solve(
     tolerance: float,
     max_passes: int,
     seed: int,
+    offset: int,
     threads: int,
     progress: Callable[[int], Any] | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     """Solve and return what `_native.linear.solve` does, for the same arguments; all in float64 and in one thread."""
-    del threads
+    del threads, offset
     a: Any = arrays
     values, costs = a["values"].astype(np.float64), a["costs"]
     n_labels = len(a["positive_start"]) - 1

@@ -13,7 +13,7 @@ from sklearn.svm import LinearSVC
 
 from lastlayer._native import linear as native
 from lastlayer.data import LabelData
-from lastlayer.train.linear import fit_linear, fit_path
+from lastlayer.train.linear import SolverSettings, Weighting, fit_linear, fit_path
 
 built = pytest.mark.skipif(bool(native.unavailable()), reason=f"no compiled solver: {native.unavailable()}")
 IMPLS = (pytest.param("native", marks=built), "numpy")
@@ -95,9 +95,10 @@ def test_equals_liblinear(loss, C, bias, weighted, dense):
 def test_the_plain_version_gives_the_same_answers(loss, dense):
     x, y = made_up(rows=30, labels=9)
     x = x.toarray() if dense else x
-    options = {"loss": loss, "costs": [0.1, 2.0], "tolerance": 1e-6, "threshold": 0.02}
-    weight = np.linspace(0, 2, 30)
-    plain, compiled = (fit_path(x, y, row_weight=weight, impl=impl, **options) for impl in ("numpy", "native"))
+    options = {"loss": loss, "tolerance": 1e-6, "threshold": 0.02}
+    weighting = Weighting(row=np.linspace(0, 2, 30))
+    settings = (SolverSettings(impl=impl, **options) for impl in ("numpy", "native"))
+    plain, compiled = (fit_path(x, y, [0.1, 2.0], one, weighting) for one in settings)
     for a, b in zip(plain, compiled, strict=True):
         np.testing.assert_allclose(a.matrix().toarray(), b.matrix().toarray(), atol=1e-5)
         np.testing.assert_allclose(a.intercept, b.intercept, atol=1e-5)
@@ -125,7 +126,7 @@ def test_every_instruction_set_solves_the_same_problem(isa, dtype, loss):
 def test_a_path_gives_what_each_cost_alone_gives(impl):
     x, y = made_up(rows=20, labels=5)
     for loss in ("squared_hinge", "logistic"):
-        path = fit_path(x, y, costs=[0.1, 1.0, 3.0], loss=loss, tolerance=1e-5, impl=impl)
+        path = fit_path(x, y, [0.1, 1.0, 3.0], SolverSettings(loss=loss, tolerance=1e-5, impl=impl))
         for step in path:
             alone = fit_linear(x, y, C=step.C, loss=loss, tolerance=1e-5, impl=impl)
             np.testing.assert_allclose(step.matrix().toarray(), alone.matrix().toarray(), atol=1e-4)
@@ -140,6 +141,18 @@ def test_threads_change_nothing_and_seeds_change_the_last_digits():
     assert (one.intercept == four.intercept).all()
     assert (one.passes == four.passes).all()
     assert not np.array_equal(one.values, other.values)
+
+
+@built
+def test_workers_of_joblib_give_the_same_answers():
+    joblib = pytest.importorskip("joblib")
+    x, y = made_up(rows=200, labels=150)
+    weighting = Weighting(positive=np.linspace(1, 3, 150))
+    alone = fit_path(x, y, [0.5, 1.0], None, weighting)
+    shared = fit_path(x, y, [0.5, 1.0], None, weighting, parallel=joblib.Parallel(n_jobs=2, backend="threading"))
+    for one, other in zip(alone, shared, strict=True):
+        assert (one.values == other.values).all()
+        assert (one.passes == other.passes).all()
 
 
 @built
@@ -246,7 +259,7 @@ def test_messages(case):
 def test_costs_must_increase():
     x, y = made_up()
     with pytest.raises(ValueError, match="fit_path: `costs` must increase"):
-        fit_path(x, y, costs=[1, 1])
+        fit_path(x, y, [1, 1])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
