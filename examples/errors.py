@@ -44,7 +44,7 @@ def facets(names: list[str]) -> ll.LabelTree:
     return ll.LabelTree.from_parents(parents)
 
 
-def main() -> ll.LabelSetErrors:
+def main() -> ll.metrics.LabelSetErrors:
     parts = load_sample()
     x = {name: features(part) for name, part in parts.items()}
     y = {name: labels(part) for name, part in parts.items()}
@@ -55,7 +55,7 @@ def main() -> ll.LabelSetErrors:
     threshold = ll.tune_thresholds(scores["valid"], y["valid"], per="all")
     names = list(parts["train"].label_names)
     predicted = ll.decode_threshold(scores["test"], threshold, at_least=1)
-    found = ll.label_set_errors(scores["test"], y["test"], predicted=predicted, tree=facets(names), top=8)
+    found = ll.metrics.label_set_errors(scores["test"], y["test"], predicted=predicted, tree=facets(names), top=8)
     print(f"{found.n_rows} rows, {found.n_labels} labels, mean F1 of the rows {found.value:.3f}\n")
     print(found.to_markdown())
     print("Most frequent confusions (true: predicted instead)")

@@ -16,7 +16,7 @@ class Tagger(pl.LightningModule):
         super().__init__()
         self.network = nn.Linear(features, classes)
         self.loss = ll.LMLLoss(k=k)
-        self.recall = ll.RecallAtK(k)  # obeys torchmetrics: Lightning resets and reduces it
+        self.recall = ll.metrics.RecallAtK(k)  # obeys torchmetrics: Lightning resets and reduces it
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, labels = batch

@@ -42,7 +42,7 @@ class Training:
         torch.manual_seed(1)
         self.shard, self.step = shard, 0
         self.body = nn.Linear(SIZE, SIZE, dtype=torch.float64)
-        self.head = ll.ShardedLinear(SIZE, N_CLASSES, shard=shard, dtype=torch.float64)
+        self.head = ll.head.ShardedLinear(SIZE, N_CLASSES, shard=shard, dtype=torch.float64)
         self.optimizer = torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.5, momentum=0.9)
         for parameter in (*self.body.parameters(), *self.head.parameters()):  # so that there is something to load into
             self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lastlayer import _check, _cluster, _tree_build, _tree_nodes, _tree_text
 
+__all__ = ["LabelTree", "TreeStatistics"]
+
 Rule = Literal["sum", "negation"]
 
 

@@ -88,16 +88,26 @@ def test_importing_lastlayer_loads_nothing_heavy():
 
 
 def test_public_names_are_documented_functions_and_classes():
-    for name in dir(ll):
-        value = getattr(ll, name)
-        if name.startswith("_") or getattr(value, "__module__", "").split(".")[0] != "lastlayer":
-            continue
-        assert value.__doc__, f"ll.{name} has no docstring"
+    for room in (ll, ll.project, ll.loss, ll.head, ll.decode, ll.metrics, ll.data):
+        for name in room.__all__:
+            assert getattr(room, name).__doc__, f"{room.__name__}.{name} has no docstring"
+
+
+def test_the_door_shows_its_names_and_keeps_those_of_the_rooms():
+    assert dir(ll) == sorted([*ll.__all__, "__version__"])
+    for room in (ll.project, ll.loss, ll.head, ll.decode, ll.metrics):
+        for name in room.__all__:
+            assert getattr(ll, name) is getattr(room, name), name
 
 
 def test_the_names_for_type_checkers_are_those_at_run_time():
-    found = {}
+    rooms, names = set(), set()
     for node in ast.walk(ast.parse((ROOT / "__init__.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lastlayer."):
-            found |= {alias.asname: node.module for alias in node.names}
-    assert found == ll._NAMES
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "lastlayer":
+            if node.names[0].name == "*":
+                rooms.add(node.module.removeprefix("lastlayer."))
+            else:
+                names |= {alias.asname for alias in node.names}
+    assert rooms == {"project", "loss", "head", "decode", "metrics"}
+    outside = {name for name, place in ll._PLACES.items() if place not in rooms}
+    assert names == {*outside, *ll._ROOMS, "TreeStatistics"}

@@ -42,7 +42,7 @@ def run(page: Path) -> dict[str, Any]:
 def tags(page: dict[str, Any]) -> Figure:
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.7), sharey=True)
     for axes, (name, probability), colour in zip(panels, page["p"].items(), (GREY, BLUE), strict=True):
-        bins = ll.reliability_bins(probability, page["truth"])
+        bins = ll.metrics.reliability_bins(probability, page["truth"])
         kept = bins.pairs >= 30
         axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
         axes.plot(bins.confidence[kept], bins.accuracy[kept], "o-", color=colour)

@@ -8,40 +8,35 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from sphinx.application import Sphinx
 
 import lastlayer
-import lastlayer.data
 
 DOCS = Path(__file__).parents[1]
-STAGES = {
+ROOMS = {
     "project": "Project",
     "loss": "Losses",
     "head": "Heads",
     "decode": "Decoders",
     "hierarchy": "Trees",
     "metrics": "Metrics",
-    "train": "Training",
-    "report": "Reports",
-    "shard": "Shards",
     "data": "Data",
-    "other": "The rest",
 }
 DESCRIBED = re.compile(r"^\.\. auto(?:function|class|data|exception):: (lastlayer(?:\.\w+)*)", re.M)
 
 
-def public_names(package: ModuleType = lastlayer) -> dict[str, Any]:
-    """The public names of a package and what they are, lazy ones too."""
-    found = {name: getattr(package, name) for name in dir(package) if not name.startswith("_")}
-    return {
-        name: value
-        for name, value in found.items()
-        if not isinstance(value, ModuleType) and str(getattr(value, "__module__", "lastlayer")).startswith("lastlayer")
-    }
+def public_names() -> dict[str, dict[str, str]]:
+    """The public names by room, each with the path that the documentation teaches."""
+    door = {name: f"lastlayer.{name}" for name in lastlayer.__all__ if name not in lastlayer._ROOMS}
+    rooms = {}
+    for room in ROOMS:
+        names = import_module(f"lastlayer.{room}").__all__
+        rooms[room] = {name: door.pop(name, f"lastlayer.{room}.{name}") for name in names}
+    return {**rooms, "rest": door}
 
 
 def described() -> dict[str, str]:
@@ -50,15 +45,10 @@ def described() -> dict[str, str]:
     return {target.split(".")[-1]: target for page in pages for target in DESCRIBED.findall(page)}
 
 
-def by_stage() -> dict[str, dict[str, tuple[str, Any]]]:
-    """For each stage its names, each with its path and value."""
-    stages: dict[str, dict[str, tuple[str, Any]]] = {stage: {} for stage in STAGES}
-    for package in (lastlayer, lastlayer.data):
-        for name, value in public_names(package).items():
-            module = getattr(value, "__module__", package.__name__)
-            stage = module.split(".")[1] if package is lastlayer else "data"
-            stages[stage if stage in STAGES else "other"][name] = (f"{package.__name__}.{name}", value)
-    return {stage: names for stage, names in stages.items() if names}
+def value_of(path: str) -> Any:
+    """What a path names."""
+    module, name = path.rsplit(".", 1)
+    return getattr(import_module(module), name)
 
 
 def first_line(value: Any) -> str:
@@ -71,17 +61,20 @@ def first_line(value: Any) -> str:
 def api() -> str:
     """The reference as Markdown."""
     links, lines = described(), []
-    for stage, names in by_stage().items():
-        lines += [f"\n## {STAGES[stage]}\n", "| Name | |", "| --- | --- |"]
+    for room, names in public_names().items():
+        lines += [f"\n## {ROOMS.get(room, 'The rest')}\n", "| Name | |", "| --- | --- |"]
         order = sorted(names, key=lambda name: (name[0].isupper(), name.lower()))
-        lines += [f"| {{py:obj}}`{n} <{links.get(n, names[n][0])}>` | {first_line(names[n][1])} |" for n in order]
-        rest = [n for n in order if n not in links]
+        values = {name: value_of(names[name]) for name in order}
+        for name in order:
+            short = names[name].removeprefix("lastlayer.")
+            lines.append(f"| {{py:obj}}`{short} <{links.get(name, names[name])}>` | {first_line(values[name])} |")
+        rest = [name for name in order if name not in links]
         if rest:
             lines += ["", "```{eval-rst}"]
             for name in rest:
-                path, value = names[name]
+                value = values[name]
                 kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
-                lines.append(f".. auto{kind}:: {path}")
+                lines.append(f".. auto{kind}:: {names[name]}")
             lines += ["```"]
     return "\n".join(lines) + "\n"
 

@@ -98,7 +98,7 @@ class ReciprocalPointHead(nn.Module):
         n_classes: The number of known classes.
         n_points: The number :math:`M` of points a class.
         gamma: The scale of the distances.
-        weight: The weight of the open-space term of :func:`~lastlayer.reciprocal_point_loss`.
+        weight: The weight of the open-space term of :func:`~lastlayer.loss.reciprocal_point_loss`.
 
     Attributes:
         points: The reciprocal points, shape ``(n_classes, n_points, in_features)``; at first normal, of deviation 0.1.
@@ -132,7 +132,7 @@ class ReciprocalPointHead(nn.Module):
         return (self.gamma * squared_distances(features, self.points).mean(-1)).to(features.dtype)
 
     def loss(self, features: Tensor, target: Target, *, reduction: Reduction = "mean") -> Tensor:
-        """Return :func:`~lastlayer.reciprocal_point_loss`."""
+        """Return :func:`~lastlayer.loss.reciprocal_point_loss`."""
         return reciprocal_point_loss(
             features, self.points, self.radius, target, gamma=self.gamma, weight=self.weight, reduction=reduction
         )

@@ -19,10 +19,11 @@ class QuasibinaryHead(nn.Module):
 
     .. math:: q_k = \min(1, e^{z_k} / C), \qquad z = W f + b
 
-    In training :math:`C` is the batch's own, and the gradient flows through it (:func:`~lastlayer.quasibinary_loss`);
-    :math:`\log C` is kept as a moving average for prediction, updated by :meth:`loss` in training mode only, and over
-    the batches of all processes where ``torch.distributed`` is initialised. Rows without a label are training data as
-    any other: they push all their probabilities down.
+    In training :math:`C` is that of the batch, and the gradient flows through it
+    (:func:`~lastlayer.loss.quasibinary_loss`); :math:`\log C` is kept as a moving average for
+    prediction. :meth:`loss` updates it in training mode only, over the batches of all processes where
+    ``torch.distributed`` is initialised. Rows without a label are ordinary training data: they push all their
+    probabilities down.
 
     Args:
         in_features: The size of a feature vector.

@@ -67,7 +67,7 @@ class SphericalHead(nn.Module):
         sign_weight: float | None = None,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return :func:`~lastlayer.spherical_loss` for points of shape ``(*batch, sphere + 1)``; zeros are unknown.
+        """Return :func:`~lastlayer.loss.spherical_loss` of points, shape ``(*batch, sphere + 1)``; zeros are unknown.
 
         By default the terms are mixed as in the authors' code, up to a common factor: for ``sphere=1`` the
         cross-entropy of the squares and a quarter of that of the signs, otherwise the cosine and a tenth of the signs.

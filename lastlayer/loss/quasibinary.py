@@ -28,7 +28,7 @@ def quasibinary_loss(
         logits: The scores :math:`z`, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
         target: Multi-hot (-1 is unknown: outside of :math:`C` and of the sum), one class a row, or index lists.
         log_normalizer: :math:`\log C`, a number or a scalar tensor, in place of the batch's own. Then only labels and
-            entries above 1 have a gradient. :class:`~lastlayer.QuasibinaryHead` keeps a moving average of it.
+            entries above 1 have a gradient. :class:`~lastlayer.head.QuasibinaryHead` keeps a moving average of it.
         reduction: ``"none"`` is a loss a row; ``"mean"`` is over all rows, with labels or without.
 
     Returns:

@@ -91,7 +91,8 @@ def smooth_topk_svm_loss(
 
     over all subsets :math:`A` of `k` classes; ``tau`` to 0 is the hard hinge with margin `alpha`. It is
     :math:`\tau\,\mathrm{softplus}(\alpha / \tau + \log e_k - \log e_{k-1} - x_y / k\tau)`, with the elementary
-    symmetric polynomials of the other classes as in :func:`~lastlayer.subset_log_prob`. No switch to the hard loss.
+    symmetric polynomials of the other classes as in :func:`~lastlayer.project.subset_log_prob`. It never
+    switches to the hard loss.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.

@@ -483,7 +483,9 @@ def _inverse(op: str, value: Any, n: int | None, shard: ClassShard | None, score
         return None
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{op}: `propensities` must be a floating-point tensor, got {got}. Use lastlayer.propensity.")
+        raise TypeError(
+            f"{op}: `propensities` must be a floating-point tensor, got {got}. Use lastlayer.metrics.propensity."
+        )
     wrong = value.ndim != 1 or (n is not None and (len(value) < n if shard is not None else len(value) != n))
     if wrong:
         raise ValueError(

@@ -124,13 +124,13 @@ class RecallAtK(PrecisionAtK):
 
 
 class F1AtK(PrecisionAtK):
-    """Streaming form of :func:`~lastlayer.f1_at_k`; averages over classes need `n_classes`."""
+    """Streaming form of :func:`~lastlayer.metrics.f1_at_k`; averages over classes need `n_classes`."""
 
     kind: ClassVar[Kind] = "f1"
 
 
 class RPrecisionAtK(_AtK):
-    """Streaming form of :func:`~lastlayer.r_precision_at_k`."""
+    """Streaming form of :func:`~lastlayer.metrics.r_precision_at_k`."""
 
     kind: ClassVar[Kind] = "r_precision"
 
@@ -168,7 +168,7 @@ class FallOutAtK(_AtK):
 
 
 class TopKAccuracy(_AtK):
-    """Streaming form of :func:`~lastlayer.top_k_accuracy`."""
+    """Streaming form of :func:`~lastlayer.metrics.top_k_accuracy`."""
 
     kind: ClassVar[Kind] = "accuracy"
 
@@ -177,7 +177,7 @@ class TopKAccuracy(_AtK):
 
 
 class PSPAtK(_AtK):
-    """Streaming form of :func:`~lastlayer.psp_at_k`."""
+    """Streaming form of :func:`~lastlayer.metrics.psp_at_k`."""
 
     kind: ClassVar[Kind] = "psp"
     more = ("propensities",)
@@ -245,7 +245,7 @@ class _Ranked(Stream):
 
 
 class MeanAveragePrecision(_Ranked):
-    """Streaming form of :func:`~lastlayer.mean_average_precision`.
+    """Streaming form of :func:`~lastlayer.metrics.mean_average_precision`.
 
     ``per="sample"`` keeps three numbers and is exact. ``per="class"`` must compare rows of different batches: with
     ``thresholds=None`` it keeps all scores and is exact; with a number it counts in that many bins of equal width on
@@ -318,7 +318,7 @@ class MeanAveragePrecision(_Ranked):
 
 
 class AUROC(_Ranked):
-    """Streaming form of :func:`~lastlayer.auroc`, over the rows.
+    """Streaming form of :func:`~lastlayer.metrics.auroc`, over the rows.
 
     With ``thresholds=None`` it keeps all scores and is exact; with a number it counts in that many bins of equal width
     on [0, 1], needs probabilities as scores, and takes ``16 * n_classes * thresholds`` bytes. Scores in the same bin
@@ -375,7 +375,7 @@ class AUROC(_Ranked):
 
 
 class LabelCalibrationError(Stream):
-    """Streaming form of :func:`~lastlayer.label_calibration_error`; :meth:`bins` is the reliability diagram so far.
+    """Streaming form of :func:`~lastlayer.metrics.label_calibration_error`; :meth:`bins` is the diagram so far.
 
     ``per="class"`` needs `n_classes`.
 
@@ -435,7 +435,7 @@ class LabelCalibrationError(Stream):
 
 
 class MeanMaxConfidence(Stream):
-    """Streaming form of :func:`~lastlayer.mean_max_confidence`."""
+    """Streaming form of :func:`~lastlayer.metrics.mean_max_confidence`."""
 
     higher_is_better = None
 

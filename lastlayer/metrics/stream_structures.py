@@ -35,7 +35,7 @@ class _Rows(Stream):
 
 
 class TreeAccuracy(_Rows):
-    """Streaming form of :func:`~lastlayer.tree_accuracy`, which documents the options.
+    """Streaming form of :func:`~lastlayer.metrics.tree_accuracy`, which documents the options.
 
     Example:
         >>> import lastlayer as ll
@@ -60,7 +60,7 @@ class TreeAccuracy(_Rows):
 
 
 class TreeSpecificity(_Rows):
-    """Streaming form of :func:`~lastlayer.tree_specificity`, which documents the options."""
+    """Streaming form of :func:`~lastlayer.metrics.tree_specificity`, which documents the options."""
 
     label_tree: LabelTree
     hits_only: bool
@@ -79,7 +79,7 @@ class TreeSpecificity(_Rows):
 
 
 class GraphRecallAtK(_Rows):
-    """Streaming form of :func:`~lastlayer.graph_recall_at_k`, which documents the options.
+    """Streaming form of :func:`~lastlayer.metrics.graph_recall_at_k`, which documents the options.
 
     Example:
         >>> metric = GraphRecallAtK([1, 2])
@@ -120,7 +120,7 @@ class GraphRecallAtK(_Rows):
 
 
 class GraphZeroShotRecallAtK(GraphRecallAtK):
-    """Streaming form of :func:`~lastlayer.graph_zero_shot_recall_at_k`, which documents the options.
+    """Streaming form of :func:`~lastlayer.metrics.graph_zero_shot_recall_at_k`, which documents the options.
 
     Example:
         >>> metric = GraphZeroShotRecallAtK(1, torch.tensor([[3, 5, 0]]))
@@ -152,7 +152,7 @@ class GraphZeroShotRecallAtK(GraphRecallAtK):
 
 
 class GraphMeanRecallAtK(Stream):
-    """Streaming form of :func:`~lastlayer.graph_mean_recall_at_k`, which documents the options."""
+    """Streaming form of :func:`~lastlayer.metrics.graph_mean_recall_at_k`, which documents the options."""
 
     k: int | Sequence[int]
     n_predicates: int
@@ -203,7 +203,7 @@ class GraphMeanRecallAtK(Stream):
 
 
 class RotationError(Stream):
-    """Streaming form of :func:`~lastlayer.rotation_error`: the mean or the median angle.
+    """Streaming form of :func:`~lastlayer.metrics.rotation_error`: the mean or the median angle.
 
     The mean keeps two numbers. The median keeps one number per rotation and is exact; with `bins` it counts angles
     in that many bins of equal width on [0, pi] and is right to half a bin, however many rotations there are. For the
@@ -285,13 +285,13 @@ class RotationError(Stream):
 
 
 class AngularError(RotationError):
-    """Streaming form of :func:`~lastlayer.angular_error`, with the options of :class:`RotationError`."""
+    """Streaming form of :func:`~lastlayer.metrics.angular_error`, with the options of :class:`RotationError`."""
 
     function: Callable[..., Tensor] = staticmethod(angle.angular_error)
 
 
 class LabelSetErrorsMetric(Stream):
-    """Streaming form of :func:`~lastlayer.label_set_errors`, which documents the options.
+    """Streaming form of :func:`~lastlayer.metrics.label_set_errors`, which documents the options.
 
     The best threshold of a class compares all rows, so all scores are kept, with one byte each for the label and the
     prediction: with very many classes, give it a sample of the rows. The result is a dictionary of numbers: the value

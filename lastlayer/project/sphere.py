@@ -15,7 +15,7 @@ def spherical_exp(logits: Tensor) -> Tensor:
     .. math:: p_i = \frac{e^{x_i}}{\sqrt{\sum_j e^{2 x_j}}} = \sqrt{\mathrm{softmax}(2x)_i}
 
     The gradient depends on the result alone, not on the size of the logits, and a constant added to a row changes
-    nothing. A zero coordinate lies at infinity: see :class:`~lastlayer.SphericalHead` for targets on the axes.
+    nothing. A zero coordinate lies at infinity: see :class:`~lastlayer.head.SphericalHead` for targets on the axes.
 
     Args:
         logits: The scores :math:`x`, shape ``(..., n)``; ``-inf`` gives a coordinate 0 without gradient.

@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import lastlayer as ll
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
@@ -16,10 +15,6 @@ def test_links_lead_to_files():
     text = (ROOT / "README.md").read_text("utf-8")
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         assert target.startswith("http") or (ROOT / target).exists(), target
-
-
-def test_the_citation_is_of_this_version():
-    assert f"version: {ll.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
 
 
 def test_speed_tables_are_those_of_the_results():
