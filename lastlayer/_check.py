@@ -155,15 +155,44 @@ def autocast(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def reduced(op: str, loss: Tensor, reduction: Reduction, counts: Tensor | None = None) -> Tensor:
-    """Reduce a loss a row; the mean is over the rows where `counts` is true, and 0 where there is none."""
+def weights(op: str, name: str, value: Any, x: Tensor, shape: torch.Size, advice: str) -> Tensor | None:
+    """Check weights that broadcast to a shape, and return them in the dtype and on the device of `x`."""
+    if value is None:
+        return None
+    value = local_part(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return x.new_full((), float(value))
+    if not isinstance(value, Tensor) or value.is_complex() or value.dtype == torch.bool:
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{op}: `{name}` must be a tensor of real numbers, got {got}.")
+    if not _broadcasts(value.shape, shape):
+        raise ValueError(
+            f"{op}: `{name}` must broadcast to the shape {tuple(shape)}, got shape {tuple(value.shape)}. {advice}"
+        )
+    return value.to(x)
+
+
+def reduced(
+    op: str, loss: Tensor, reduction: Reduction, counts: Tensor | None = None, sample_weight: Tensor | None = None
+) -> Tensor:
+    """Reduce one loss per row; the mean is over the rows where `counts` is true, and 0 without such a row.
+
+    Row weights multiply the losses. The mean is then the weighted one: a weight of 2 counts as two equal rows.
+    """
     choice(op, "reduction", reduction, ("none", "mean", "sum"))
+    weight = weights(op, "sample_weight", sample_weight, loss, loss.shape, "Give one weight per row.")
+    if weight is not None:
+        loss = torch.where(weight == 0, 0, weight * loss)
     if reduction == "none":
         return loss
     if reduction == "sum":
         return loss.sum()
-    rows = max(loss.numel(), 1) if counts is None else counts.sum().clamp(min=1).to(loss.dtype)
-    return loss.sum() / rows
+    if weight is None:
+        rows = max(loss.numel(), 1) if counts is None else counts.sum().clamp(min=1).to(loss.dtype)
+        return loss.sum() / rows
+    counted = weight.expand(loss.shape) if counts is None else torch.where(counts, weight, 0)
+    mass = counted.sum()
+    return loss.sum() / torch.where(mass == 0, 1, mass)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lastlayer._check import Target
+
 
 class FunctionModule(nn.Module):
     """A Module that stores the options of a function and calls it.
@@ -58,3 +60,12 @@ class FunctionModule(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)
+
+
+class LossModule(FunctionModule):
+    """A loss of logits and a target; the weights of the rows belong to a batch, and so to the call."""
+
+    def forward(self, logits: Tensor, target: Target, *, sample_weight: Tensor | None = None) -> Tensor:
+        """Return the loss of a batch."""
+        loss: Tensor = self._call(logits, target, sample_weight=sample_weight)
+        return loss

@@ -86,5 +86,5 @@ ZERO_LABELS: dict[str, Head] = {
     "softmax + uniform": lambda n, c: Softmax(n, c, ll.outlier_uniform_loss),
     "softmax + max-confidence": lambda n, c: Softmax(n, c, ll.outlier_max_confidence_loss),
     "quasibinary": Quasibinary,
-    "reciprocal points": lambda n, c: Reciprocal(n, c, gamma=4.0),
+    "reciprocal points": lambda n, c: Reciprocal(n, c, scale=4.0),
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lastlayer import _check
 from lastlayer._check import Reduction, Target
+from lastlayer._renamed import old_attribute, renamed
 from lastlayer.loss.multilabel import binary_loss, multihot_softmax_loss
 from lastlayer.loss.reciprocal import reciprocal_point_loss, squared_distances
 
@@ -16,7 +18,7 @@ from lastlayer.loss.reciprocal import reciprocal_point_loss, squared_distances
 class PrototypeHead(nn.Module):
     r"""Classify by the distance to a prototype of each class (the RBF layer of Liao, 2021, chapter 5).
 
-    .. math:: p_k = \mathrm{softmax}(-d)_k, \quad d_k = \|w_k - f\|^2 / \gamma_k
+    .. math:: p_k = \mathrm{softmax}(-d)_k, \quad d_k = \|w_k - f\|^2 / s_k
               \qquad \text{or, multi-label,} \qquad p_k = \sigma(d_k^- - d_k^+)
 
     In place of the last linear layer. After training, classes that are confused have prototypes near each other, so
@@ -27,7 +29,7 @@ class PrototypeHead(nn.Module):
         in_features: The size of a feature vector.
         n_classes: The number of classes.
         multilabel: Whether a row may have any number of labels.
-        gamma: The widths :math:`\gamma`, a positive number or a tensor of one a class; not trained.
+        width: The widths :math:`s`, a positive number or a tensor of one per class; not trained.
 
     Attributes:
         weight: The prototypes (of presence), shape ``(n_classes, in_features)``; at first normal, of deviation 0.005.
@@ -41,18 +43,20 @@ class PrototypeHead(nn.Module):
         torch.Size([5, 3])
     """
 
-    gamma: Tensor
+    width: Tensor
+    gamma = old_attribute("PrototypeHead", "gamma", "width")
 
+    @renamed("PrototypeHead", gamma="width")
     def __init__(
-        self, in_features: int, n_classes: int, *, multilabel: bool = False, gamma: float | Tensor = 1.0
+        self, in_features: int, n_classes: int, *, multilabel: bool = False, width: float | Tensor = 1.0
     ) -> None:
         super().__init__()
         self.multilabel = multilabel
         self.weight = nn.Parameter(torch.empty(n_classes, in_features))
         self.absent = nn.Parameter(torch.empty(n_classes, in_features)) if multilabel else None
-        if not isinstance(gamma, Tensor) and not 0 < _check.number("PrototypeHead", "gamma", gamma) < math.inf:
-            raise ValueError(f"PrototypeHead: `gamma` must be positive and finite, got {gamma}.")
-        self.register_buffer("gamma", torch.as_tensor(gamma, dtype=torch.get_default_dtype()).expand(n_classes).clone())
+        if not isinstance(width, Tensor) and not 0 < _check.number("PrototypeHead", "width", width) < math.inf:
+            raise ValueError(f"PrototypeHead: `width` must be positive and finite, got {width}.")
+        self.register_buffer("width", torch.as_tensor(width, dtype=torch.get_default_dtype()).expand(n_classes).clone())
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -64,21 +68,33 @@ class PrototypeHead(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits, shape ``(*batch, n_classes)``: ``-d``, or ``d- - d+``."""
         if self.absent is None:
-            return (-squared_distances(features, self.weight) / self.gamma).to(features.dtype)
+            return (-squared_distances(features, self.weight) / self.width).to(features.dtype)
         # |w- - f|^2 - |w+ - f|^2 without the squares of f, which would cancel.
         gap = self.weight - self.absent
         shift = self.absent.square().sum(-1) - self.weight.square().sum(-1)
-        return (2 * features @ gap.T + shift) / self.gamma
+        return (2 * features @ gap.T + shift) / self.width
 
-    def loss(self, features: Tensor, target: Target, *, reduction: Reduction = "mean") -> Tensor:
+    def loss(
+        self,
+        features: Tensor,
+        target: Target,
+        *,
+        sample_weight: Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
         """Return the cross-entropy, or with ``multilabel=True`` :func:`~lastlayer.binary_loss`."""
         function = binary_loss if self.multilabel else multihot_softmax_loss
-        return function(self(features), target, reduction=reduction)
+        return function(self(features), target, sample_weight=sample_weight, reduction=reduction)
 
     def predict(self, features: Tensor) -> Tensor:
         """Return probabilities, shape ``(*batch, n_classes)``."""
         logits = self(features)
         return logits.sigmoid() if self.multilabel else logits.softmax(-1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any) -> None:
+        if f"{prefix}gamma" in state_dict:  # what the widths were called in 0.1
+            state_dict[f"{prefix}width"] = state_dict.pop(f"{prefix}gamma")
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)
 
     def extra_repr(self) -> str:
         """Return the sizes."""
@@ -96,9 +112,9 @@ class ReciprocalPointHead(nn.Module):
     Args:
         in_features: The size of a feature vector.
         n_classes: The number of known classes.
-        n_points: The number :math:`M` of points a class.
-        gamma: The scale of the distances.
-        weight: The weight of the open-space term of :func:`~lastlayer.loss.reciprocal_point_loss`.
+        n_points: The number :math:`M` of points per class.
+        scale: The factor :math:`\gamma` of the distances.
+        open_weight: The weight of the open-space term of :func:`~lastlayer.loss.reciprocal_point_loss`.
 
     Attributes:
         points: The reciprocal points, shape ``(n_classes, n_points, in_features)``; at first normal, of deviation 0.1.
@@ -112,12 +128,16 @@ class ReciprocalPointHead(nn.Module):
         torch.Size([5])
     """
 
+    gamma = old_attribute("ReciprocalPointHead", "gamma", "scale")
+    weight = old_attribute("ReciprocalPointHead", "weight", "open_weight")
+
+    @renamed("ReciprocalPointHead", gamma="scale", weight="open_weight")
     def __init__(
-        self, in_features: int, n_classes: int, *, n_points: int = 1, gamma: float = 1.0, weight: float = 0.1
+        self, in_features: int, n_classes: int, *, n_points: int = 1, scale: float = 1.0, open_weight: float = 0.1
     ) -> None:
         super().__init__()
-        self.gamma = _check.number("ReciprocalPointHead", "gamma", gamma)
-        self.weight = _check.number("ReciprocalPointHead", "weight", weight, 0)
+        self.scale = _check.number("ReciprocalPointHead", "scale", scale)
+        self.open_weight = _check.number("ReciprocalPointHead", "open_weight", open_weight, 0)
         self.points = nn.Parameter(torch.empty(n_classes, n_points, in_features))
         self.radius = nn.Parameter(torch.zeros(n_classes))
         self.reset_parameters()
@@ -129,12 +149,26 @@ class ReciprocalPointHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits, shape ``(*batch, n_classes)``."""
-        return (self.gamma * squared_distances(features, self.points).mean(-1)).to(features.dtype)
+        return (self.scale * squared_distances(features, self.points).mean(-1)).to(features.dtype)
 
-    def loss(self, features: Tensor, target: Target, *, reduction: Reduction = "mean") -> Tensor:
+    def loss(
+        self,
+        features: Tensor,
+        target: Target,
+        *,
+        sample_weight: Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
         """Return :func:`~lastlayer.loss.reciprocal_point_loss`."""
         return reciprocal_point_loss(
-            features, self.points, self.radius, target, gamma=self.gamma, weight=self.weight, reduction=reduction
+            features,
+            self.points,
+            self.radius,
+            target,
+            scale=self.scale,
+            open_weight=self.open_weight,
+            sample_weight=sample_weight,
+            reduction=reduction,
         )
 
     def predict(self, features: Tensor) -> Tensor:

@@ -62,24 +62,34 @@ class QuasibinaryHead(nn.Module):
         """Return the logits, shape ``(*batch, n_classes)``."""
         return self.linear(features)
 
-    def loss(self, features: Tensor, target: Target, *, reduction: Reduction = "mean") -> Tensor:
+    def loss(
+        self,
+        features: Tensor,
+        target: Target,
+        *,
+        sample_weight: Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
         """Return the quasibinary loss, and in training mode take the batch into the moving average.
 
         In evaluation mode the normaliser is the average. A training batch without any label (on any process) has no
         normaliser: there the loss is the sum of a row's probabilities under the average, whose gradient is what the
         row would have in a batch with labels; the average is left alone.
         """
+        op = "QuasibinaryHead.loss"
         logits = self(features)
-        x, labels, live = _rows.enter("QuasibinaryHead.loss", logits, target)
+        x, labels, live = _rows.enter(op, logits, target)
         stored = self.log_normalizer.to(x)
         if not self.training:
-            return _rows.leave("QuasibinaryHead.loss", row_loss(x, labels, live, stored), reduction, None, logits.dtype)
-        log_c, known = batch_log_normalizer(x, labels, live, all_ranks() if self.sync else None)
+            loss = row_loss(x, labels, live, stored)
+            return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
+        rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
+        log_c, known = batch_log_normalizer(x, labels, live, all_ranks() if self.sync else None, rows)
         self._track(log_c.detach(), known)
         log_q = torch.where(live, x - stored, -torch.inf)
         silent = (log_q.clamp(max=0).exp() + log_q.clamp(min=0)).sum(-1)  # straight above 1: large logits stay finite
         loss = torch.where(known, row_loss(x, labels, live, log_c), silent)
-        return _rows.leave("QuasibinaryHead.loss", loss, reduction, None, logits.dtype)
+        return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 
     def predict(self, features: Tensor) -> Tensor:
         """Return probabilities between 0 and 1, shape ``(*batch, n_classes)``, in float32 or better."""

@@ -65,6 +65,7 @@ class SphericalHead(nn.Module):
         *,
         kind: Kind | None = None,
         sign_weight: float | None = None,
+        sample_weight: Tensor | None = None,
         reduction: Reduction = "mean",
     ) -> Tensor:
         """Return :func:`~lastlayer.loss.spherical_loss` of points, shape ``(*batch, sphere + 1)``; zeros are unknown.
@@ -81,6 +82,7 @@ class SphericalHead(nn.Module):
             signed=self.signed,
             kind=given_kind if kind is None else kind,
             sign_weight=given_weight if sign_weight is None else sign_weight,
+            sample_weight=sample_weight,
             reduction=reduction,
         )
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
-from lastlayer.shard import ClassShard, local_part, reduce, total
+from lastlayer.shard import ClassShard, local_part, reduce, total, unwrap
 
 
 def enter(op: str, logits: Tensor, target: Target, shard: ClassShard | None = None) -> tuple[Tensor, Labels, Tensor]:
@@ -27,22 +28,81 @@ def enter(op: str, logits: Tensor, target: Target, shard: ClassShard | None = No
     return x, labels, live
 
 
+def class_weight(op: str, name: str, value: Any, x: Tensor) -> Tensor | None:
+    """Check `weight` or `pos_weight`: one number per class, or anything that broadcasts to the logits."""
+    return _check.weights(op, name, value, x, x.shape, "Give one number per class.")
+
+
+def class_weights(op: str, weight: Any, pos_weight: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Check both kinds of weights of classes."""
+    return class_weight(op, "weight", weight, x), class_weight(op, "pos_weight", pos_weight, x)
+
+
+def weighed(value: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the value times its weight."""
+    return value if weight is None else weight * value
+
+
+def soft(labels: Labels) -> bool:
+    """Whether the target may hold numbers between 0 and 1; its dtype tells."""
+    return labels.dense is not None and labels.dense.is_floating_point()
+
+
+def share(labels: Labels, live: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how much of a label each entry is: 1, 0 or, for soft targets, a number between."""
+    if labels.dense is None or not soft(labels):
+        return labels.positive().to(dtype)
+    return torch.where(live, labels.dense, 0).to(dtype).clamp(0, 1)
+
+
 def mixed(labels: Labels, live: Tensor, if_positive: Tensor, if_negative: Tensor) -> Tensor:
     """Choose a loss for each entry; a soft label takes its share of both."""
-    if labels.dense is None or not labels.dense.is_floating_point():
+    if not soft(labels):
         return torch.where(labels.positive(), if_positive, if_negative)
-    share = torch.where(live, labels.dense, 0).to(if_positive.dtype).clamp(0, 1)
-    return share * if_positive + (1 - share) * if_negative
+    part = share(labels, live, if_positive.dtype)
+    return part * if_positive + (1 - part) * if_negative
 
 
-def over_classes(loss: Tensor, live: Tensor, shard: ClassShard | None = None) -> Tensor:
-    """Sum the entries that take part over the classes of all ranks, shape ``batch``."""
-    return total(torch.where(live, loss, 0).sum(-1), shard)
+def over_classes(loss: Tensor, live: Tensor, shard: ClassShard | None = None, weight: Tensor | None = None) -> Tensor:
+    """Sum the entries that take part, each times its weight, over the classes of all ranks; shape ``batch``."""
+    return total(torch.where(live, weighed(loss, weight), 0).sum(-1), shard)
 
 
-def over_positives(labels: Labels, live: Tensor, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Sum a function of the scores over the positives that take part, shape ``batch``; index lists gather first."""
-    return labels.sum_over_positives(lambda score, here: torch.where(here > 0, function(score), 0), x, live)
+def label_factors(labels: Labels, live: Tensor, dtype: torch.dtype, weight: Tensor | None) -> list[Tensor]:
+    """Return what the terms of labels are multiplied by, of the shape of the logits: weights, shares of soft labels."""
+    factors = [] if weight is None else [weight.expand(live.shape)]
+    if labels.dense is not None and soft(labels):
+        factors.append(labels.dense.to(dtype).clamp(0, 1))
+    return factors
+
+
+def times(value: Tensor, factors: Iterable[Tensor]) -> Tensor:
+    """Return the product of a value and its factors."""
+    for factor in factors:
+        value = factor * value
+    return value
+
+
+def over_positives(
+    labels: Labels, live: Tensor, function: Callable[..., Tensor], *values: Tensor, weight: Tensor | None = None
+) -> Tensor:
+    """Sum a function of the values over this rank's labels that take part, shape ``batch``; index lists gather first.
+
+    A soft label counts with its share, and a label with its weight.
+    """
+    factors = label_factors(labels, live, values[0].dtype, weight)
+
+    def term(here: Tensor, *given: Tensor) -> Tensor:
+        value = times(function(*given[: len(values)]), given[len(values) :])
+        return torch.where(here > 0, value, 0)
+
+    return labels.sum_over_positives(term, live, *values, *factors)
+
+
+def n_classes(x: Tensor, shard: ClassShard | None) -> int | Tensor:
+    """Return the number of classes on all ranks."""
+    here = x.shape[-1]
+    return here if shard is None else reduce(x.new_ones(here, dtype=_check.work_dtype(x)), "sum", shard).squeeze(-1)
 
 
 def any_class(found: Tensor, shard: ClassShard | None = None) -> Tensor:
@@ -52,30 +112,51 @@ def any_class(found: Tensor, shard: ClassShard | None = None) -> Tensor:
 
 
 def logsumexp(
-    x: Tensor, found: Tensor, shard: ClassShard | None = None, temperature: float = 1.0
+    x: Tensor,
+    found: Tensor,
+    shard: ClassShard | None = None,
+    temperature: float = 1.0,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``T log sum exp(x / T)`` over the entries found as ``peak + rest``, and whether there is an entry.
+    """Return ``T log sum w exp(x / T)`` over the entries found as ``peak + rest``, and whether there is an entry.
 
-    The peak, a constant of shape ``(*batch, 1)``, is the largest entry; the rest, of shape ``batch``, is at least 0 and
-    carries the gradient. Subtract the peak from scores before adding the rest: next to scores in the ten thousands the
-    sum of the two has lost the digits of the rest in float32. Without an entry both are 0, with no gradient.
+    The peak, a constant of shape ``(*batch, 1)``, is the largest entry; the rest, of shape ``batch``, carries the
+    gradient, and without weights is at least 0. Subtract the peak from scores before adding the rest: next to scores
+    in the ten thousands the sum of the two has lost the digits of the rest in float32. Without an entry both are 0,
+    with no gradient. The weights of the entries found must be positive.
     """
     peak = reduce(torch.where(found, x, -torch.inf).detach(), "max", shard)
     some = peak != -torch.inf
     peak = torch.where(some, peak, 0)
-    mass = torch.where(found, ((torch.where(found, x, peak) - peak) / temperature).exp(), 0).sum(-1, keepdim=True)
+    mass = ((torch.where(found, x, peak) - peak) / temperature).exp()
+    mass = torch.where(found, mass if weight is None else weight * mass, 0).sum(-1, keepdim=True)
     # Each rank goes on alike from here, so the gradient of the sum must reach each rank once: total, not reduce.
     mass = total(mass, shard)
     rest = temperature * torch.where(some, mass, 1).log()
     return peak, rest.squeeze(-1), some.squeeze(-1)
 
 
-def leave(op: str, loss: Tensor, reduction: Reduction, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
+def whole(op: str, logits: Tensor, shard: ClassShard | None, reason: str) -> Tensor:
+    """Refuse classes that are split over processes."""
+    logits, shard, _ = unwrap(op, logits, shard)
+    if shard is not None:
+        raise ValueError(f"{op}: `shard` must be None, got {shard}: {reason}. Gather the logits first.")
+    return logits
+
+
+def leave(
+    op: str,
+    loss: Tensor,
+    reduction: Reduction,
+    counts: Tensor | None,
+    dtype: torch.dtype,
+    sample_weight: Tensor | None = None,
+) -> Tensor:
     """Reduce the losses of the rows and return the result in the user's dtype; in float16 a finite loss stays finite.
 
     Under autocast the result is float32 at least, as that of torch's own losses.
     """
-    loss = _check.reduced(op, loss, reduction, counts)
+    loss = _check.reduced(op, loss, reduction, counts, sample_weight)
     if _check.autocast(loss.device):
         return loss.to(_check.work_dtype(loss))
     if dtype == torch.float16:

@@ -52,6 +52,7 @@ def linear_lml_loss(
     mask: Tensor | None = None,
     negatives: int | tuple[Tensor, Tensor] | None = None,
     generator: torch.Generator | None = None,
+    sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -70,7 +71,7 @@ def linear_lml_loss(
         features: The inputs of the layer, shape ``(*batch, in_features)``.
         weight: Shape ``(n_classes, in_features)``; with `shard`, the rows of this rank's classes.
         target: One class a row (``batch``), index lists padded with -1 (``(*batch, m)``), or multi-hot
-            ``(*batch, n_classes)``, which is turned into index lists.
+            ``(*batch, n_classes)``, which is turned into index lists: a soft label counts as a whole one.
         k: The number of labels a row has, observed or not; a number or a tensor that broadcasts to ``batch``.
         bias: Shape ``(n_classes,)``; ``-inf`` rules a class out.
         observed: The probability that a label is observed, as in :func:`~lastlayer.lml_loss`.
@@ -83,6 +84,7 @@ def linear_lml_loss(
             Threshold and loss are no linear functions of them, so they have a bias, of the order of one over the
             number drawn. Holds the sampled logits; the weight's gradient is 0 for classes that were not drawn.
         generator: Of the draw; with `shard`, each rank draws from its own classes.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows that contribute, 0 if there is none.
 
@@ -111,8 +113,10 @@ def linear_lml_loss(
     divisor = _check.temperature(op, temperature)
     if rows * n <= tile(shape) and shard is None and negatives is None:
         x = F.linear(features.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        options = {"observed": rho, "temperature": temperature, "mask": mask, "reduction": reduction}
-        return lml_loss(x, target, k, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"observed": rho, "temperature": temperature, "mask": mask, "reduction": reduction}
+        if labels.dense is not None and labels.dense.is_floating_point():
+            target = labels.dense.sign()
+        return lml_loss(x, target, k, sample_weight=sample_weight, **options)
     if isinstance(divisor, Tensor):
         divisor = spread(divisor, shard).to(dtype).expand(batch).reshape(rows, 1)
     index = _index_lists(labels, lambda dense: dense > 0)
@@ -140,7 +144,7 @@ def linear_lml_loss(
     if rho > 0:
         contributes = _says_something(labels, shard) | contributes
     loss = torch.where(contributes, loss.view(batch), 0)
-    return _rows.leave(op, loss, reduction, contributes, dtype)
+    return _rows.leave(op, loss, reduction, contributes, dtype, sample_weight)
 
 
 def _says_something(labels: Labels, shard: ClassShard | None) -> Tensor:

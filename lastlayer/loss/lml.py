@@ -29,7 +29,7 @@ from lastlayer._threshold.dispatch import (
 )
 from lastlayer.loss import _rows
 from lastlayer.project.lml import apply
-from lastlayer.shard import ClassShard, reduce, total
+from lastlayer.shard import ClassShard, local_part, reduce, replicate, total, unwrap
 
 
 def lml_loss(
@@ -40,6 +40,9 @@ def lml_loss(
     observed: float = 0.0,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    weight: Tensor | None = None,
+    pos_weight: float | Tensor | None = None,
+    sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
     impl: Impl = "auto",
@@ -66,6 +69,10 @@ def lml_loss(
         observed: The probability :math:`\rho` that a label is observed, between 0 and 1.
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part.
+        weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms. With
+            it or `pos_weight` the loss is computed in plain torch.
+        pos_weight: The same for the first sum alone; a number serves all classes.
+        sample_weight: One weight per row, shape ``batch``, without a gradient; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows that contribute: those with a label, soft
             or hard, and with `observed` those with a known class. Without such a row it is 0.
@@ -86,22 +93,30 @@ def lml_loss(
     rho = _check.number(op, "observed", observed, 0, 1)
     problem, _ = enter(op, logits, k, -1, temperature, mask, shard, impl)
     labels = _check.target(op, target, problem.x, problem.shard)
-    if impl == "auto" and transformed():
+    weighted = weight is not None or pos_weight is not None
+    if weighted and impl not in ("auto", "torch"):
+        raise ValueError(f"{op}: `impl` must be 'auto' or 'torch' with weights of classes, got {impl!r}.")
+    if weighted or (impl == "auto" and transformed()):
         problem = problem._replace(impl="torch")
     if problem.impl == "triton" and rho == 1 and labels.index is not None:
         # Of index lists the kernel takes the labels' terms away again; they may be infinite.
         labels = Labels(None, labels.positive(), labels.n_classes)
     if problem.impl == "torch":
-        loss = _plain(problem, rho, labels)
+        loss = _plain(problem, rho, labels, *_rows.class_weights(op, weight, pos_weight, _like(problem.x)))
     elif reduction in ("mean", "sum") and _at_once(problem, labels):
-        weight = _weight(labels, rho, reduction, problem)
-        loss = _LMLReducedLoss.apply(*problem, rho, labels.index, labels.dense, weight)
+        rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
+        loss = _LMLReducedLoss.apply(*problem, rho, labels.index, labels.dense, rows)
         return _rows.leave(op, loss, "none", None, logits.dtype)
     else:
         loss = _by_kernel(problem, rho, labels)
     contributes = _contributes(labels, rho, loss.dtype, problem.shard)
     loss = torch.where(contributes, loss, 0)  # a row that contributes nothing has no loss, whatever its logits
-    return _rows.leave(op, loss, reduction, contributes, logits.dtype)
+    return _rows.leave(op, loss, reduction, contributes, logits.dtype, sample_weight)
+
+
+def _like(x: Tensor) -> Tensor:
+    """Return a tensor of the shape of `x` in the dtype of the arithmetic, without its memory."""
+    return x.new_empty((), dtype=_check.work_dtype(x)).expand(x.shape)
 
 
 def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassShard | None) -> Tensor:
@@ -117,9 +132,17 @@ def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassSha
     return found | (reduce(known.to(dtype), "sum", shard).squeeze(-1) > 0)
 
 
-def _weight(labels: Labels, rho: float, reduction: Reduction, problem: Problem) -> Tensor:
+def _row_weights(
+    op: str, labels: Labels, rho: float, reduction: Reduction, problem: Problem, sample_weight: Tensor | None
+) -> Tensor:
     """The weight of each row in the reduced loss, or that of all rows; in few operations, as launches take time."""
     x, work = problem.x, _check.work_dtype(problem.x)
+    if sample_weight is not None:
+        given = _check.weights(op, "sample_weight", sample_weight, _like(x), x.shape[:-1], "Give one weight per row.")
+        assert given is not None
+        weight = torch.where(_contributes(labels, rho, work, None), given.detach(), 0)
+        mass = weight.sum()
+        return weight / torch.where(mass == 0, 1, mass) if reduction == "mean" else weight
     if problem.impl == "triton" and labels.index is not None:  # there a row without a label has no loss by itself
         if rho == 0 and reduction == "mean":
             return kernels("triton").weight_of_mean(labels.index)
@@ -146,6 +169,8 @@ def lml_fenchel_young_loss(
     k: float | Tensor | None = None,
     *,
     mask: Tensor | None = None,
+    sample_weight: Tensor | None = None,
+    shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the Fenchel-Young loss of the LML projection: convex, with gradient ``lml(logits, k) - target``.
@@ -164,6 +189,8 @@ def lml_fenchel_young_loss(
         k: The size of the label set; ``None`` is each row's number of labels, the sum of the target where it is soft. A
             row with fewer known classes takes those: where nothing is known the loss is 0.
         mask: Boolean, True where a class takes part.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over all rows.
 
     Returns:
@@ -174,9 +201,10 @@ def lml_fenchel_young_loss(
         tensor(1.3510)
     """
     op = "lml_fenchel_young_loss"
+    logits, shard, _ = unwrap(op, logits, shard)
     logits = _check.logits(op, logits)
-    labels = _check.target(op, target, logits)
-    mask = _check.mask(op, mask, logits)
+    labels = _check.target(op, target, logits, shard)
+    mask = _check.mask(op, local_part(mask), logits)
     work = _check.work_dtype(logits)
     if labels.dense is None:
         count = labels.count().to(work)
@@ -184,11 +212,12 @@ def lml_fenchel_young_loss(
         share, known = _shares(labels.dense, work)
         mask = known if mask is None else mask & known
         count = share.sum(-1)
-    problem, _ = enter(op, logits, count if k is None else k, -1, 1.0, mask, None, "auto")
+    count = total(count, shard)
+    problem, _ = enter(op, logits, count if k is None else k, -1, 1.0, mask, shard, "auto")
     scores = search.scores(problem.x, problem.mask, 1.0)
     size = search.sizes(problem.k, scores)
     if labels.dense is not None:  # where less is known, less can be asked for
-        size = torch.minimum(size, known.sum(-1, keepdim=True).to(size.dtype))
+        size = torch.minimum(size, total(known.sum(-1, keepdim=True).to(size.dtype), shard))
     _, center, delta = apply(problem._replace(k=size), "nu")
 
     z = _live_points(scores, center, delta)
@@ -199,29 +228,35 @@ def lml_fenchel_young_loss(
         loss = soft.sum(-1) + labels.sum_over_positives(lambda z, s: -F.logsigmoid(z) - s, z, soft)
     else:
         loss = (_times(share, -F.logsigmoid(z)) + _times(1 - share, soft)).sum(-1)
-    loss = loss + (count - size.squeeze(-1)) * torch.where(nu.isinf(), 0, nu)
+    # All ranks hold the same threshold: their gradients count as one.
+    loss = total(loss, shard) + (count - size.squeeze(-1)) * replicate(torch.where(nu.isinf(), 0, nu), shard)
 
     # At both ends the projection is a vertex, and the loss linear: <lml(x, k) - target, x>.
     flat = torch.where(scores.isfinite(), scores, 0)
     linear = labels.sum_over_positives(lambda s: s, flat) if labels.dense is None else (share * flat).sum(-1)
     end = torch.where(nu > 0, flat.sum(-1), 0) - linear
-    loss = torch.where(nu.isinf(), end, loss)
-    return _rows.leave(op, loss, reduction, None, logits.dtype)
+    loss = torch.where(nu.isinf(), total(end, shard), loss)
+    return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 
 
-def _plain(problem: Problem, rho: float, labels: Labels) -> Tensor:
+def _plain(
+    problem: Problem, rho: float, labels: Labels, each: Tensor | None = None, positives: Tensor | None = None
+) -> Tensor:
     """Return one loss per row in plain torch: the fallback, and what the kernels are checked against."""
     _, center, delta = apply(problem._replace(impl="torch"), "nu")
     z = _live_points(search.scores(problem.x, problem.mask, problem.temperature), center, delta)
+    factors = [factor.expand(z.shape) for factor in (each, positives) if factor is not None]
     if labels.dense is None:
-        loss = labels.sum_over_positives(lambda z: -F.logsigmoid(z), z)
+        loss = labels.sum_over_positives(lambda z, *factors: _rows.times(-F.logsigmoid(z), factors), z, *factors)
         if rho > 0:
-            loss = loss + _unseen_by_lists(z, rho, labels)
+            loss = loss + _unseen_by_lists(z, rho, labels, each)
     else:
         share, known = _shares(labels.dense, z.dtype)
-        loss = _times(share, -F.logsigmoid(torch.where(share == 0, 0, z))).sum(-1)
+        fit = _times(share, -F.logsigmoid(torch.where(share == 0, 0, z)))
+        loss = _rows.times(fit, factors).sum(-1)
         if rho > 0:
-            loss = loss + torch.where(known, _times(1 - share, _unseen(z, rho)), 0).sum(-1)
+            silent = _times(1 - share, _unseen(z, rho))
+            loss = loss + torch.where(known, _rows.weighed(silent, each), 0).sum(-1)
     return total(loss, problem.shard)
 
 
@@ -249,9 +284,9 @@ def _unseen(z: Tensor, rho: float) -> Tensor:
     return -torch.logaddexp(F.logsigmoid(-z), math.log1p(-rho) + F.logsigmoid(z))  # of (1 - y) + (1 - rho) y
 
 
-def _unseen_by_lists(z: Tensor, rho: float, labels: Labels) -> Tensor:
+def _unseen_by_lists(z: Tensor, rho: float, labels: Labels, each: Tensor | None) -> Tensor:
     """Return ``-sum log(1 - rho y)`` over the classes that index lists do not hold."""
-    silent = _unseen(z, rho)
+    silent = _rows.weighed(_unseen(z, rho), each)
     if rho == 1:  # a term may be infinite, and must not be taken away again
         return torch.where(labels.positive(), 0, silent).sum(-1)
     return silent.sum(-1) - labels.sum_over_positives(lambda s: s, silent)
@@ -391,16 +426,35 @@ class LMLLoss(FunctionModule):
         *,
         observed: float = 0.0,
         temperature: float = 1.0,
+        weight: Tensor | None = None,
+        pos_weight: float | Tensor | None = None,
+        shard: ClassShard | None = None,
         reduction: Reduction = "mean",
         impl: Impl = "auto",
     ) -> None:
-        super().__init__(k=k, observed=observed, temperature=temperature, reduction=reduction, impl=impl)
+        super().__init__(
+            k=k,
+            observed=observed,
+            temperature=temperature,
+            weight=weight,
+            pos_weight=pos_weight,
+            shard=shard,
+            reduction=reduction,
+            impl=impl,
+        )
 
     def forward(
-        self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None
+        self,
+        logits: Tensor,
+        target: Target,
+        *,
+        mask: Tensor | None = None,
+        sample_weight: Tensor | None = None,
+        shard: ClassShard | None = None,
     ) -> Tensor:
-        """Return the loss."""
-        loss: Tensor = self._call(logits, target, mask=mask, shard=shard)
+        """Return the loss of a batch; `shard` takes the place of the stored one."""
+        more = {} if shard is None else {"shard": shard}
+        loss: Tensor = self._call(logits, target, mask=mask, sample_weight=sample_weight, **more)
         return loss
 
 
@@ -409,10 +463,19 @@ class LMLFenchelYoungLoss(FunctionModule):
 
     function = staticmethod(lml_fenchel_young_loss)
 
-    def __init__(self, k: float | Tensor | None = None, *, reduction: Reduction = "mean") -> None:
-        super().__init__(k=k, reduction=reduction)
+    def __init__(
+        self, k: float | Tensor | None = None, *, shard: ClassShard | None = None, reduction: Reduction = "mean"
+    ) -> None:
+        super().__init__(k=k, shard=shard, reduction=reduction)
 
-    def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Return the loss."""
-        loss: Tensor = self._call(logits, target, mask=mask)
+    def forward(
+        self,
+        logits: Tensor,
+        target: Target,
+        *,
+        mask: Tensor | None = None,
+        sample_weight: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of a batch."""
+        loss: Tensor = self._call(logits, target, mask=mask, sample_weight=sample_weight)
         return loss

@@ -1,17 +1,17 @@
-"""Multi-label losses: two-way, asymmetric, and two baselines, one softmax a row and one sigmoid a class."""
+"""Multi-label losses: two-way, asymmetric, and two baselines: one softmax per row, and one sigmoid per class."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Reduction, Target
-from lastlayer._module import FunctionModule
+from lastlayer._check import Labels, Reduction, Target
+from lastlayer._module import LossModule
 from lastlayer.loss import _rows
 from lastlayer.shard import ClassShard, averaged, total, unwrap
 
@@ -24,6 +24,7 @@ def two_way_loss(
     negative_temperature: float = 1.0,
     margin: float = 0.0,
     per: Literal["sample", "class", "both"] = "both",
+    sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     data_group: Any = None,
     reduction: Reduction = "mean",
@@ -35,26 +36,28 @@ def two_way_loss(
 
     For a sample, P and N are the positive and negative classes of its row; for a class, the positive and negative
     samples of its column in the batch. The loss is the mean over the samples with a positive, plus the mean over the
-    classes with a positive. One positive a row and both temperatures 1 make the sample term the softmax cross-entropy.
-    A constant added to a row changes nothing in its sample term, so there is no absolute threshold between labels and
-    the rest: decode by rank, or choose a threshold on held-out data. The class term depends on the batch; with one row
-    it is 0.
+    classes with a positive. With one positive per row and both temperatures 1, the sample term is the softmax
+    cross-entropy. A constant added to a row does not change its sample term, so there is no absolute threshold between
+    labels and the rest: decode by rank, or choose a threshold on held-out data. The class term depends on the batch;
+    with one row it is 0.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (above 0 is positive, 0 negative, -1 unknown: left out), one class a
-            row (``batch``), or index lists padded with -1 (``(*batch, m)``).
+        target: Multi-hot of the shape of `logits` (1 is positive, 0 negative, -1 unknown and left out; a number t in
+            between is in both sums, weighted by t and by 1 - t), one class per row (``batch``), or index lists padded
+            with -1 (``(*batch, m)``).
         positive_temperature: :math:`T_P`; above 1, every positive gets a share of the gradient.
         negative_temperature: :math:`T_N`.
         margin: :math:`\epsilon`, by how much positives should lead; the paper's margin form has both temperatures 1.
         per: ``"sample"`` for rows, ``"class"`` for columns, ``"both"`` for their sum.
+        sample_weight: One weight per row, shape ``batch``; a weight of 2 counts as two equal rows, in columns too.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         data_group: The process group whose ranks hold other rows of the batch and the same classes. The class term is
             then that of all their rows, the same on every rank; its gradient is scaled by the number of ranks, so that
             the mean over ranks that DDP or FSDP takes is the gradient of the whole batch. ``None``: of the rows here.
-        reduction: ``"none"`` is a loss a row; with ``per="both"`` the class term of the batch is added to each row that
-            has a positive, and with ``per="class"`` it is a loss a class (of this rank). ``"mean"`` is over the rows,
-            or classes, with a positive; 0 without one. ``"sum"`` is the sum of ``"none"``.
+        reduction: ``"none"`` is one loss per row; with ``per="both"`` the class term of the batch is added to each row
+            that has a positive, and with ``per="class"`` it is one loss per class (of this rank). ``"mean"`` is over
+            the rows, or classes, with a positive; 0 without one. ``"sum"`` is the sum of ``"none"``.
 
     Returns:
         The loss, of the dtype of `logits`. A row or column without a positive has loss 0 and does not count in the
@@ -68,28 +71,29 @@ def two_way_loss(
     op = "two_way_loss"
     _check.choice(op, "per", per, ("sample", "class", "both"))
     _check.choice(op, "reduction", reduction, ("none", "mean", "sum"))
-    warm = _temperature(op, "positive_temperature", positive_temperature)
-    cool = _temperature(op, "negative_temperature", negative_temperature)
-    gap = _check.number(op, "margin", margin)
+    form = _Form(
+        _temperature(op, "positive_temperature", positive_temperature),
+        _temperature(op, "negative_temperature", negative_temperature),
+        _check.number(op, "margin", margin),
+    )
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
-    positive = labels.positive() & live
-    negative = live & ~positive
+    sides = _sides(x, labels, live)
     if per != "class":
-        loss, counts = _positives_above(x, positive, negative, warm, cool, gap, shard)
+        loss, counts = _positives_above(sides, form, shard)
         if per == "sample":
-            return _rows.leave(op, loss, reduction, counts, logits.dtype)
+            return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
     # The classes of a column are on one rank: only the means go over the ranks of `shard`.
     data = None if data_group is None else ClassShard(0, 0, data_group)
-    column, up, down = (t.unsqueeze(0).flatten(0, -2).transpose(0, 1) for t in (x, positive, negative))
-    by_class, occurs = _positives_above(averaged(column, data), up, down, warm, cool, gap, data)
+    columns = _columns(op, sides._replace(x=averaged(x, data)), sample_weight)
+    by_class, occurs = _positives_above(columns, form, data)
     if per == "class" and (reduction == "none" or shard is None):
         return _rows.leave(op, by_class, reduction, occurs, logits.dtype)
     summed, classes = total(by_class.sum(), shard), total(occurs.sum().to(x.dtype), shard)
     mean = summed / classes.clamp(min=1)
     if per == "class":
         return _rows.leave(op, summed if reduction == "sum" else mean, "sum", None, logits.dtype)
-    return _rows.leave(op, loss + torch.where(counts, mean, 0), reduction, counts, logits.dtype)
+    return _rows.leave(op, loss + torch.where(counts, mean, 0), reduction, counts, logits.dtype, sample_weight)
 
 
 def _temperature(op: str, name: str, value: float) -> float:
@@ -99,20 +103,54 @@ def _temperature(op: str, name: str, value: float) -> float:
     return value
 
 
-def _positives_above(
-    x: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    warm: float,
-    cool: float,
-    margin: float,
-    shard: ClassShard | None,
-) -> tuple[Tensor, Tensor]:
+class _Form(NamedTuple):
+    """The temperatures and the margin."""
+
+    warm: float
+    cool: float
+    margin: float
+
+
+class _Sides(NamedTuple):
+    """Scores, which of them are positives and negatives, and the weights of these; None: all 1."""
+
+    x: Tensor
+    positive: Tensor
+    negative: Tensor
+    up: Tensor | None
+    down: Tensor | None
+
+
+def _sides(x: Tensor, labels: Labels, live: Tensor) -> _Sides:
+    if not _rows.soft(labels):
+        positive = labels.positive()
+        return _Sides(x, live & positive, live & ~positive, None, None)
+    share = _rows.share(labels, live, x.dtype)
+    return _Sides(x, live & (share > 0), live & (share < 1), share, 1 - share)
+
+
+def _columns(op: str, sides: _Sides, sample_weight: Tensor | None) -> _Sides:
+    """Return the columns of the batch as rows; the weights of rows become those of their entries."""
+    x, positive, negative, up, down = sides
+    rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
+    if rows is not None:
+        rows = rows.expand(x.shape[:-1]).unsqueeze(-1).expand(x.shape)
+        positive, negative = positive & (rows > 0), negative & (rows > 0)
+        up, down = rows if up is None else rows * up, rows if down is None else rows * down
+
+    def turned(t: Tensor) -> Tensor:
+        return t.unsqueeze(0).flatten(0, -2).transpose(0, 1)
+
+    weights = (None if t is None else turned(t) for t in (up, down))
+    return _Sides(turned(x), turned(positive), turned(negative), *weights)
+
+
+def _positives_above(sides: _Sides, form: _Form, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, and whether it has a positive."""
-    highest, above, has_negative = _rows.logsumexp(x, negative, shard, cool)
-    lowest, below, has_positive = _rows.logsumexp(-x, positive, shard, warm)
+    highest, above, has_negative = _rows.logsumexp(sides.x, sides.negative, shard, form.cool, sides.down)
+    lowest, below, has_positive = _rows.logsumexp(-sides.x, sides.positive, shard, form.warm, sides.up)
     active = has_positive & has_negative
-    z = torch.where(active, (highest + lowest).squeeze(-1) + above + below + margin, 0)
+    z = torch.where(active, (highest + lowest).squeeze(-1) + above + below + form.margin, 0)
     return torch.where(active, -F.logsigmoid(-z), 0), has_positive
 
 
@@ -124,29 +162,36 @@ def asymmetric_loss(
     gamma_negative: float = 4.0,
     clip: float = 0.05,
     detach_weight: bool = False,
+    weight: Tensor | None = None,
+    pos_weight: float | Tensor | None = None,
+    sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Compute the asymmetric loss (Ridnik et al., 2021): focal weights of its own for positives and for negatives.
+    r"""Compute the asymmetric loss (Ridnik et al., 2021), with separate focal weights for positives and negatives.
 
     .. math:: -\sum_{j \in Y} (1 - p_j)^{\gamma_+} \log p_j - \sum_{j \notin Y} m_j^{\gamma_-} \log(1 - m_j),
         \qquad p = \sigma(x),\; m_j = \max(p_j - c, 0)
 
     Negatives that are already easy (:math:`p` below `clip`) have no loss and no gradient. With both gammas and `clip` 0
-    it is :func:`binary_loss`. The logarithms are not held at a small number, unlike in the public code: the two differ
-    where a probability is below 1e-8, and there this gradient does not vanish.
+    it is :func:`binary_loss`. The public code clamps the logarithms at a small number and this function does not: the
+    two differ where a probability is below 1e-8, and there this gradient does not vanish.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (-1 is unknown: left out; a value between 0 and 1 takes that share of
-            the positive term and the rest of the negative one), one class a row, or index lists padded with -1.
+        target: Multi-hot of the shape of `logits` (-1 is unknown and left out; a number between 0 and 1 takes that
+            share of the positive term and the rest of the negative one), one class per row, or index lists padded
+            with -1.
         gamma_positive: :math:`\gamma_+`, at least 0.
         gamma_negative: :math:`\gamma_-`, at least 0.
         clip: :math:`c`, from 0 to below 1.
         detach_weight: Whether the focal weights are constants for the gradient.
-        shard: This rank's slice, when the classes are split over processes.
-        reduction: ``"none"`` is a loss a row, the sum over its classes; ``"sum"`` is the sum over all entries, as in
-            the public code; ``"mean"`` is over the rows with a known class, 0 without one.
+        weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms.
+        pos_weight: The same for the positive terms alone; a number serves all classes.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        reduction: ``"none"`` is one loss per row, the sum over its classes; ``"sum"`` is the sum over all entries, as
+            in the public code; ``"mean"`` is over the rows with a known class, 0 without one.
 
     Returns:
         The loss, of the dtype of `logits`. A row without positives has the loss of its negatives.
@@ -163,10 +208,11 @@ def asymmetric_loss(
         raise ValueError(f"{op}: `clip` must be below 1, got {clip}. No negative would be left.")
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
+    each, positives = _rows.class_weights(op, weight, pos_weight, x)
     gain = -_focal((plus * F.logsigmoid(-x)).exp(), detach_weight) * F.logsigmoid(x)
-    loss = _rows.mixed(labels, live, gain, _shifted_negatives(x, minus, cut, detach_weight))
-    loss = _rows.over_classes(loss, live, shard)
-    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype)
+    loss = _rows.mixed(labels, live, _rows.weighed(gain, positives), _shifted_negatives(x, minus, cut, detach_weight))
+    loss = _rows.over_classes(loss, live, shard, each)
+    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype, sample_weight)
 
 
 def _focal(weight: Tensor, detach: bool) -> Tensor:
@@ -193,23 +239,28 @@ def multihot_softmax_loss(
     target: Target,
     *,
     label_smoothing: float = 0.0,
+    weight: Tensor | None = None,
+    sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the cross-entropy of the softmax to the row's labels, each with an equal share.
 
-    .. math:: -\sum_j q_j \log \mathrm{softmax}(x)_j, \qquad q_j = (1 - \varepsilon) \frac{t_j}{\sum_i t_i}
+    .. math:: -\sum_j w_j \, q_j \log \mathrm{softmax}(x)_j, \qquad q_j = (1 - \varepsilon) \frac{t_j}{\sum_i t_i}
         + \frac{\varepsilon}{n}
 
-    For one label a row it is ``torch.nn.functional.cross_entropy``.
+    For one label per row and without weights it is ``torch.nn.functional.cross_entropy``. With weights the mean is over
+    rows, as there for targets that are probabilities; for class indices torch divides by the weights of the labels.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (-1 is unknown: left out of the softmax too; soft labels share in
-            proportion), one class a row, or index lists padded with -1.
+        target: Multi-hot of the shape of `logits` (-1 is unknown and left out of the softmax too; soft labels share in
+            proportion), one class per row, or index lists padded with -1.
         label_smoothing: :math:`\varepsilon`, the part spread evenly over the classes that take part.
-        shard: This rank's slice, when the classes are split over processes.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a label, 0 without one.
+        weight: One weight :math:`w` per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a label, 0 without one.
 
     Returns:
         The loss, of the dtype of `logits`. A row without a label has loss 0.
@@ -222,20 +273,29 @@ def multihot_softmax_loss(
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
+    each = _rows.class_weight(op, "weight", weight, x)
+    each = None if each is None else each.expand(x.shape)
     peak, rest, _ = _rows.logsumexp(x, live, shard)
     if labels.dense is None:  # gather: nothing of the size of the logits
-        mass = labels.sum_over_positives(lambda here: here, live).to(x.dtype)
-        hit = labels.sum_over_positives(lambda score, here, top: here * (score - top), x, live.to(x.dtype), peak)
+        here = live.to(x.dtype)
+        mass = labels.sum_over_positives(lambda here: here, here)
+        held = mass if each is None else labels.sum_over_positives(torch.mul, here, each)
+        parts = (here, x, peak) if each is None else (here, x, peak, each)
+        hit = labels.sum_over_positives(lambda here, score, top, w=1.0: here * w * (score - top), *parts)
     else:
-        weight = torch.where(live & (labels.dense > 0), labels.dense.to(x.dtype), 0)
-        mass, hit = weight.sum(-1), (weight * (x - peak)).sum(-1)
-    mass, hit = total(mass, shard), total(hit, shard)
+        part = torch.where(live & (labels.dense > 0), labels.dense.to(x.dtype), 0)
+        mass, part = part.sum(-1), part if each is None else part * each
+        held, hit = part.sum(-1), (part * (x - peak)).sum(-1)
+    mass, held, hit = (total(value, shard) for value in (mass, held, hit))
     counts = mass > 0
-    loss = rest - hit / torch.where(counts, mass, 1)
+    mass = torch.where(counts, mass, 1)
+    loss = held / mass * rest - hit / mass
     if smoothing > 0:
-        even = _rows.over_classes(x - peak, live, shard) / total(live.sum(-1).to(x.dtype), shard).clamp(min=1)
-        loss = (1 - smoothing) * loss + smoothing * (rest - even)
-    return _rows.leave(op, torch.where(counts, loss, 0), reduction, counts, logits.dtype)
+        n = total(live.sum(-1).to(x.dtype), shard).clamp(min=1)
+        held = n if each is None else _rows.over_classes(each, live, shard)
+        even = held / n * rest - _rows.over_classes(x - peak, live, shard, each) / n
+        loss = (1 - smoothing) * loss + smoothing * even
+    return _rows.leave(op, torch.where(counts, loss, 0), reduction, counts, logits.dtype, sample_weight)
 
 
 def binary_loss(
@@ -243,12 +303,15 @@ def binary_loss(
     target: Target,
     *,
     label_smoothing: float = 0.0,
+    weight: Tensor | None = None,
+    pos_weight: float | Tensor | None = None,
+    sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Compute the binary cross-entropy: one sigmoid a class, each class on its own.
+    r"""Compute the binary cross-entropy: one sigmoid per class, each class on its own.
 
-    .. math:: -\sum_j \big[ q_j \log \sigma(x_j) + (1 - q_j) \log \sigma(-x_j) \big],
+    .. math:: -\sum_j w_j \big[ w^+_j q_j \log \sigma(x_j) + (1 - q_j) \log \sigma(-x_j) \big],
         \qquad q_j = (1 - \varepsilon) t_j + \varepsilon / 2
 
     The sum over the classes of ``torch.nn.functional.binary_cross_entropy_with_logits``; divide the mean by
@@ -256,12 +319,16 @@ def binary_loss(
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (-1 is unknown: left out; values between 0 and 1 are soft labels),
-            one class a row, or index lists padded with -1.
+        target: Multi-hot of the shape of `logits` (-1 is unknown and left out; numbers between 0 and 1 are soft
+            labels), one class per row, or index lists padded with -1.
         label_smoothing: :math:`\varepsilon`, the part moved to an even chance.
-        shard: This rank's slice, when the classes are split over processes.
-        reduction: ``"none"`` is a loss a row, the sum over its classes; ``"mean"`` is over the rows with a known class,
-            0 without one.
+        weight: One weight :math:`w` per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`.
+        pos_weight: The same, :math:`w^+`, for the positive terms alone; a number serves all classes. Above 1 it
+            raises recall at the cost of precision.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        reduction: ``"none"`` is one loss per row, the sum over its classes; ``"mean"`` is over the rows with a known
+            class, 0 without one.
 
     Returns:
         The loss, of the dtype of `logits`. A row without positives has the loss of its negatives.
@@ -274,15 +341,16 @@ def binary_loss(
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
-    yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
+    each, positives = _rows.class_weights(op, weight, pos_weight, x)
+    yes, no = _rows.weighed(-F.logsigmoid(x), positives), -F.logsigmoid(-x)
     loss = _rows.mixed(labels, live, yes, no)
     if smoothing > 0:
         loss = (1 - smoothing) * loss + smoothing / 2 * (yes + no)
-    loss = _rows.over_classes(loss, live, shard)
-    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype)
+    loss = _rows.over_classes(loss, live, shard, each)
+    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype, sample_weight)
 
 
-class TwoWayLoss(FunctionModule):
+class TwoWayLoss(LossModule):
     """Module form of :func:`two_way_loss`, which documents the arguments."""
 
     function = staticmethod(two_way_loss)
@@ -309,7 +377,7 @@ class TwoWayLoss(FunctionModule):
         )
 
 
-class AsymmetricLoss(FunctionModule):
+class AsymmetricLoss(LossModule):
     """Module form of :func:`asymmetric_loss`, which documents the arguments."""
 
     function = staticmethod(asymmetric_loss)
@@ -321,6 +389,8 @@ class AsymmetricLoss(FunctionModule):
         gamma_negative: float = 4.0,
         clip: float = 0.05,
         detach_weight: bool = False,
+        weight: Tensor | None = None,
+        pos_weight: float | Tensor | None = None,
         shard: ClassShard | None = None,
         reduction: Reduction = "mean",
     ) -> None:
@@ -329,28 +399,47 @@ class AsymmetricLoss(FunctionModule):
             gamma_negative=gamma_negative,
             clip=clip,
             detach_weight=detach_weight,
+            weight=weight,
+            pos_weight=pos_weight,
             shard=shard,
             reduction=reduction,
         )
 
 
-class MultihotSoftmaxLoss(FunctionModule):
+class MultihotSoftmaxLoss(LossModule):
     """Module form of :func:`multihot_softmax_loss`, which documents the arguments."""
 
     function = staticmethod(multihot_softmax_loss)
 
     def __init__(
-        self, *, label_smoothing: float = 0.0, shard: ClassShard | None = None, reduction: Reduction = "mean"
+        self,
+        *,
+        label_smoothing: float = 0.0,
+        weight: Tensor | None = None,
+        shard: ClassShard | None = None,
+        reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(label_smoothing=label_smoothing, shard=shard, reduction=reduction)
+        super().__init__(label_smoothing=label_smoothing, weight=weight, shard=shard, reduction=reduction)
 
 
-class BinaryLoss(FunctionModule):
+class BinaryLoss(LossModule):
     """Module form of :func:`binary_loss`, which documents the arguments."""
 
     function = staticmethod(binary_loss)
 
     def __init__(
-        self, *, label_smoothing: float = 0.0, shard: ClassShard | None = None, reduction: Reduction = "mean"
+        self,
+        *,
+        label_smoothing: float = 0.0,
+        weight: Tensor | None = None,
+        pos_weight: float | Tensor | None = None,
+        shard: ClassShard | None = None,
+        reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(label_smoothing=label_smoothing, shard=shard, reduction=reduction)
+        super().__init__(
+            label_smoothing=label_smoothing,
+            weight=weight,
+            pos_weight=pos_weight,
+            shard=shard,
+            reduction=reduction,
+        )

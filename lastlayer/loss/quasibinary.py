@@ -7,13 +7,19 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
-from lastlayer._module import FunctionModule
+from lastlayer._module import LossModule
 from lastlayer.loss import _rows
-from lastlayer.shard import ClassShard, reduce
+from lastlayer.shard import ClassShard, reduce, total, unwrap
 
 
 def quasibinary_loss(
-    logits: Tensor, target: Target, *, log_normalizer: float | Tensor | None = None, reduction: Reduction = "mean"
+    logits: Tensor,
+    target: Target,
+    *,
+    log_normalizer: float | Tensor | None = None,
+    sample_weight: Tensor | None = None,
+    shard: ClassShard | None = None,
+    reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the quasibinary loss (Liao, 2021): label probabilities that share one normaliser.
 
@@ -21,15 +27,18 @@ def quasibinary_loss(
               C = \frac1N \sum_{i, k} e^{z_{ik}}
 
     with :math:`N` the number of labels in the batch, so that the batch's probabilities add up to its labels. The
-    gradient flows through :math:`C`: it is what holds down the classes that are not labels, and rows without any
-    label. The second term keeps :math:`q \le 1`. Log-space throughout.
+    gradient flows through :math:`C`: it holds down the classes that are not labels, and rows without any label. The
+    second term keeps :math:`q \le 1`. Computed in log space throughout.
 
     Args:
         logits: The scores :math:`z`, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot (-1 is unknown: outside of :math:`C` and of the sum), one class a row, or index lists.
+        target: Multi-hot (-1 is unknown: outside of :math:`C` and of the sum; a number between 0 and 1 weighs the
+            label's term and counts as that much in :math:`N`), one class per row, or index lists padded with -1.
         log_normalizer: :math:`\log C`, a number or a scalar tensor, in place of the batch's own. Then only labels and
             entries above 1 have a gradient. :class:`~lastlayer.head.QuasibinaryHead` keeps a moving average of it.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over all rows, with labels or without.
+        sample_weight: One weight per row, shape ``batch``; a weight of 2 counts as two equal rows, in :math:`C` too.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over all rows, with labels or without.
 
     Returns:
         The loss, of the dtype of `logits`; it may be negative. A batch without any label has no normaliser: its loss
@@ -40,44 +49,60 @@ def quasibinary_loss(
         tensor(0.8959)
     """
     op = "quasibinary_loss"
-    x, labels, live = _rows.enter(op, logits, target)
+    logits, shard, _ = unwrap(op, logits, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard)
     if log_normalizer is None:
+        rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
         # A constant added to the batch changes nothing: about the largest score the logarithms keep their digits.
-        peak = torch.where(live, x, -torch.inf).detach().flatten()
-        peak = peak.amax() if peak.numel() else x.new_zeros(())
+        peak = reduce(torch.where(live, x, -torch.inf).detach().reshape(1, -1), "max", shard).reshape(())
         x = torch.where(live, x - torch.where(peak.isfinite(), peak, 0), 0)
-        log_c, known = batch_log_normalizer(x, labels, live, None)
-        loss = torch.where(known, row_loss(x, labels, live, log_c), 0)
-    elif isinstance(log_normalizer, Tensor):
-        loss = row_loss(x, labels, live, log_normalizer.to(x))
+        log_c, known = batch_log_normalizer(x, labels, live, shard, rows)
+        loss = torch.where(known, total(row_loss(x, labels, live, log_c), shard), 0)
     else:
-        loss = row_loss(x, labels, live, x.new_full((), _check.number(op, "log_normalizer", log_normalizer)))
-    return _rows.leave(op, loss, reduction, None, logits.dtype)
+        if not isinstance(log_normalizer, Tensor):
+            log_normalizer = x.new_full((), _check.number(op, "log_normalizer", log_normalizer))
+        loss = total(row_loss(x, labels, live, log_normalizer.to(x)), shard)
+    return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 
 
-def batch_log_normalizer(x: Tensor, labels: Labels, live: Tensor, ranks: ClassShard | None) -> tuple[Tensor, Tensor]:
-    """Return ``log C`` over the batches of all `ranks`, and whether there is a label; without one ``log C`` is 0."""
+def batch_log_normalizer(
+    x: Tensor, labels: Labels, live: Tensor, ranks: ClassShard | None, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ``log C`` over all `ranks`, which hold other rows or other classes, and whether there is a label.
+
+    Without a label ``log C`` is 0.
+    """
     flat = torch.where(live, x, -torch.inf).reshape(1, -1)
     peak = reduce(flat.detach(), "max", ranks)
     peak = torch.where(peak.isfinite(), peak, 0)
-    count = labels.count().sum().to(x.dtype).reshape(1, 1)
-    mass, count = reduce([torch.where(flat == -torch.inf, 0, (flat - peak).exp()), count], "sum", ranks)
+    mass = torch.where(flat == -torch.inf, 0, (flat - peak).exp())
+    count = _rows.over_positives(labels, live, torch.ones_like, x)
+    if weight is not None:
+        mass = mass * weight.expand(x.shape[:-1]).unsqueeze(-1).expand(x.shape).reshape(1, -1)
+        count = count * weight
+    mass, count = reduce([mass, count.reshape(1, -1)], "sum", ranks)
     known = (count > 0) & (mass > 0)
     log_c = torch.where(known, mass, 1).log() + peak - torch.where(known, count, 1).log()
     return torch.where(known, log_c, 0).reshape(()), known.reshape(())
 
 
 def row_loss(x: Tensor, labels: Labels, live: Tensor, log_c: Tensor) -> Tensor:
-    """Return the loss a row for a normaliser of shape ``()``."""
-    log_q = torch.where(live, x - log_c, -torch.inf)
-    above = torch.where(live, log_q, 0).clamp(min=0).sum(-1)
-    return above - labels.sum_over_positives(lambda q: q, log_q)
+    """Return one loss per row, of this rank's classes, for a normaliser of shape ``()``."""
+    log_q = torch.where(live, x - log_c, 0)
+    above = log_q.clamp(min=0).sum(-1)
+    return above - _rows.over_positives(labels, live, lambda q: q, log_q)
 
 
-class QuasibinaryLoss(FunctionModule):
+class QuasibinaryLoss(LossModule):
     """Module form of :func:`quasibinary_loss`, which documents the arguments."""
 
     function = staticmethod(quasibinary_loss)
 
-    def __init__(self, *, log_normalizer: float | Tensor | None = None, reduction: Reduction = "mean") -> None:
-        super().__init__(log_normalizer=log_normalizer, reduction=reduction)
+    def __init__(
+        self,
+        *,
+        log_normalizer: float | Tensor | None = None,
+        shard: ClassShard | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(log_normalizer=log_normalizer, shard=shard, reduction=reduction)

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._check import Reduction, Target
-from lastlayer._module import FunctionModule
+from lastlayer._module import LossModule
+from lastlayer._renamed import renamed
 from lastlayer.loss import _rows
+from lastlayer.shard import ClassShard
 
 
 def warp_loss(
@@ -17,6 +19,8 @@ def warp_loss(
     *,
     exact: bool = True,
     generator: torch.Generator | None = None,
+    sample_weight: Tensor | None = None,
+    shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the weighted approximate-rank pairwise loss (Weston et al., 2011) over all pairs of a row.
@@ -28,38 +32,46 @@ def warp_loss(
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (above 0 is positive, 0 negative, -1 unknown: left out), one class a
-            row (``batch``), or index lists padded with -1 (``(*batch, m)``).
+        target: Multi-hot of the shape of `logits` (1 is positive, 0 negative, -1 unknown and left out; a number between
+            0 and 1 is a positive whose terms it weighs), one class per row (``batch``), or index lists padded with -1
+            (``(*batch, m)``).
         exact: Count :math:`r_p`; if False estimate it as the papers do, by ``round((n_classes - 1) / draws)``, where
             draws is how many negatives are drawn, without replacement, until one comes within the margin (their number
             plus 1 if none does). The positives of a row share one order of draws.
         generator: The random numbers of ``exact=False``.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a positive and a negative, 0 without.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: Must be None: the ranks need all classes of a row on one process.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a positive and a negative.
 
     Returns:
-        The loss, of the dtype of `logits`. A row without positives or without negatives has loss 0.
+        The loss, of the dtype of `logits`. A row without positives or without negatives has loss 0, and so has the mean
+        without other rows.
 
     Example:
         >>> warp_loss(torch.tensor([[1.0, 2.0, 0.5, -3.0]]), torch.tensor([0]))  # r = 2: (1 + 1/2) (2 + 0.5)
         tensor(3.7500)
     """
     op = "warp_loss"
-    picked, found, negatives, live = _enter(op, logits, target)
+    logits = _rows.whole(op, logits, shard, "its ranks need all classes of a row")
+    picked, found, negatives, live, share = _enter(op, logits, target)
     weight = _weights(picked, negatives, live.shape[-1], exact, generator)
-    loss = torch.where(found, weight * _hinges(picked, negatives, 1.0), 0).sum(-1)
+    loss = torch.where(found, _rows.weighed(weight * _hinges(picked, negatives, 1.0), share), 0).sum(-1)
     counts = found.any(-1) & (negatives != -torch.inf).any(-1)
-    return _rows.leave(op, loss, reduction, counts, logits.dtype)
+    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
 
 
+@renamed("rml_loss", class_weight="unary_weight")
 def rml_loss(
     logits: Tensor,
     target: Target,
     *,
     exact: bool = True,
     generator: torch.Generator | None = None,
-    class_weight: float = 5.0,
+    unary_weight: float = 5.0,
     ramp_start: float = -0.8,
     beta: float = 0.9,
+    sample_weight: Tensor | None = None,
+    shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the robust ranking loss RML: :func:`warp_loss` with ramps for hinges, and a threshold at 0.
@@ -72,14 +84,17 @@ def rml_loss(
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (above 0 is positive, 0 negative, -1 unknown: left out), one class a
-            row (``batch``), or index lists padded with -1 (``(*batch, m)``).
+        target: Multi-hot of the shape of `logits` (1 is positive, 0 negative, -1 unknown and left out; a number between
+            0 and 1 is a positive whose terms it weighs), one class per row (``batch``), or index lists padded with -1
+            (``(*batch, m)``).
         exact: As in :func:`warp_loss`.
         generator: As in :func:`warp_loss`.
-        class_weight: :math:`C_u`, at least 0.
+        unary_weight: :math:`C_u`, at least 0.
         ramp_start: :math:`s`, at most 1.
         beta: How far the ramp flattens, from 0 (the hinge) to 1 (a constant, the ramp of the paper).
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a known class, 0 without one.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: Must be None: the ranks need all classes of a row on one process.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a known class, 0 without one.
 
     Returns:
         The loss, of the dtype of `logits`. A row without positives has the loss of its negatives alone.
@@ -89,29 +104,34 @@ def rml_loss(
         tensor(0.)
     """
     op = "rml_loss"
-    unary = _check.number(op, "class_weight", class_weight, 0)
+    unary = _check.number(op, "unary_weight", unary_weight, 0)
     start = _check.number(op, "ramp_start", ramp_start, high=1)
     flat = _check.number(op, "beta", beta, 0, 1)
-    picked, found, negatives, live = _enter(op, logits, target)
+    logits = _rows.whole(op, logits, shard, "its ranks need all classes of a row")
+    picked, found, negatives, live, share = _enter(op, logits, target)
     weight = _weights(picked, negatives, live.shape[-1], exact, generator)
     pairs = _hinges(picked, negatives, 1.0) - flat * _hinges(picked, negatives, start)
-    loss = torch.where(found, weight * pairs + unary * _ramp(picked, start, flat), 0).sum(-1)
+    terms = _rows.weighed(weight * pairs + unary * _ramp(picked, start, flat), share)
+    loss = torch.where(found, terms, 0).sum(-1)
     here = negatives != -torch.inf
     below = _ramp(-torch.where(here, negatives, 0), start, flat)
     loss = loss + unary * torch.where(here, below, 0).sum(-1)
-    return _rows.leave(op, loss, reduction, _rows.any_class(live), logits.dtype)
+    return _rows.leave(op, loss, reduction, _rows.any_class(live), logits.dtype, sample_weight)
 
 
-def _enter(op: str, logits: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the positives' scores and where they are, the negatives from the largest down (``-inf`` where none)."""
+def _enter(op: str, logits: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the positives' scores and where they are, the negatives in descending order (``-inf`` where none).
+
+    Then which entries take part, and the shares of soft labels.
+    """
     x, labels, live = _rows.enter(op, logits, target)
     positive = labels.positive() & live
     negatives = torch.where(live & ~positive, x, -torch.inf).sort(-1, descending=True).values
     if labels.index is None:
-        return x, positive, negatives, live
+        return x, positive, negatives, live, _rows.share(labels, live, x.dtype) if _rows.soft(labels) else None
     place = labels.index.clamp(min=0)
     found = (labels.index >= 0) & live.gather(-1, place)
-    return torch.where(found, x.gather(-1, place), 0), found, negatives, live
+    return torch.where(found, x.gather(-1, place), 0), found, negatives, live, None
 
 
 def _above(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
@@ -120,7 +140,7 @@ def _above(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
 
 
 def _hinges(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
-    """Return ``sum over n of max(0, margin - x_p + x_n)``: the sum of those above, by one cumulative sum a row."""
+    """Return ``sum over n of max(0, margin - x_p + x_n)``: the sum of those above, by one cumulative sum per row."""
     count = _above(picked, negatives, margin)
     # In float64: the cumulative sum of many large scores would cancel in float32.
     wide = torch.where(negatives == -torch.inf, 0, negatives).double()
@@ -149,7 +169,7 @@ def _weights(
     return torch.nn.functional.pad(steps, (1, 0))[rank].to(picked.dtype)
 
 
-class WARPLoss(FunctionModule):
+class WARPLoss(LossModule):
     """Module form of :func:`warp_loss`, which documents the arguments."""
 
     function = staticmethod(warp_loss)
@@ -160,17 +180,18 @@ class WARPLoss(FunctionModule):
         super().__init__(exact=exact, generator=generator, reduction=reduction)
 
 
-class RMLLoss(FunctionModule):
+class RMLLoss(LossModule):
     """Module form of :func:`rml_loss`, which documents the arguments."""
 
     function = staticmethod(rml_loss)
 
+    @renamed("RMLLoss", class_weight="unary_weight")
     def __init__(
         self,
         *,
         exact: bool = True,
         generator: torch.Generator | None = None,
-        class_weight: float = 5.0,
+        unary_weight: float = 5.0,
         ramp_start: float = -0.8,
         beta: float = 0.9,
         reduction: Reduction = "mean",
@@ -178,7 +199,7 @@ class RMLLoss(FunctionModule):
         super().__init__(
             exact=exact,
             generator=generator,
-            class_weight=class_weight,
+            unary_weight=unary_weight,
             ramp_start=ramp_start,
             beta=beta,
             reduction=reduction,

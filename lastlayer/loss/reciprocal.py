@@ -7,18 +7,21 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._check import Reduction, Target
+from lastlayer._renamed import renamed
 from lastlayer.loss import _rows
 from lastlayer.loss.topk import first_label
 
 
+@renamed("reciprocal_point_loss", gamma="scale", weight="open_weight")
 def reciprocal_point_loss(
     features: Tensor,
     points: Tensor,
     radius: Tensor,
     target: Target,
     *,
-    gamma: float = 1.0,
-    weight: float = 0.1,
+    scale: float = 1.0,
+    open_weight: float = 0.1,
+    sample_weight: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the reciprocal-point loss (Chen et al., 2020): cross-entropy of distances, and a bound on open space.
@@ -33,11 +36,12 @@ def reciprocal_point_loss(
         features: Feature vectors :math:`f`, shape ``(*batch, d)``.
         points: The reciprocal points, shape ``(n_classes, M, d)``.
         radius: The distances :math:`R`, shape ``(n_classes,)``.
-        target: One class a row, -1 for none; or multi-hot (-1: left out) or index lists, where of several labels the
+        target: One class per row, -1 for none; or multi-hot (-1: left out) or index lists, where of several labels the
             lowest class counts.
-        gamma: The scale :math:`\gamma` of the distances.
-        weight: The weight :math:`\lambda` of the second term.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a label, 0 if there is none.
+        scale: The factor :math:`\gamma` of the distances.
+        open_weight: The weight :math:`\lambda` of the second term.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a label, 0 if there is none.
 
     Returns:
         The loss, of the dtype of `features`; 0 for a row without a label.
@@ -56,15 +60,15 @@ def reciprocal_point_loss(
     if radius.shape != points.shape[:1]:
         raise ValueError(f"{op}: `radius` must have shape ({points.shape[0]},), got {tuple(radius.shape)}.")
     distance = squared_distances(features, points)
-    x, labels, live = _rows.enter(op, gamma * distance.mean(-1), target)
+    x, labels, live = _rows.enter(op, scale * distance.mean(-1), target)
     here = first_label(labels)
     place = here.clamp(min=0)
     log_p = torch.where(live, x, -torch.inf).log_softmax(-1)
     mine = distance.gather(-2, place.unsqueeze(-1).expand(*place.shape, distance.shape[-1])).squeeze(-2)
     open_space = (mine - radius.to(mine)[place]).square().mean(-1)
-    loss = weight * open_space - log_p.gather(-1, place).squeeze(-1)
+    loss = open_weight * open_space - log_p.gather(-1, place).squeeze(-1)
     has_label = here.squeeze(-1) >= 0
-    return _rows.leave(op, torch.where(has_label, loss, 0), reduction, has_label, features.dtype)
+    return _rows.leave(op, torch.where(has_label, loss, 0), reduction, has_label, features.dtype, sample_weight)
 
 
 def squared_distances(features: Tensor, points: Tensor) -> Tensor:

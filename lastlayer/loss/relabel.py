@@ -1,4 +1,4 @@
-"""Losses for incomplete labels that correct the target as training goes: SPLC and the large-loss family."""
+"""Losses for incomplete labels that correct the target during training: SPLC and the large-loss family."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
-from lastlayer._module import FunctionModule
+from lastlayer._module import LossModule
 from lastlayer.loss import _rows
 from lastlayer.loss.incomplete import focal_positive
+from lastlayer.shard import ClassShard, kth_largest, unwrap
 
 Mode = Literal["reject", "temporary", "permanent"]
 
@@ -27,6 +28,10 @@ def splc_loss(
     gamma: float = 2.0,
     epoch: int = 1,
     change_epoch: int = 1,
+    weight: Tensor | None = None,
+    pos_weight: float | Tensor | None = None,
+    sample_weight: Tensor | None = None,
+    shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the focal loss with self-paced label correction (Zhang et al., 2021).
@@ -35,20 +40,25 @@ def splc_loss(
         - \sum_{j \notin Y \cup C} p_j^\gamma \log(1 - p_j), \qquad p = \sigma(x),\; m = \sigma(x - \text{margin})
 
     C holds the entries that were not observed and have :math:`p` above `threshold`, once `epoch` has reached
-    `change_epoch`; before, it is empty. Which entries these are is a constant for the gradient.
+    `change_epoch`; before that, it is empty. Which entries these are is a constant for the gradient.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (above 0 is positive, 0 not observed, -1 left out), one class a row
-            (``batch``), or index lists padded with -1 (``(*batch, m)``).
-        threshold: Above this probability an entry becomes a positive; the paper has 0.6, and 0.65 where three quarters
+        target: Multi-hot of the shape of `logits` (1 is a label, 0 not observed, -1 left out; a number between 0 and 1
+            takes that share of the label's term and the rest of the other), one class per row (``batch``), or index
+            lists padded with -1 (``(*batch, m)``).
+        threshold: Above this probability an entry becomes a label; the paper has 0.6, and 0.65 where three quarters
             of the labels are there.
-        margin: How far observed positives must be beyond 0.
+        margin: How far observed labels must be beyond 0.
         gamma: The focal exponent, at least 0.
         epoch: The current epoch, from 0; the default corrects.
         change_epoch: The first epoch that corrects.
-        reduction: ``"none"`` is a loss a row, the sum over its classes; ``"sum"`` is the sum over all entries, as in
-            the public code; ``"mean"`` is over the rows with a known class, 0 without one.
+        weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms.
+        pos_weight: The same for the terms of observed labels alone; a number serves all classes.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        reduction: ``"none"`` is one loss per row, the sum over its classes; ``"sum"`` is the sum over all entries, as
+            in the public code; ``"mean"`` is over the rows with a known class, 0 without one.
 
     Returns:
         The loss, of the dtype of `logits`.
@@ -62,13 +72,15 @@ def splc_loss(
     shift = _check.number(op, "margin", margin)
     power = _check.number(op, "gamma", gamma, 0)
     active = _check.number(op, "epoch", epoch, 0) >= _check.number(op, "change_epoch", change_epoch, 0)
-    x, labels, live = _rows.enter(op, logits, target)
-    observed = labels.positive()
-    loss = focal_positive(-x, power)
+    logits, shard, _ = unwrap(op, logits, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard)
+    each, positives = _rows.class_weights(op, weight, pos_weight, x)
+    silent = focal_positive(-x, power)
     if active:
-        loss = torch.where(x.detach().sigmoid() > limit, focal_positive(x, power), loss)
-    loss = torch.where(observed, focal_positive(x - shift, power), loss)
-    return _rows.leave(op, _rows.over_classes(loss, live), reduction, live.any(-1), logits.dtype)
+        silent = torch.where(x.detach().sigmoid() > limit, focal_positive(x, power), silent)
+    fit = _rows.weighed(focal_positive(x - shift, power), positives)
+    loss = _rows.over_classes(_rows.mixed(labels, live, fit, silent), live, shard, each)
+    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype, sample_weight)
 
 
 def large_loss(
@@ -78,6 +90,10 @@ def large_loss(
     mode: Mode = "reject",
     rate: float = 0.002,
     epoch: int = 1,
+    weight: Tensor | None = None,
+    pos_weight: float | Tensor | None = None,
+    sample_weight: Tensor | None = None,
+    shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the binary cross-entropy without its largest terms for unobserved labels (Kim et al., 2022).
@@ -87,17 +103,22 @@ def large_loss(
 
     M holds the entries that :func:`large_loss_corrections` finds. ``"reject"`` (LL-R) drops them, ``"temporary"``
     (LL-Ct) takes them for positives in this step, and so does ``"permanent"`` (LL-Cp), where the caller writes them
-    into the labels of the training set as well.
+    into the labels of the training set as well. Weights do not change which entries are found.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (above 0 is positive, 0 not observed, -1 left out), one class a row
-            (``batch``), or index lists padded with -1 (``(*batch, m)``).
+        target: Multi-hot of the shape of `logits` (1 is a label, 0 not observed, -1 left out; a number between 0 and 1
+            takes that share of the label's term and the rest of the other), one class per row (``batch``), or index
+            lists padded with -1 (``(*batch, m)``).
         mode: ``"reject"``, ``"temporary"`` or ``"permanent"``.
         rate: As in :func:`large_loss_corrections`.
         epoch: As in :func:`large_loss_corrections`.
-        reduction: ``"none"`` is a loss a row, the sum over its classes; ``"mean"`` is over the rows with a known class,
-            0 without one.
+        weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms.
+        pos_weight: The same for the terms of observed labels alone; a number serves all classes.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
+        reduction: ``"none"`` is one loss per row, the sum over its classes; ``"mean"`` is over the rows with a known
+            class, 0 without one.
 
     Returns:
         The loss, of the dtype of `logits`.
@@ -107,16 +128,25 @@ def large_loss(
         tensor(0.8201)
     """
     op = "large_loss"
-    x, labels, live = _rows.enter(op, logits, target)
+    logits, shard, _ = unwrap(op, logits, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard)
+    each, positives = _rows.class_weights(op, weight, pos_weight, x)
     yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
-    large = _largest(op, no, labels, live, mode, rate, epoch)
+    large = _largest(op, no, labels, live, mode, rate, epoch, shard)
     changed = torch.zeros_like(yes) if mode == "reject" else yes
-    loss = torch.where(labels.positive(), yes, torch.where(large, changed, no))
-    return _rows.leave(op, _rows.over_classes(loss, live), reduction, live.any(-1), logits.dtype)
+    loss = _rows.mixed(labels, live, _rows.weighed(yes, positives), torch.where(large, changed, no))
+    loss = _rows.over_classes(loss, live, shard, each)
+    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype, sample_weight)
 
 
 def large_loss_corrections(
-    logits: Tensor, target: Target, *, mode: Mode = "reject", rate: float = 0.002, epoch: int = 1
+    logits: Tensor,
+    target: Target,
+    *,
+    mode: Mode = "reject",
+    rate: float = 0.002,
+    epoch: int = 1,
+    shard: ClassShard | None = None,
 ) -> Tensor:
     r"""Find the unobserved entries of a batch whose loss as a negative is among the largest.
 
@@ -130,6 +160,7 @@ def large_loss_corrections(
         mode: As in :func:`large_loss`.
         rate: The share of all entries that is added in each epoch.
         epoch: The current epoch, from 0.
+        shard: This rank's slice, when the classes are split over processes.
 
     Returns:
         Boolean, of the shape of `logits`. For ``"permanent"``: ``labels[rows][found] = 1`` in the training set.
@@ -139,23 +170,41 @@ def large_loss_corrections(
         tensor([[False,  True, False]])
     """
     op = "large_loss_corrections"
-    x, labels, live = _rows.enter(op, logits, target)
-    return _largest(op, -F.logsigmoid(-x), labels, live, mode, rate, epoch)
+    logits, shard, _ = unwrap(op, logits, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard)
+    return _largest(op, -F.logsigmoid(-x), labels, live, mode, rate, epoch, shard)
 
 
-def _largest(op: str, loss: Tensor, labels: Labels, live: Tensor, mode: Mode, rate: float, epoch: int) -> Tensor:
+def _largest(
+    op: str,
+    loss: Tensor,
+    labels: Labels,
+    live: Tensor,
+    mode: Mode,
+    rate: float,
+    epoch: int,
+    shard: ClassShard | None,
+) -> Tensor:
     _check.choice(op, "mode", mode, ("reject", "temporary", "permanent"))
     share, epochs = _check.number(op, "rate", rate, 0, 1), _check.number(op, "epoch", epoch, 0)
     share = min(share if mode == "permanent" else share * epochs, 1.0)
     unobserved = live & ~labels.positive()
-    many = math.ceil(loss.numel() * share - 1e-9)  # 1000 * 0.003 is a little above 3
-    if many == 0 or epochs == 0:
-        return torch.zeros_like(unobserved)
     candidates = torch.where(unobserved, loss.detach(), -torch.inf)
-    return unobserved & (candidates >= candidates.flatten().topk(many).values[-1])
+    if share == 0 or epochs == 0:
+        return torch.zeros_like(unobserved)
+    entries = _rows.n_classes(loss, shard) * loss.shape[:-1].numel()
+    if isinstance(entries, int):
+        many = math.ceil(entries * share - 1e-9)  # 1000 * 0.003 is a little above 3
+        if many == 0:
+            return torch.zeros_like(unobserved)
+        least = candidates.flatten().topk(many).values[-1]
+    else:
+        wanted = (entries.double() * share - 1e-9).ceil().clamp(min=1)
+        least = kth_largest(candidates.reshape(1, -1), wanted.reshape(1, 1), shard).reshape(())
+    return unobserved & (candidates >= least)
 
 
-class _Scheduled(FunctionModule):
+class _Scheduled(LossModule):
     """A loss with an epoch."""
 
     epoch: int
@@ -178,6 +227,9 @@ class SPLCLoss(_Scheduled):
         gamma: float = 2.0,
         epoch: int = 1,
         change_epoch: int = 1,
+        weight: Tensor | None = None,
+        pos_weight: float | Tensor | None = None,
+        shard: ClassShard | None = None,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
@@ -186,6 +238,9 @@ class SPLCLoss(_Scheduled):
             gamma=gamma,
             epoch=epoch,
             change_epoch=change_epoch,
+            weight=weight,
+            pos_weight=pos_weight,
+            shard=shard,
             reduction=reduction,
         )
 
@@ -196,6 +251,22 @@ class LargeLoss(_Scheduled):
     function = staticmethod(large_loss)
 
     def __init__(
-        self, *, mode: Mode = "reject", rate: float = 0.002, epoch: int = 1, reduction: Reduction = "mean"
+        self,
+        *,
+        mode: Mode = "reject",
+        rate: float = 0.002,
+        epoch: int = 1,
+        weight: Tensor | None = None,
+        pos_weight: float | Tensor | None = None,
+        shard: ClassShard | None = None,
+        reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(mode=mode, rate=rate, epoch=epoch, reduction=reduction)
+        super().__init__(
+            mode=mode,
+            rate=rate,
+            epoch=epoch,
+            weight=weight,
+            pos_weight=pos_weight,
+            shard=shard,
+            reduction=reduction,
+        )

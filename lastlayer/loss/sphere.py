@@ -25,6 +25,7 @@ def spherical_loss(
     signed: Sequence[int] | None = None,
     kind: Kind = "cosine",
     sign_weight: float = 1.0,
+    sample_weight: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the spherical regression loss (Liao, Gavves and Snoek, 2019): magnitudes and a class of signs.
@@ -43,7 +44,8 @@ def spherical_loss(
         signed: The coordinates whose sign is to be found, all of them by default; the others' signs are given.
         kind: ``"cosine"`` or ``"squares"``.
         sign_weight: The weight :math:`w` of the signs.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a target, 0 if there is none.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a target, 0 if there is none.
 
     Returns:
         The loss, of the dtype of `magnitude_logits`.
@@ -77,7 +79,7 @@ def spherical_loss(
         loss = -2 * torch.where(y == 0, 0, y.square() * log_p).sum(-1)
     log_signs = torch.log_softmax(s.to(dtype), -1)
     loss = loss - sign_weight * log_signs.gather(-1, sign_class(y, signed).unsqueeze(-1)).squeeze(-1)
-    return _rows.leave(op, torch.where(known, loss, 0), reduction, known, magnitude_logits.dtype)
+    return _rows.leave(op, torch.where(known, loss, 0), reduction, known, magnitude_logits.dtype, sample_weight)
 
 
 def sign_class(y: Tensor, signed: Sequence[int]) -> Tensor:
@@ -108,3 +110,10 @@ class SphericalLoss(FunctionModule):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(signed=signed, kind=kind, sign_weight=sign_weight, reduction=reduction)
+
+    def forward(
+        self, magnitude_logits: Tensor, sign_logits: Tensor, target: Tensor, *, sample_weight: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss of a batch."""
+        loss: Tensor = self._call(magnitude_logits, sign_logits, target, sample_weight=sample_weight)
+        return loss

@@ -15,6 +15,7 @@ from lastlayer._check import Labels, Target
 from lastlayer._module import FunctionModule
 from lastlayer.loss import _rows
 from lastlayer.loss.topk import first_label
+from lastlayer.shard import ClassShard
 
 _OP = "metric_surrogate_loss"
 
@@ -69,6 +70,7 @@ def metric_surrogate_loss(
     *,
     anchors: int = 16,
     generator: torch.Generator | None = None,
+    shard: ClassShard | None = None,
 ) -> Tensor:
     r"""Compute minus a metric of the batch, smoothed so that it has a gradient (Liu et al., 2020).
 
@@ -89,6 +91,7 @@ def metric_surrogate_loss(
             All are means over the rows with a label. A class over the batch: pass ``logits.T`` and ``target.T``.
         anchors: The number of anchors of each kind.
         generator: The source of randomness; a seeded one repeats the anchors.
+        shard: Must be None: the comparisons need all classes of a row on one process.
 
     Returns:
         A number, of the dtype of `logits`: minus the smoothed metric; 0 without a label. Accuracy costs
@@ -99,7 +102,7 @@ def metric_surrogate_loss(
         >>> metric_surrogate_loss(logits, torch.tensor([0, 1]), "accuracy")
         tensor(-1.)
     """
-    logits = _check.logits(_OP, logits)
+    logits = _check.logits(_OP, _rows.whole(_OP, logits, shard, "its comparisons need all classes of a row"))
     if not isinstance(target, Tensor | _check.LabelLists):
         raise TypeError(f"{_OP}: `target` must be a tensor, got {type(target).__name__}. Use torch.as_tensor.")
     refactoring = _refactoring(metric)
@@ -244,3 +247,8 @@ class MetricSurrogateLoss(FunctionModule):
         self, metric: str | MetricRefactoring, *, anchors: int = 16, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(metric=metric, anchors=anchors, generator=generator)
+
+    def forward(self, logits: Tensor, target: Target) -> Tensor:
+        """Return the loss of a batch."""
+        loss: Tensor = self._call(logits, target)
+        return loss

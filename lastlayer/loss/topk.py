@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
-from lastlayer._module import FunctionModule
+from lastlayer._module import FunctionModule, LossModule
 from lastlayer.loss import _rows
 from lastlayer.project._symmetric import balance, log_counts
-from lastlayer.shard import ClassShard, gather, reduce, total, unwrap
+from lastlayer.shard import ClassShard, gather, local_part, reduce, total, unwrap
 
 
 def truncated_entropy_loss(
@@ -23,6 +23,8 @@ def truncated_entropy_loss(
     target: Target,
     k: int,
     *,
+    weight: Tensor | None = None,
+    sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -35,10 +37,13 @@ def truncated_entropy_loss(
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot (-1 is unknown: neither a label nor a rival), one class a row, or index lists padded with -1.
+        target: Multi-hot (-1 is unknown: neither a label nor a rival; a number between 0 and 1 is a label whose term it
+            weighs), one class per row, or index lists padded with -1.
         k: The number of places, a Python integer, ``1 <= k <= n_classes``.
+        weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for their terms.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a label, 0 if there is none.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a label, 0 if there is none.
 
     Returns:
         The loss, of the dtype of `logits`. A row without a label has loss 0, as has one without rivals in :math:`J`. A
@@ -68,11 +73,14 @@ def truncated_entropy_loss(
     mass = reduce(torch.where(rival, (torch.where(rival, x, peak) - peak).exp(), 0), "sum", shard)
     rest = torch.where(some, mass, 1).log()
     x = torch.where(live | ~positive, x, -torch.inf)  # a label ruled out has an infinite loss, if there are rivals
-    loss = labels.sum_over_positives(
-        lambda x, peak, rest, some: torch.where(some > 0, -F.logsigmoid((x - peak) - rest), 0),
-        *(x, peak, rest, some.to(x.dtype)),
-    )
-    return _rows.leave(op, total(loss, shard), reduction, count > 0, logits.dtype)
+    factors = _rows.label_factors(labels, live, x.dtype, _rows.class_weight(op, "weight", weight, x))
+
+    def term(x: Tensor, peak: Tensor, rest: Tensor, some: Tensor, *factors: Tensor) -> Tensor:
+        value = torch.where(some > 0, -F.logsigmoid((x - peak) - rest), 0)
+        return _rows.times(value, factors)
+
+    loss = total(labels.sum_over_positives(term, x, peak, rest, some.to(x.dtype), *factors), shard)
+    return _rows.leave(op, loss, reduction, count > 0, logits.dtype, sample_weight)
 
 
 def smooth_topk_svm_loss(
@@ -82,6 +90,9 @@ def smooth_topk_svm_loss(
     *,
     tau: float = 1.0,
     alpha: float = 1.0,
+    weight: Tensor | None = None,
+    sample_weight: Tensor | None = None,
+    shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the smooth top-k SVM loss (Berrada, Zisserman and Kumar, 2018), exactly.
@@ -96,12 +107,16 @@ def smooth_topk_svm_loss(
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: One class a row; or a multi-hot tensor or index lists with one label a row, where of several labels the
-            lowest class counts. Classes marked -1 in a multi-hot target are left out.
+        target: One class per row; or a multi-hot tensor or index lists with one label per row. Of several labels the
+            lowest class counts; a soft label counts as a whole one. Classes marked -1 in a multi-hot target are left
+            out.
         k: The number of places, a Python integer, ``1 <= k <= n_classes``.
         tau: The temperature of the smoothing, positive.
         alpha: The margin.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows with a label, 0 if there is none.
+        weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`: that of the label.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: Must be None: the polynomials need all classes of a row on one process.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a label, 0 if there is none.
 
     Returns:
         The loss, of the dtype of `logits`. It is 0 for a row without a label, and where all classes fit into `k`.
@@ -111,7 +126,7 @@ def smooth_topk_svm_loss(
         tensor(1.3323)
     """
     op = "smooth_topk_svm_loss"
-    logits = _check.logits(op, logits)
+    logits = _check.logits(op, _rows.whole(op, logits, shard, "its polynomials need all classes of a row"))
     k = _places(op, k, logits.shape[-1])
     tau, alpha = _positive(op, "tau", tau), _check.number(op, "alpha", alpha)
     x, labels, live = _rows.enter(op, logits, target)
@@ -132,8 +147,11 @@ def smooth_topk_svm_loss(
         ratio = log_counts(others, nu, (k, k - 1), (1.0, -1.0)).unsqueeze(-1) - nu
     score = torch.where(has_label, scores.gather(-1, here.clamp(min=0)), 0) if x.shape[-1] else ratio
     loss = -tau * F.logsigmoid(score - ratio - alpha / tau)  # F.softplus drops what is below 1e-9
+    each = _rows.class_weight(op, "weight", weight, x)
+    if each is not None and x.shape[-1]:
+        loss = loss * each.expand(x.shape).gather(-1, here.clamp(min=0))
     loss = torch.where(has_label & enough, loss, 0).squeeze(-1)
-    return _rows.leave(op, loss, reduction, has_label.squeeze(-1), logits.dtype)
+    return _rows.leave(op, loss, reduction, has_label.squeeze(-1), logits.dtype, sample_weight)
 
 
 def topk_distillation_loss(
@@ -142,6 +160,8 @@ def topk_distillation_loss(
     k: int,
     *,
     temperature: float = 1.0,
+    sample_weight: Tensor | None = None,
+    shard: ClassShard | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Compute the divergence of the student from the teacher on the teacher's `k` best classes (Wei et al., 2020).
@@ -157,7 +177,9 @@ def topk_distillation_loss(
         teacher_logits: The teacher's scores, of the same shape; ``-inf`` rules a class out. They get no gradient.
         k: The number of classes to imitate, a Python integer, ``1 <= k <= n_classes``.
         temperature: Divides both logits.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over all rows.
+        sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
+        shard: This rank's slice, when the classes are split over processes.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over all rows.
 
     Returns:
         The loss, of the dtype of `logits`. With ``k < n_classes`` it may be slightly negative.
@@ -168,22 +190,34 @@ def topk_distillation_loss(
         tensor(0.6614)
     """
     op = "topk_distillation_loss"
+    logits, shard, _ = unwrap(op, logits, shard)
     logits = _check.logits(op, logits)
-    teacher_logits = _check.logits(op, teacher_logits, "teacher_logits")
+    teacher_logits = _check.logits(op, local_part(teacher_logits), "teacher_logits")
     if teacher_logits.shape != logits.shape:
         raise ValueError(
             f"{op}: `teacher_logits` must have the shape of `logits` {tuple(logits.shape)}, "
             f"got {tuple(teacher_logits.shape)}."
         )
-    k = _places(op, k, logits.shape[-1])
+    k = _places(op, k, logits.shape[-1] if shard is None else None)
     temperature = _positive(op, "temperature", temperature)
     dtype = torch.promote_types(_check.work_dtype(logits), _check.work_dtype(teacher_logits))
-    log_t = (teacher_logits.detach().to(dtype) / temperature).log_softmax(-1)
-    log_s = (logits.to(dtype) / temperature).log_softmax(-1)
-    log_t, best = log_t.topk(k, dim=-1)
-    gap = torch.where(log_t == -torch.inf, 0, log_t - log_s.gather(-1, best))
-    loss = temperature**2 * (log_t.exp() * gap).sum(-1)
-    return _rows.leave(op, loss, reduction, None, logits.dtype)
+    log_t = _log_softmax(teacher_logits.detach().to(dtype) / temperature, shard)
+    log_s = _log_softmax(logits.to(dtype) / temperature, shard)
+    if shard is None:
+        log_t, best = log_t.topk(k, dim=-1)
+        log_s, chosen = log_s.gather(-1, best), log_t != -torch.inf
+    else:
+        chosen = _best(log_t, log_t.new_full(log_t.shape[:-1], k), k, shard) & (log_t != -torch.inf)
+    gap = torch.where(chosen, log_t - torch.where(chosen, log_s, 0), 0)
+    loss = temperature**2 * total((log_t.exp() * gap).sum(-1), shard)
+    return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
+
+
+def _log_softmax(x: Tensor, shard: ClassShard | None) -> Tensor:
+    if shard is None:
+        return x.log_softmax(-1)
+    x = x - reduce(x.detach(), "max", shard)
+    return x - reduce(x.exp(), "sum", shard).log()
 
 
 def _places(op: str, k: Any, n: int | None) -> int:
@@ -229,22 +263,37 @@ def _best(x: Tensor, wanted: Tensor, most: int, shard: ClassShard | None) -> Ten
     return found.scatter(-1, place, rank < wanted.unsqueeze(-1))
 
 
-class TruncatedEntropyLoss(FunctionModule):
+class TruncatedEntropyLoss(LossModule):
     """Module form of :func:`truncated_entropy_loss`, which documents the arguments."""
 
     function = staticmethod(truncated_entropy_loss)
 
-    def __init__(self, k: int, *, shard: ClassShard | None = None, reduction: Reduction = "mean") -> None:
-        super().__init__(k=k, shard=shard, reduction=reduction)
+    def __init__(
+        self,
+        k: int,
+        *,
+        weight: Tensor | None = None,
+        shard: ClassShard | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(k=k, weight=weight, shard=shard, reduction=reduction)
 
 
-class SmoothTopKSVMLoss(FunctionModule):
+class SmoothTopKSVMLoss(LossModule):
     """Module form of :func:`smooth_topk_svm_loss`, which documents the arguments."""
 
     function = staticmethod(smooth_topk_svm_loss)
 
-    def __init__(self, k: int, *, tau: float = 1.0, alpha: float = 1.0, reduction: Reduction = "mean") -> None:
-        super().__init__(k=k, tau=tau, alpha=alpha, reduction=reduction)
+    def __init__(
+        self,
+        k: int,
+        *,
+        tau: float = 1.0,
+        alpha: float = 1.0,
+        weight: Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(k=k, tau=tau, alpha=alpha, weight=weight, reduction=reduction)
 
 
 class TopKDistillationLoss(FunctionModule):
@@ -252,5 +301,17 @@ class TopKDistillationLoss(FunctionModule):
 
     function = staticmethod(topk_distillation_loss)
 
-    def __init__(self, k: int, *, temperature: float = 1.0, reduction: Reduction = "mean") -> None:
-        super().__init__(k=k, temperature=temperature, reduction=reduction)
+    def __init__(
+        self,
+        k: int,
+        *,
+        temperature: float = 1.0,
+        shard: ClassShard | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(k=k, temperature=temperature, shard=shard, reduction=reduction)
+
+    def forward(self, logits: Tensor, teacher_logits: Tensor, *, sample_weight: Tensor | None = None) -> Tensor:
+        """Return the loss of a batch."""
+        loss: Tensor = self._call(logits, teacher_logits, sample_weight=sample_weight)
+        return loss

@@ -36,6 +36,7 @@ class Loss:
     needs_batch: bool = False
 
 
+_RENAMED = {("rml", "class_weight"): "unary_weight"}  # options of 0.1; the loss takes both
 _SMOOTHING: dict[str, float | bool | str] = {"label_smoothing": 0.0}
 
 LOSSES = {
@@ -58,7 +59,7 @@ LOSSES = {
     "lml_fenchel_young": Loss("lml"),
     "multihot_softmax": Loss("multilabel", options=_SMOOTHING, sharded=True),
     "quasibinary": Loss("quasibinary", scale_falls=True),
-    "rml": Loss("ranking", options={"exact": True, "class_weight": 5.0, "ramp_start": -0.8, "beta": 0.9}),
+    "rml": Loss("ranking", options={"exact": True, "unary_weight": 5.0, "ramp_start": -0.8, "beta": 0.9}),
     "smooth_topk_svm": Loss("topk", k="whole", options={"tau": 1.0, "alpha": 1.0}, scale_falls=True),
     "splc": Loss(
         "relabel",
@@ -87,6 +88,7 @@ def problem_with(name: str, options: dict[str, Any]) -> str | None:
         return f"`loss` must be one of {', '.join(LOSSES)}, got {name!r}."
     allowed = LOSSES[name].options
     for option, value in options.items():
+        option = _RENAMED.get((name, option), option)
         if option not in allowed:
             return f"`loss_options` of {name} must be among {', '.join(allowed) or 'none'}, got {option!r}."
         kind: Any = type(allowed[option])

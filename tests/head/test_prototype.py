@@ -11,17 +11,17 @@ F64 = torch.float64
 
 
 def test_single_label_is_a_softmax_of_distances():
-    head = PrototypeHead(4, 3, gamma=torch.tensor([1.0, 2.0, 0.5])).double()
+    head = PrototypeHead(4, 3, width=torch.tensor([1.0, 2.0, 0.5])).double()
     nn.init.normal_(head.weight)
     features, y = torch.randn(6, 4, dtype=F64), torch.tensor([0, 1, 2, 2, 1, 0])
-    distance = (features[:, None] - head.weight).square().sum(-1) / head.gamma
+    distance = (features[:, None] - head.weight).square().sum(-1) / head.width
     torch.testing.assert_close(head(features), -distance)
     torch.testing.assert_close(head.predict(features), (-distance).softmax(-1))
     torch.testing.assert_close(head.loss(features, y), F.cross_entropy(-distance, y))
 
 
 def test_multilabel_is_a_softmax_of_two():
-    head = PrototypeHead(4, 3, multilabel=True, gamma=2.0).double()
+    head = PrototypeHead(4, 3, multilabel=True, width=2.0).double()
     nn.init.normal_(head.weight)
     nn.init.normal_(head.absent)
     features = torch.randn(6, 4, dtype=F64)
@@ -53,9 +53,11 @@ def test_reciprocal_loss_by_hand():
     expected = F.cross_entropy(0.7 * d.mean(-1), y.clamp(min=0), reduction="none")
     expected = expected + 0.2 * (d[rows, y] - radius[y][:, None]).square().mean(-1)
     expected = torch.where(y >= 0, expected, 0)
-    loss = reciprocal_point_loss(f, points, radius, y, gamma=0.7, weight=0.2, reduction="none")
+    loss = reciprocal_point_loss(f, points, radius, y, scale=0.7, open_weight=0.2, reduction="none")
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(reciprocal_point_loss(f, points, radius, y, gamma=0.7, weight=0.2), expected.sum() / 4)
+    torch.testing.assert_close(
+        reciprocal_point_loss(f, points, radius, y, scale=0.7, open_weight=0.2), expected.sum() / 4
+    )
     hot = F.one_hot(y.clamp(min=0), 4).bool() & (y >= 0)[:, None]
     torch.testing.assert_close(
         reciprocal_point_loss(f, points, radius, hot), reciprocal_point_loss(f, points, radius, y)
@@ -121,7 +123,31 @@ def test_messages():
         reciprocal_point_loss(f, points[..., :2], radius, y)
     with pytest.raises(ValueError, match=r"reciprocal_point_loss: `radius` must have shape \(4,\), got \(3,\)"):
         reciprocal_point_loss(f, points, radius[:3], y)
-    with pytest.raises(ValueError, match=r"PrototypeHead: `gamma` must be positive and finite, got 0.0"):
-        PrototypeHead(3, 4, gamma=0.0)
-    with pytest.raises(ValueError, match="ReciprocalPointHead: `weight` must be between 0 and inf, got -1"):
-        ReciprocalPointHead(3, 4, weight=-1)
+    with pytest.raises(ValueError, match=r"PrototypeHead: `width` must be positive and finite, got 0.0"):
+        PrototypeHead(3, 4, width=0.0)
+    with pytest.raises(ValueError, match="ReciprocalPointHead: `open_weight` must be between 0 and inf, got -1"):
+        ReciprocalPointHead(3, 4, open_weight=-1)
+
+
+def test_widths_of_older_checkpoints_load():
+    head = PrototypeHead(3, 4, width=2.0)
+    state = head.state_dict()
+    state["gamma"] = state.pop("width")
+    fresh = PrototypeHead(3, 4)
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.width, torch.full((4,), 2.0))
+
+
+def test_old_names_keep_working():
+    f, points, radius, y = torch.randn(5, 3), torch.randn(4, 2, 3), torch.rand(4), torch.tensor([0, 1, 2, 3, 0])
+    with pytest.warns(DeprecationWarning, match="reciprocal_point_loss: `gamma` is now called `scale`"):
+        loss = reciprocal_point_loss(f, points, radius, y, gamma=0.7)
+    assert loss == reciprocal_point_loss(f, points, radius, y, scale=0.7)
+    with pytest.warns(DeprecationWarning, match="`weight` is now called `open_weight`"):
+        head = ReciprocalPointHead(3, 4, weight=0.3)
+    with pytest.warns(DeprecationWarning, match="`weight` is now called `open_weight`"):
+        assert head.weight == head.open_weight == 0.3
+    with pytest.warns(DeprecationWarning, match="PrototypeHead: `gamma` is now called `width`"):
+        assert torch.equal(PrototypeHead(3, 4, gamma=2.0).gamma, torch.full((4,), 2.0))
+    with pytest.raises(TypeError, match="PrototypeHead: `gamma` is the old name of `width`"):
+        PrototypeHead(3, 4, gamma=2.0, width=1.0)

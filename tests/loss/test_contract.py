@@ -5,6 +5,7 @@ A loss that is added to the package joins by one line in `LOSSES`; `test_every_l
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from tools import DEVICE
 from torch import Tensor
 
 import lastlayer as ll
+from lastlayer.loss._table import LOSSES as LOSS_FACTS
+from lastlayer.loss._table import exceptions, loss_function, markdown
 
 
 class Loss(NamedTuple):
@@ -309,3 +312,242 @@ def test_module_is_the_function(loss):
     for name, parameter in inspect.signature(type(module)).parameters.items():
         assert name in function
         assert parameter.default == function[name].default
+
+
+# Weights of rows and of classes, soft labels
+
+
+@every([loss for loss in FOUND if loss.name != "large_loss"])  # it changes a share of all entries
+def test_a_row_of_weight_two_counts_as_two_rows(loss):
+    x, target = case(loss)
+    twice = torch.tensor([0, 1, 1, 2, 2, 2])
+    weight = torch.tensor([1.0, 2.0, 3.0, 0.0], device=DEVICE)
+    for reduction in ("mean", "sum"):
+        value, grad = grad_of(loss, x, target, sample_weight=weight, reduction=reduction)
+        many, many_grad = grad_of(loss, x[twice], target[twice], reduction=reduction)
+        if (
+            loss.name != "two_way_loss" or loss.rows or reduction == "mean"
+        ):  # where rows share a term, it is added to each
+            torch.testing.assert_close(value, many)
+            torch.testing.assert_close(grad, torch.zeros_like(grad).index_add(0, twice.to(DEVICE), many_grad))
+    rows = loss(x, target, reduction="none", sample_weight=weight)
+    torch.testing.assert_close(rows.sum(), loss(x, target, reduction="sum", sample_weight=weight))
+    assert loss(x, target, sample_weight=torch.zeros(4, device=DEVICE)) == 0
+    module = loss.build()
+    inputs = [x, target][: 1 + loss.labels] + [a(x) for a in loss.args if callable(a)]
+    torch.testing.assert_close(module(*inputs, sample_weight=weight), loss(x, target, sample_weight=weight))
+
+
+def test_rows_left_out_do_not_count_in_a_weighted_mean():
+    x, target = torch.randn(3, 4), torch.tensor([[0, 1], [-1, -1], [2, -1]])
+    weight = torch.tensor([1.0, 5.0, 3.0])
+    rows = ll.lml_loss(x, target, 2, reduction="none")
+    torch.testing.assert_close(ll.lml_loss(x, target, 2, sample_weight=weight), (rows[0] + 3 * rows[2]) / 4)
+
+
+def test_sample_weights_by_the_kernel_that_reduces():
+    """With a gradient to come, a kernel reduces the loss itself."""
+    x, target, weight = torch.randn(5, 9), torch.randint(9, (5, 2)), torch.rand(5)
+    for observed in (0.0, 0.4):
+        for reduction in ("mean", "sum"):
+            found = []
+            for impl in ("auto", "torch"):
+                leaf = x.clone().requires_grad_()
+                options = {"observed": observed, "reduction": reduction, "sample_weight": weight}
+                loss = ll.lml_loss(leaf, target, 2, impl=impl, **options)
+                found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+            torch.testing.assert_close(found[0], found[1])
+
+
+SEPARABLE = [loss for loss in FOUND if LOSS_FACTS[loss.name].pos_weight and not loss.sees_unknown]
+
+
+@every(
+    [
+        loss._replace(options={**loss.options, "epoch": 0} if loss.name == "large_loss" else loss.options)
+        for loss in SEPARABLE
+    ]
+)
+def test_weights_of_classes_and_soft_labels_by_hand(loss):
+    """These losses are sums of one term per class: each class alone gives its terms."""
+    x, target = case(loss)
+    weight, pos_weight = torch.rand(6, dtype=x.dtype, device=DEVICE), torch.rand(6, dtype=x.dtype, device=DEVICE) + 1
+    share = torch.rand(4, 6, dtype=x.dtype, device=DEVICE)
+    share[:, 0], share[:, 1] = 1, 0
+
+    def alone(value: float) -> Tensor:
+        labels = torch.full((4, 1), value, dtype=x.dtype, device=DEVICE)
+        return torch.stack([loss(x[:, j : j + 1], labels, reduction="none") for j in range(6)], -1)
+
+    smooth = loss.options.get("label_smoothing", 0.0) if loss.name == "binary_loss" else 0.0
+    if not smooth:  # torch's smoothing mixes the two terms before they are weighed
+        terms = share * pos_weight * alone(1) + (1 - share) * alone(0)
+        options = {"weight": weight, "pos_weight": pos_weight, "reduction": "none"}
+        torch.testing.assert_close(loss(x, share, **options), (weight * terms).sum(-1))
+        torch.testing.assert_close(loss.build(**options)(x, share), loss(x, share, **options))
+        hard = torch.where(target > 0, pos_weight * alone(1), alone(0))
+        torch.testing.assert_close(loss(x, lists(target), **options), (weight * hard).sum(-1))
+    torch.testing.assert_close(loss(x, share, reduction="none"), (share * alone(1) + (1 - share) * alone(0)).sum(-1))
+
+
+@every([loss for loss in FOUND if LOSS_FACTS[loss.name].soft and loss.labels and loss.rows and loss not in SEPARABLE])
+def test_soft_labels_are_between_hard_ones(loss):
+    """Weighing is continuous: a label of almost 1 is a label, one of almost 0 none."""
+    x, target = case(loss)
+    for t in (0.0, 1.0):
+        near, hard = target.double(), target.double()
+        near[0, 1], hard[0, 1] = abs(t - 1e-9), t
+        if loss.name not in ("truncated_entropy_loss", "warp_loss", "rml_loss") or t == 1:  # there it is no rival
+            torch.testing.assert_close(loss(x, near), loss(x, hard), atol=1e-6, rtol=0)
+    half = target.double()
+    half[0, 1] = 0.5
+    assert loss(x, half, reduction="none")[0] != loss(x, half.ceil(), reduction="none")[0]
+
+
+def test_torchs_weights():
+    x, target = torch.randn(4, 6, dtype=torch.float64), torch.rand(4, 6, dtype=torch.float64)
+    weight, pos_weight = torch.rand(6).double(), torch.rand(6).double() + 1
+    bce = torch.nn.BCEWithLogitsLoss(weight=weight, pos_weight=pos_weight, reduction="sum")
+    ours = ll.BinaryLoss(weight=weight, pos_weight=pos_weight, reduction="sum")
+    torch.testing.assert_close(ours(x, target), bce(x, target))
+    smooth = ll.binary_loss(x, target, label_smoothing=0.2, weight=weight, pos_weight=pos_weight, reduction="sum")
+    torch.testing.assert_close(smooth, bce(x, 0.8 * target + 0.1))
+    share = target / target.sum(-1, keepdim=True)
+    for smoothing in (0.0, 0.3):
+        expected = torch.nn.functional.cross_entropy(x, share, weight=weight, label_smoothing=smoothing)
+        torch.testing.assert_close(
+            ll.multihot_softmax_loss(x, target, weight=weight, label_smoothing=smoothing), expected
+        )
+    y = torch.randint(6, (4,))
+    expected = torch.nn.functional.cross_entropy(x, y, weight=weight, reduction="sum")
+    torch.testing.assert_close(ll.multihot_softmax_loss(x, y, weight=weight, reduction="sum"), expected)
+
+
+@pytest.mark.parametrize("name", ["lml_loss", "truncated_entropy_loss", "smooth_topk_svm_loss"])
+def test_weights_of_labels(name):
+    """A sum over labels, or of one label: a weight of 0 for all classes but one leaves the terms of that one."""
+    x, k = torch.randn(4, 6, dtype=torch.float64), 2
+    target = (
+        torch.tensor([[0], [3], [5], [0]])
+        if name == "smooth_topk_svm_loss"
+        else torch.tensor([[0, 2], [3, 1], [5, 0], [0, 4]])
+    )
+    weight, function = torch.rand(6).double(), getattr(ll, name)
+    one = torch.eye(6).double()
+    parts = [weight[j] * function(x, target, k, weight=one[j], reduction="none") for j in range(6)]
+    torch.testing.assert_close(function(x, target, k, weight=weight, reduction="none"), sum(parts))
+    torch.testing.assert_close(sum(parts) / weight.mean(), sum(p / weight.mean() for p in parts))
+    plain = function(x, target, k, reduction="none")
+    torch.testing.assert_close(function(x, target, k, weight=torch.ones(6), reduction="none"), plain)
+    if name == "lml_loss":
+        y = ll.lml(x, k)
+        hot = torch.zeros(4, 6).scatter(1, target, 1).double()
+        fit, silent = -hot * y.log(), -(1 - hot) * (1 - 0.3 * y).log()
+        options = {"observed": 0.3, "weight": weight, "pos_weight": 2.0, "reduction": "none"}
+        for form in (target, hot, hot.bool()):
+            torch.testing.assert_close(ll.lml_loss(x, form, k, **options), (weight * (2 * fit + silent)).sum(-1))
+
+
+def test_soft_two_way_by_hand():
+    x, t = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 4, dtype=torch.float64)
+    w = torch.rand(5, dtype=torch.float64)
+    sample = torch.log1p(((1 - t) * x.exp()).sum(-1) * (t * (-x / 4).exp()).sum(-1) ** 4)
+    torch.testing.assert_close(ll.two_way_loss(x, t, per="sample", reduction="none"), sample)
+    up, down = w[:, None] * t, w[:, None] * (1 - t)
+    by_class = torch.log1p((down * x.exp()).sum(0) * (up * (-x / 4).exp()).sum(0) ** 4)
+    torch.testing.assert_close(ll.two_way_loss(x, t, per="class", sample_weight=w, reduction="none"), by_class)
+    both = (w * sample).sum() / w.sum() + by_class.mean()
+    torch.testing.assert_close(ll.two_way_loss(x, t, sample_weight=w), both)
+
+
+def test_soft_quasibinary_by_hand():
+    z, t, w = (
+        torch.randn(3, 4, dtype=torch.float64),
+        torch.rand(3, 4, dtype=torch.float64),
+        torch.tensor([1.0, 0.5, 2.0]),
+    )
+    c = (w[:, None] * z.exp()).sum() / (w[:, None] * t).sum()
+    q = z.exp() / c
+    rows = (q.log().clamp(min=0) - t * q.log()).sum(-1)
+    torch.testing.assert_close(ll.quasibinary_loss(z, t, sample_weight=w), (w * rows).sum() / w.sum())
+
+
+def test_messages_of_weights():
+    x, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
+    with pytest.raises(
+        ValueError, match=r"binary_loss: `weight` must broadcast to the shape \(4, 6\), got shape \(5,\)\. Give one"
+    ):
+        ll.binary_loss(x, target, weight=torch.ones(5))
+    with pytest.raises(
+        ValueError, match=r"hill_loss: `sample_weight` must broadcast to the shape \(4,\), got shape \(6,\)\. Give"
+    ):
+        ll.hill_loss(x, target, sample_weight=torch.ones(6))
+    with pytest.raises(TypeError, match=r"splc_loss: `pos_weight` must be a tensor of real numbers, got list"):
+        ll.splc_loss(x, target, pos_weight=[1.0] * 6)
+    with pytest.raises(TypeError, match=r"lml_loss: `weight` must be a tensor of real numbers, got torch\.bool"):
+        ll.lml_loss(x, target, 2, weight=torch.ones(6, dtype=torch.bool))
+    with pytest.raises(
+        ValueError, match=r"lml_loss: `impl` must be 'auto' or 'torch' with weights of classes, got 'native'"
+    ):
+        ll.lml_loss(x, target, 2, weight=torch.ones(6), impl="native")
+
+
+# The table of facts
+
+
+def test_the_table_has_every_loss_with_its_parameters():
+    there = {name for name in ll.loss.__all__ if name.endswith("_loss")}
+    assert there == set(LOSS_FACTS)
+    for name, facts in LOSS_FACTS.items():
+        function = loss_function(name)
+        assert function is getattr(ll, name)
+        given = list(inspect.signature(function).parameters)
+        assert tuple(given[: len(facts.inputs)]) == facts.inputs, name
+        assert ("k" in given) == (facts.k != "none"), name
+        own = set(given) - set(facts.inputs)  # a layer's weight is no weight of classes
+        assert (facts.weight, facts.pos_weight) == ("weight" in own, "pos_weight" in own), name
+        assert facts.sample_weight == ("sample_weight" in given), name
+        assert facts.shard <= ("shard" in given), name
+        assert ("reduction" in given) or facts.apart
+    for loss in LOSSES:
+        facts = LOSS_FACTS[loss.name]
+        assert loss.labels == facts.lists
+        assert facts.by_row == loss.rows or loss.options.get("per") == "sample"
+        assert (facts.mean == "all") == loss.counts_all or not loss.labels
+
+
+def test_the_trainers_table_agrees():
+    from lastlayer.train.losses import LOSSES as TRAINED
+
+    for name, loss in TRAINED.items():
+        facts = LOSS_FACTS[f"{name}_loss"]
+        assert loss.module == facts.module
+        assert loss.k == facts.k or name == "lml_fenchel_young"  # its default is each row's own number of labels
+        assert loss.sharded <= facts.shard
+
+
+@pytest.mark.parametrize("name", [name for name, facts in LOSS_FACTS.items() if not facts.shard])
+def test_losses_that_need_a_whole_row_refuse_a_shard(name):
+    function = getattr(ll, name)
+    if "shard" not in inspect.signature(function).parameters:
+        return
+    extra = {"smooth_topk_svm_loss": (2,), "metric_surrogate_loss": ("accuracy",)}.get(name, ())
+    with pytest.raises(
+        ValueError, match=rf"{name}: `shard` must be None, got ClassShard.*all classes of a row\. Gather"
+    ):
+        function(torch.randn(2, 4), torch.tensor([0, 1]), *extra, shard=ll.ClassShard(0, 4))
+
+
+def test_modules_have_signatures():
+    for name in {loss.module for loss in LOSSES} | {"SphericalLoss", "MetricSurrogateLoss"}:
+        forward = inspect.signature(getattr(ll, name).forward)
+        kinds = {p.kind for p in forward.parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}, name
+        assert forward.return_annotation == "Tensor"
+        assert all(p.annotation != inspect.Parameter.empty for n, p in forward.parameters.items() if n != "self")
+
+
+def test_the_documentation_shows_the_table():
+    page = (Path(__file__).parents[2] / "docs" / "loss.md").read_text("utf-8")
+    assert markdown() in page
+    assert exceptions() in page

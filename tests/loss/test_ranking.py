@@ -58,7 +58,7 @@ def test_golden():
 
 def test_rml_at_beta_one_is_the_papers_ramp():
     t = torch.linspace(-4, 4, 81, dtype=torch.float64).unsqueeze(-1)
-    loss = rml_loss(t, torch.ones_like(t), beta=1.0, class_weight=1.0, reduction="none")
+    loss = rml_loss(t, torch.ones_like(t), beta=1.0, unary_weight=1.0, reduction="none")
     torch.testing.assert_close(loss, (1 - t.squeeze(-1)).clamp(0, 1.8))
 
 
@@ -125,10 +125,16 @@ def test_sampled_repeats_with_its_generator(loss):
     assert any(draw(1) != draw(seed) for seed in range(2, 6))
 
 
+def test_the_old_name_of_the_unary_weight():
+    x, y = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    with pytest.warns(DeprecationWarning, match="rml_loss: `class_weight` is now called `unary_weight`"):
+        assert rml_loss(x, y, class_weight=2.0) == rml_loss(x, y, unary_weight=2.0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"class_weight": -1}, "rml_loss: `class_weight` must be between 0"),
+        ({"unary_weight": -1}, "rml_loss: `unary_weight` must be between 0"),
         ({"ramp_start": 2}, "rml_loss: `ramp_start` must be between -inf and 1"),
         ({"beta": 1.5}, "rml_loss: `beta` must be between 0 and 1"),
         ({"reduction": "max"}, "rml_loss: `reduction` must be one of"),

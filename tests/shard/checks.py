@@ -35,6 +35,10 @@ class Split:
     def cut(self, value: Tensor) -> Tensor:
         return value[..., self.shard.start : self.shard.stop]
 
+    def mine(self, value: Any) -> Any:
+        """This rank's part of what has an entry per class, and anything else as it is."""
+        return self.cut(value) if isinstance(value, Tensor) and value.ndim and value.shape[-1] == N else value
+
 
 def splits(n: int = N) -> list[Split]:
     """The splits of this rank: over all four, and over the first two where it is one of them."""
@@ -240,7 +244,11 @@ def compare_loss(
                 leaf = (x if shard is None else split.cut(x)).clone().requires_grad_()
                 dense = target.shape == x.shape
                 labels = split.cut(target) if dense and shard is not None else target
-                loss = function(leaf, labels, *arguments, shard=shard, reduction=reduction, **options)
+                given, more = arguments, options
+                if shard is not None:  # what has an entry per class is cut as the logits are
+                    given = tuple(split.mine(value) for value in arguments)
+                    more = {name: split.mine(value) for name, value in options.items()}
+                loss = function(leaf, labels, *given, shard=shard, reduction=reduction, **more)
                 (loss * torch.linspace(1, 2, loss.numel(), dtype=x.dtype).view(loss.shape)).sum().backward()
                 found.append((loss.detach(), leaf.grad))
             close(found[1][0], found[0][0], f"loss, {reduction}, target {tuple(target.shape)}")
@@ -256,8 +264,48 @@ def check_losses() -> None:
         compare_loss(ll.multihot_softmax_loss, split, x, label_smoothing=0.1)
         compare_loss(ll.asymmetric_loss, split, x)
         compare_loss(ll.two_way_loss, split, x, per="sample")
-        for per in ("class", "both"):  # a loss a class has no entry a row
+        for per in ("class", "both"):  # a loss per class has no entry per row
             compare_loss(ll.two_way_loss, split, x, reductions=("mean",), per=per)
+
+
+def check_losses_of_incomplete_labels() -> None:
+    torch.manual_seed(11)
+    x = rows()[[0, 1, 2, 3, 4, 8]]
+    weight, estimates, sample = torch.rand(N).double(), torch.randn(6, N).double(), torch.rand(6).double()
+    weights = {"weight": weight, "pos_weight": 1 + weight, "sample_weight": sample}
+    for split in splits()[:2]:
+        compare_loss(ll.assume_negative_loss, split, x, label_smoothing=0.1, negative_weight=0.3, **weights)
+        compare_loss(ll.entropy_max_loss, split, x, pseudo_target=estimates.sigmoid(), **weights)
+        compare_loss(ll.hill_loss, split, x, **weights)
+        compare_loss(ll.splc_loss, split, x, **weights)
+        for mode in ("reject", "temporary"):
+            compare_loss(ll.large_loss, split, x, mode=mode, rate=0.1, **weights)
+        compare_loss(ll.expected_positive_loss, split, x, 2.5, sample_weight=sample)
+        compare_loss(ll.role_loss, split, x, estimates, 2.5, sample_weight=sample)
+
+
+def check_weights_and_other_losses() -> None:
+    torch.manual_seed(12)
+    x = rows()[[0, 1, 2, 3, 4, 8]]
+    weight, teacher, sample = torch.rand(N).double(), torch.randn(6, N).double(), torch.rand(6).double()
+    both = {"weight": weight, "sample_weight": sample}
+    for split in splits()[:2]:
+        compare_loss(ll.lml_loss, split, x, 3, observed=0.3, pos_weight=1 + weight, **both)
+        compare_loss(ll.binary_loss, split, x, label_smoothing=0.1, pos_weight=1 + weight, **both)
+        compare_loss(ll.multihot_softmax_loss, split, x, label_smoothing=0.1, **both)
+        untied = [0, 1, 4, 5]  # which of equal rivals is dropped shows in the gradient alone
+        compare_loss(ll.truncated_entropy_loss, split, x[untied], 3, weight=weight, sample_weight=sample[untied])
+        compare_loss(ll.two_way_loss, split, x, reductions=("mean",), sample_weight=sample)
+        compare_loss(ll.quasibinary_loss, split, x, sample_weight=sample)
+        compare_loss(ll.quasibinary_loss, split, x, log_normalizer=0.5)
+        compare_loss(ll.lml_fenchel_young_loss, split, x, sample_weight=sample)
+        compare_loss(ll.lml_fenchel_young_loss, split, x, 2.5)
+        for function in (ll.outlier_uniform_loss, ll.outlier_max_confidence_loss):
+            compare_loss(lambda x, target, f=function, **options: f(x, **options), split, x, sample_weight=sample)
+        compare_loss(
+            lambda x, target, teacher, **options: ll.topk_distillation_loss(x, teacher, 4, temperature=2.0, **options),
+            *(split, x, teacher),
+        )
 
 
 def check_linear() -> None:
