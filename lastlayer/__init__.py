@@ -43,6 +43,7 @@ _DOOR = {
         "decode_threshold",
         "decode_top_k",
         "decode_tree",
+        "suggest_labels",
         "tune_recall",
         "tune_thresholds",
     ),

@@ -123,6 +123,7 @@ CASES = {
     "decode_threshold": counts(P, at_most=2),
     "tune_thresholds": counts(P, HOT),
     "decode_top_k": counts(P, 2),
+    "suggest_labels": reader(P, HOT),
     "tune_recall": reader(P, HOT, 0.2),
     "decode_tree": counts(P, TREE),
     "tune_darts": reader(P, ONE, TREE, accuracy=0.9),

@@ -3,6 +3,7 @@
 from lastlayer.decode.graph import DecodeGraph, decode_graph
 from lastlayer.decode.recall import tune_recall
 from lastlayer.decode.reject import DecodeReject, decode_reject, tune_reject
+from lastlayer.decode.suggest import LabelSuggestions, Suggestion, suggest_labels
 from lastlayer.decode.threshold import DecodeThreshold, decode_threshold, tune_thresholds
 from lastlayer.decode.top_k import Decoded, DecodeTopK, decode_top_k
 from lastlayer.decode.tree import DecodeTree, decode_tree, tune_darts
@@ -14,11 +15,14 @@ __all__ = [
     "DecodeTopK",
     "DecodeTree",
     "Decoded",
+    "LabelSuggestions",
+    "Suggestion",
     "decode_graph",
     "decode_reject",
     "decode_threshold",
     "decode_top_k",
     "decode_tree",
+    "suggest_labels",
     "tune_darts",
     "tune_recall",
     "tune_reject",

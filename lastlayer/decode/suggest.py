@@ -1,0 +1,315 @@
+"""Labels that are probably missing, and labels that are probably wrong, in data that people labelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lastlayer import _check
+from lastlayer._check import LabelLists, Target, label_lists
+from lastlayer.decode import _context
+from lastlayer.decode._context import Chunk, Context, Data
+
+Kind = Literal["missing", "wrong"]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A label to look at: probably missing from its row, or probably wrong there."""
+
+    row: int
+    label: int
+    kind: Kind
+    probability: float
+
+
+@dataclass(frozen=True, eq=False)
+class LabelSuggestions(Sequence[Suggestion]):
+    """What :func:`suggest_labels` finds: a sequence of :class:`Suggestion`, the most probable first.
+
+    The same as tensors: ``row``, ``label``, ``missing`` (Boolean; the others are wrong) and ``probability``. ``rates``
+    holds for each label the share of its rows in which it is written down, as far as the scores tell: of the rows that
+    they are surest of, the share that has it. ``rate`` is the same for all labels, ``n_rows`` the number of rows.
+    """
+
+    row: Tensor
+    label: Tensor
+    missing: Tensor
+    probability: Tensor
+    rates: Tensor
+    rate: float
+    n_rows: int
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        kind: Kind = "missing" if bool(self.missing[place]) else "wrong"
+        return Suggestion(int(self.row[place]), int(self.label[place]), kind, float(self.probability[place]))
+
+    def __iter__(self) -> Iterator[Suggestion]:
+        columns = (self.row.tolist(), self.label.tolist(), self.missing.tolist(), self.probability.tolist())
+        for row, label, missing, probability in zip(*columns, strict=True):
+            yield Suggestion(row, label, "missing" if missing else "wrong", probability)
+
+    def __repr__(self) -> str:
+        n_missing = int(self.missing.sum())
+        return f"LabelSuggestions({n_missing} missing, {len(self) - n_missing} wrong, in {self.n_rows} rows)"
+
+    def corrected(self, target: Target) -> Tensor:
+        """Return the target with all suggestions accepted.
+
+        Args:
+            target: The target of :func:`suggest_labels`, a tensor: multi-hot, one class per row or index lists.
+
+        Returns:
+            A Boolean multi-hot target (unknown labels become False), or index lists padded with -1.
+        """
+        given = target.index if isinstance(target, LabelLists) else target
+        marked = isinstance(target, LabelLists) or given.dtype in (torch.int64, torch.int32)
+        if not marked:
+            found = given > 0
+            found[self.row, self.label] = self.missing
+            return found
+        index = given[:, None] if given.ndim == 1 else given
+        row, at = (index >= 0).nonzero(as_tuple=True)
+        label = index[row, at].long()
+        width = int(torch.cat([label, self.label, label.new_zeros(1)]).max()) + 1
+        key, changed = row * width + label, self.row * width + self.label
+        kept = key[~torch.isin(key, changed[~self.missing])]
+        key = torch.cat([kept, changed[self.missing]]).unique()
+        pairs = torch.stack([key // width, key % width])
+        return _lists("corrected", pairs, torch.ones_like(key), len(index)).index
+
+
+def suggest_labels(
+    scores: Tensor,
+    target: Target,
+    *,
+    observed: float | Tensor | None = None,
+    wrong: float = 0.02,
+    kind: Literal["both", "missing", "wrong"] = "both",
+    n: int | None = None,
+    indices: Tensor | None = None,
+    n_classes: int | None = None,
+) -> LabelSuggestions:
+    r"""Find labels that are probably missing from their row, and labels that are probably wrong there.
+
+    The scores must come from models that have not seen the row: with k folds, each row is scored by the model of the
+    other folds. A model that has seen that a label is missing repeats it.
+
+    First, the probability :math:`q` that a label is written down is estimated from its score and from the other labels
+    of the row: which they are, and how many (a regression on the residuals of the other labels, see
+    ``lastlayer/decode/_context.py``). Labels that come together point at each other, and a row without any label is
+    likely to lack one. Then, if a true label is written down with probability :math:`\rho`, so that
+    :math:`q = \rho y`,
+
+    .. math:: P(\text{true} \mid \text{not written}) = \frac{y (1 - \rho)}{1 - \rho y}
+              = \frac{1 - \rho}{\rho} \cdot \frac{q}{1 - q}
+
+    and, if a share :math:`w` of the written labels stands in rows drawn at random,
+
+    .. math:: P(\text{wrong} \mid \text{written}) = \frac{w}{w + (1 - w) \, q / \pi}
+
+    with :math:`\pi` the share of rows that have the label.
+
+    One rate for all labels leaves the order of the missing labels to :math:`q`; rates per label change it.
+
+    Memory beside the scores does not depend on the number of rows. Rows are looked at in chunks; the estimates come
+    from a sample of rows where there are more than 500 million scores.
+
+    Args:
+        scores: Out-of-fold probabilities, shape ``(rows, n_classes)``, a tensor, an array or a list of rows. They are
+            brought to the scale of the labels, so that those of any loss will do.
+        target: The labels as they are written down: multi-hot of the shape of `scores` (-1 is unknown, and neither
+            looked at nor suggested), one class per row, or index lists padded with -1; also one Python list of classes
+            per row, or a sparse matrix of torch or SciPy. Lists and sparse matrices are never made dense as a whole.
+        observed: The rate :math:`\rho` at which true labels are written down, above 0 and at most 1: one number, or
+            one per label, shape ``(n_classes,)``. None estimates one for all labels; ``rates`` of the result, which
+            are estimated per label, may be passed in a second call.
+        wrong: The share :math:`w` of the written labels that is thought to be wrong, above 0 and below 1.
+        kind: ``"missing"``, ``"wrong"`` or ``"both"``.
+        n: The number of suggestions; None is all that are more probable than not.
+        indices: Where there are too many labels for a score each: the classes of the listed scores, such as the best
+            50, shape ``(rows, m)``, padded with -1; `scores` then has this shape, and labels that are not listed count
+            as improbable.
+        n_classes: The number of classes, where `indices` is given.
+
+    Returns:
+        A :class:`LabelSuggestions`.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> logits = 3 * torch.randn(2000, 4, generator=generator)
+        >>> true = torch.rand(2000, 4, generator=generator) < logits.sigmoid()
+        >>> written = true & (torch.rand(2000, 4, generator=generator) < 0.8)
+        >>> found = suggest_labels(logits.sigmoid(), written, n=500, kind="missing")
+        >>> found
+        LabelSuggestions(500 missing, 0 wrong, in 2000 rows)
+        >>> print(f"{true[found.row, found.label].float().mean():.2f} of them are true, rate {found.rate:.2f}")
+        0.80 of them are true, rate 0.77
+    """
+    op = "suggest_labels"
+    _check.choice(op, "kind", kind, ("both", "missing", "wrong"))
+    data = _read(op, scores, target, indices, n_classes)
+    rate = _rate(op, observed, data)
+    if not 0 < _check.number(op, "wrong", wrong) < 1:
+        raise ValueError(f"{op}: `wrong` must be above 0 and below 1, got {wrong}. 0.02 is usual.")
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
+        raise ValueError(f"{op}: `n` must be None or a whole number of at least 0, got {n!r}.")
+    if not len(data) or not data.n_classes:
+        raise ValueError(f"{op}: `scores` must hold at least one row and one class, got shape {tuple(scores.shape)}.")
+    context, rates, common = _context.fit(data)
+    rate = common.expand(data.n_classes) if rate is None else rate
+    share = (_context.counts_of(data).clamp(min=1) / len(data)).float()
+    best = _Best(n, data.scores.device)
+    for chunk in data.chunks():
+        best.add(chunk, _keys(chunk, context, rate, share, wrong, kind))
+    row, label, missing, key = best.found()
+    return LabelSuggestions(row, label, missing, key.clamp(max=1), rates, float(common), len(data))
+
+
+def _keys(chunk: Chunk, context: Context, rate: Tensor, share: Tensor, wrong: float, kind: str) -> Tensor:
+    """The probability of each suggestion, -1 where there is none; above 1 it only orders."""
+    q = context.logits(chunk)
+    ratio = (q + (1 - rate).log() - rate.log()).exp()
+    missing = torch.where(ratio <= 1, ratio, 2 - 1 / ratio)  # a ratio above 1 contradicts the rate
+    not_right = wrong / (wrong + (1 - wrong) * q.sigmoid() / share)
+    key = torch.where(chunk.label, not_right, missing)
+    asked = {"both": None, "missing": ~chunk.label, "wrong": chunk.label}[kind]
+    key = key if asked is None else torch.where(asked, key, -1)
+    return key if chunk.known is None else torch.where(chunk.known, key, -1)
+
+
+class _Found(NamedTuple):
+    row: Tensor
+    label: Tensor
+    missing: Tensor
+    key: Tensor
+
+
+class _Best:
+    """The best suggestions so far: as many as asked for, or all above one half. Ties go to the lowest row and label."""
+
+    def __init__(self, n: int | None, device: torch.device) -> None:
+        self.n = n
+        self.least = 0.0 if n is not None else 0.5
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        self.kept = _Found(none, none, none > 0, none.float())
+
+    def add(self, chunk: Chunk, key: Tensor) -> None:
+        """Take in a chunk of rows; what n others surpass is left out."""
+        flat, n = key.flatten(), self.n
+        if n is None:
+            place = (flat > self.least).nonzero().squeeze(-1)
+        elif n == 0:
+            return
+        else:
+            if len(flat) > n:
+                self.least = max(self.least, float(flat.topk(n).values[-1]))
+            place = (flat >= self.least).nonzero().squeeze(-1)
+        width = key.shape[-1]
+        more = _Found(place // width + chunk.start, place % width, ~chunk.label.flatten()[place], flat[place])
+        self.kept = _Found(*(torch.cat(pair) for pair in zip(self.kept, more, strict=True)))
+        if n is not None and len(self.kept.key) > max(2 * n, 1000):
+            self.kept = self.found()
+            self.least = max(self.least, float(self.kept.key[-1]))
+
+    def found(self) -> _Found:
+        """The suggestions in order. Chunks come in the order of rows, so that a stable sort settles ties."""
+        row, label = self.kept.row, self.kept.label
+        place = (row * (int(label.max()) + 1 if len(label) else 1) + label).argsort()
+        place = place[self.kept.key[place].argsort(descending=True, stable=True)][: self.n]
+        return _Found(*(x[place] for x in self.kept))
+
+
+def _read(op: str, scores: Any, target: Any, indices: Any, n_classes: Any) -> Data:
+    scores = torch.as_tensor(scores) if _is_array(scores) else scores
+    scores = _check.logits(op, scores, "scores").detach()
+    target = _plain(op, target, scores)
+    if scores.ndim != 2:
+        raise ValueError(f"{op}: `scores` must have shape (rows, n_classes), got {tuple(scores.shape)}.")
+    low, high = (float(scores.nan_to_num(0).amin()), float(scores.nan_to_num(0).amax())) if scores.numel() else (0, 0)
+    if (indices is None and low < 0) or high > 1:
+        raise ValueError(
+            f"{op}: `scores` must be probabilities between 0 and 1, got {low if low < 0 else high:.4g}. "
+            "Use torch.sigmoid on logits."
+        )
+    if (indices is None) != (n_classes is None):
+        rule = "must be given with" if n_classes is None else "must be left out without"
+        raise ValueError(f"{op}: `n_classes` {rule} `indices`, got {n_classes}.")
+    if indices is None:
+        return Data(scores, None, _check.target(op, target, scores))
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
+        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"{op}: `indices` must be a tensor of int64 or int32, got {got}.")
+    if indices.shape != scores.shape:
+        raise ValueError(
+            f"{op}: `indices` must have the shape of `scores`, {tuple(scores.shape)}, got {tuple(indices.shape)}."
+        )
+    _check.below(op, "indices", indices, n_classes, "classes below n_classes", "Classes count from 0, and -1 pads.")
+    probe = scores.new_empty(()).expand(len(scores), n_classes)
+    return Data(scores.clamp(min=0), indices, _check.target(op, target, probe))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is a NumPy array or a list of rows of numbers."""
+    return not isinstance(value, Tensor) and (
+        hasattr(value, "__array_interface__")
+        or (isinstance(value, list) and bool(value) and isinstance(value[0], list | tuple))
+    )
+
+
+def _plain(op: str, target: Any, scores: Tensor) -> Any:
+    """Return a target that is a list of lists, a NumPy array or a sparse matrix as a tensor, sparse ones as lists."""
+    if isinstance(target, Tensor) and target.layout != torch.strided:
+        found = target.to_sparse_coo().coalesce()
+        return _lists(op, found.indices(), found.values(), len(scores))
+    if hasattr(target, "tocoo"):  # a SciPy matrix
+        found = target.tocoo()
+        place = torch.stack([torch.as_tensor(found.row).long(), torch.as_tensor(found.col).long()])
+        return _lists(op, place.to(scores.device), torch.as_tensor(found.data).to(scores.device), len(scores))
+    if isinstance(target, list) and all(isinstance(row, list | tuple | set) for row in target):
+        rows = [i for i, row in enumerate(target) for _ in row]
+        labels = [int(label) for row in target for label in row]
+        place = torch.tensor([rows, labels], dtype=torch.int64, device=scores.device).view(2, -1)
+        return _lists(op, place, torch.ones(len(rows), device=scores.device), len(target))
+    return torch.as_tensor(target) if _is_array(target) else target
+
+
+def _lists(op: str, place: Tensor, value: Tensor, n_rows: int) -> LabelLists:
+    """Return index lists, padded with -1, of (row, label) pairs; what is stored as 0 is no label."""
+    if bool((value < 0).any()):
+        raise ValueError(
+            f"{op}: `target` must be 0 or positive where it is sparse, got a negative number. Use a dense one."
+        )
+    row, label = place[:, value > 0]
+    order = row.argsort(stable=True)
+    row, label = row[order], label[order]
+    count = torch.bincount(row, minlength=n_rows)
+    rank = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+    width = int(count.max()) if len(count) else 0
+    out = torch.full((len(count), max(width, 1)), -1, dtype=torch.int64, device=row.device)
+    out[row, rank] = label
+    return label_lists(out)
+
+
+def _rate(op: str, observed: Any, data: Data) -> Tensor | None:
+    if observed is None:
+        return None
+    if not isinstance(observed, Tensor):
+        observed = torch.tensor(_check.number(op, "observed", observed), device=data.scores.device)
+    if observed.shape not in (torch.Size([]), torch.Size([data.n_classes])):
+        raise ValueError(
+            f"{op}: `observed` must be one number or one per class ({data.n_classes}), got "
+            f"shape {tuple(observed.shape)}."
+        )
+    if bool(((observed <= 0) | (observed > 1) | observed.isnan()).any()):
+        raise ValueError(f"{op}: `observed` must be above 0 and at most 1, got {float(observed.flatten()[0]):.4g}.")
+    return observed.detach().float().to(data.scores.device).expand(data.n_classes)
