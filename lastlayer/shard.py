@@ -1,6 +1,6 @@
 """Classes sharded over processes: which slice a rank holds, and how rows are reduced over all of them.
 
-The only file of the core that calls torch.distributed. Five functions say what a value means to the ranks, and with it
+The only file of the core that calls torch.distributed. Five functions tell what a value means to the ranks, and thereby
 where its gradient goes:
 
 =================== ====================================== ========== =========
@@ -9,8 +9,8 @@ function            use                                    forward    backward
 :func:`reduce`      a sum that each rank's classes use     all-reduce all-reduce
 :func:`total`       a sum that is the result on all ranks  all-reduce nothing
 :func:`spread`      an input that all ranks hold           nothing    all-reduce
-:func:`replicate`   a result computed alike on all ranks   nothing    divided by the number of ranks
-:func:`averaged`    a rank's rows, in a result of all      nothing    times the number of ranks
+:func:`replicate`   a result that all ranks compute        nothing    divided by the number of ranks
+:func:`averaged`    a rank's rows in a result of all rows  nothing    times the number of ranks
 =================== ====================================== ========== =========
 """
 
@@ -31,17 +31,17 @@ from torch import Tensor
 
 Op = Literal["sum", "max", "min"]
 
-_MESSAGE = 1 << 20  # bytes of a collective below which the start-up time dominates
+_MESSAGE = 1 << 20  # bytes of a collective below which its latency dominates
 
 
 @dataclass
 class Thresholds:
-    """The thresholds of a batch, from one step to the next: where a search over ranks starts, and what it found.
+    """The thresholds of a batch from one step to the next: where a search over ranks starts, and where it ended.
 
     See :meth:`ClassShard.starting_at`.
 
     Args:
-        nu: One number a row, or ``None`` if none is known yet; every search with these thresholds replaces it.
+        nu: One number per row, or ``None`` if none is known yet; every search with these thresholds replaces it.
 
     Example:
         >>> Thresholds().nu is None
@@ -51,8 +51,35 @@ class Thresholds:
     nu: Tensor | None = None
 
 
+class Ranks:
+    """A process group whose members add up their values."""
+
+    group: Any
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the group."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among those ranks."""
+        return dist.get_rank(self.group)
+
+
 @dataclass(frozen=True)
-class ClassShard:
+class Replicas(Ranks):
+    """The processes that hold the same classes and other rows.
+
+    Args:
+        group: Their process group; ``None`` is the default group.
+    """
+
+    group: Any = None
+
+
+@dataclass(frozen=True)
+class ClassShard(Ranks):
     """This rank's slice of the classes: ``start <= class < stop``.
 
     Args:
@@ -88,13 +115,13 @@ class ClassShard:
         return cls(start, min(start + size, n_classes), group)
 
     def starting_at(self, thresholds: Thresholds) -> ClassShard:
-        """Return this slice with thresholds to start from, of the same rows a step or an epoch ago, say.
+        """Return this slice with thresholds to start from, such as those of the same rows an epoch ago.
 
         The search of ``lml``, ``log_lml``, ``lml_threshold``, ``lml_loss`` and ``linear_lml_loss`` then sends fewer
-        messages: none to find a start, and a pass or two fewer. The result is the same to rounding, however far off
-        the start: a search that does not end soon begins again without it. `thresholds` afterwards holds what was
-        found; where it is of another number of rows it starts nothing. On a GPU a flag a pass is read back. Every rank
-        must pass the same thresholds.
+        messages: none to find a start, and those of one or two passes less. The result is the same to rounding
+        wherever the search starts: one that does not end soon begins again without the thresholds. Afterwards
+        `thresholds` holds the new ones. Thresholds of another number of rows are ignored. On a GPU one flag per pass is
+        read back. Every rank must pass the same thresholds.
         """
         return self._with(thresholds=thresholds)
 
@@ -106,7 +133,7 @@ class ClassShard:
         return nu.reshape(*batch, 1).to(dtype).nan_to_num(0, 0, 0)
 
     def note(self, nu: Tensor) -> None:
-        """Keep the thresholds ``(*batch, 1)`` that were found, if that is wanted."""
+        """Keep the thresholds ``(*batch, 1)`` where a search ended, if there is a place for them."""
         if self.thresholds is not None and not torch.compiler.is_compiling():
             self.thresholds.nu = nu.detach().squeeze(-1)
 
@@ -121,49 +148,39 @@ class ClassShard:
         """The number of classes on this rank."""
         return self.stop - self.start
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that share the classes."""
-        return dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        """The place of this process among those ranks."""
-        return dist.get_rank(self.group)
-
 
 def limited(shard: ClassShard | None, k: Any) -> ClassShard | None:
-    """Note the largest rank that a search for `k` needs, where `k` is a Python number: it shortens the start."""
+    """Note how many of the largest logits a search needs if `k` is a Python number, which shortens the start."""
     if shard is None or isinstance(k, Tensor) or not isinstance(k, numbers.Real) or not math.isfinite(float(k)):
         return shard
     return shard._with(limit=math.floor(float(k)) + 1)
 
 
-def mesh(class_ranks: int) -> tuple[Any, ClassShard]:
+def mesh(class_ranks: int) -> tuple[Any, Replicas]:
     """Return the two groups of this process in a mesh of data x class; every process must call it.
 
-    First the process group over which the classes are split, `class_ranks` processes that follow one another; then the
-    processes that hold the same classes and other rows.
+    The first is the process group over which the classes are split: `class_ranks` processes in a row. The second are
+    the processes that hold the same classes and other rows.
     """
     world, here = dist.get_world_size(), dist.get_rank()
     if class_ranks < 1 or world % class_ranks:
         raise ValueError(f"shard: {world} processes cannot be split into groups of {class_ranks}.")
     by_class = [dist.new_group(range(first, first + class_ranks)) for first in range(0, world, class_ranks)]
     by_data = [dist.new_group(range(first, world, class_ranks)) for first in range(class_ranks)]
-    return by_class[here // class_ranks], ClassShard(0, 0, by_data[here % class_ranks])
+    return by_class[here // class_ranks], Replicas(by_data[here % class_ranks])
 
 
-def all_ranks() -> ClassShard | None:
-    """The ranks of the default group, for sums over their batches; None where there is one process."""
+def all_ranks() -> Replicas | None:
+    """Return the ranks of the default group, for sums over their batches; None where there is only one process."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return ClassShard(0, 0) if several else None
+    return Replicas() if several else None
 
 
-def reduce(values: Tensor | Sequence[Tensor], op: Op, shard: ClassShard | None) -> Any:
+def reduce(values: Tensor | Sequence[Tensor], op: Op, shard: Ranks | None) -> Any:
     """Reduce ``(..., local classes)`` to ``(..., 1)`` over the classes of all ranks.
 
-    A sequence of tensors is reduced with one collective and returned as a tuple. The sum is differentiable: its
-    result feeds each rank's own classes, so the ranks' gradients add up.
+    A sequence of tensors is reduced with one collective and returned as a tuple. Sums are differentiable: the result
+    feeds each rank's own classes, so the gradients of the ranks add up.
     """
     several = not isinstance(values, Tensor)
     parts = [_local(v, op) for v in ([values] if isinstance(values, Tensor) else values)]
@@ -174,28 +191,28 @@ def reduce(values: Tensor | Sequence[Tensor], op: Op, shard: ClassShard | None) 
     return packed.split(1, -1) if several else packed
 
 
-def total(value: Tensor, shard: ClassShard | None) -> Tensor:
+def total(value: Tensor, shard: Ranks | None) -> Tensor:
     """Add the ranks' contributions to a result that every rank returns; its gradient reaches each rank once."""
     return value if shard is None else _Total.apply(value, shard.group)
 
 
 def spread(value: Tensor, shard: ClassShard | None) -> Tensor:
-    """Return an input that all ranks hold alike and use for their own classes; the ranks' gradients add up."""
+    """Return an input that all ranks hold and use for their own classes; their gradients add up."""
     return value if shard is None else _Spread.apply(value, shard.group)
 
 
 def replicate(value: Tensor, shard: ClassShard | None) -> Tensor:
-    """Return a result that all ranks hold alike and use alike: their gradients, once added up, count as one."""
+    """Return a result that all ranks hold and use in the same way: their gradients, once added up, count as one."""
     return value if shard is None else _Replicate.apply(value, 1 / shard.ranks)
 
 
-def averaged(value: Tensor, ranks: ClassShard | None) -> Tensor:
-    """Return a rank's part of what goes into a result of all ranks, where gradients are averaged over them (DDP)."""
-    return value if ranks is None else _Replicate.apply(value, float(ranks.ranks))
+def averaged(value: Tensor, replicas: Replicas | None) -> Tensor:
+    """Return a rank's part of a result of all replicas, whose gradients are averaged over them (DDP)."""
+    return value if replicas is None else _Replicate.apply(value, float(replicas.ranks))
 
 
 def gather(value: Tensor, shard: ClassShard | None) -> Tensor:
-    """Return the ranks' tensors, all of one shape, side by side along the last dimension; no gradient."""
+    """Return the tensors of all ranks, of one shape, side by side along the last dimension; without gradient."""
     if shard is None:
         return value
     value = value.detach().contiguous()
@@ -219,7 +236,7 @@ def _all_reduce(value: Tensor, op: Op, group: Any) -> Tensor:
 
 
 def _answered(collective: Callable[..., Any], *args: Any, group: Any) -> None:
-    """Run a collective; say what a failure means, since the backends' texts are about sockets."""
+    """Run a collective; explain a failure, since the backends' messages are about sockets."""
     if torch.compiler.is_compiling():
         collective(*args, group=group)
         return
@@ -279,11 +296,11 @@ class _Replicate(torch.autograd.Function):
 def kth_largest(x: Tensor, rank: Tensor, shard: ClassShard | None) -> Tensor:
     """Return the `rank`-th largest entries (1 is the largest) over the classes of all ranks; `rank` is ``(..., m)``.
 
-    Sharded, a rank above the number of classes gives ``-inf``. With P ranks and a known limit K on `rank`, either one
-    all-gather of the K largest of each rank (4 P K bytes a row in float32), where that is less than the other way:
-    the digits of the value, highest first, each by an all-reduce of counts. A digit has 8 bits (4 collectives of
-    1020 m bytes a row in float32, 8 in float64) or, where that makes messages above 1 MiB, 4 bits (8 collectives of
-    60 m bytes a row, 16 in float64).
+    Sharded, a rank above the number of classes gives ``-inf``. There are two ways over P ranks. One all-gather of the
+    K largest entries of each rank, where a limit K on `rank` is known and that sends less (4 P K bytes per row in
+    float32). Else the digits of the value, highest first, each by an all-reduce of counts: digits of 8 bits
+    (4 collectives of 1020 m bytes per row in float32, 8 in float64) or, where messages would exceed 1 MiB, of 4 bits
+    (8 collectives of 60 m bytes per row, 16 in float64).
     """
     if shard is None:
         place = (rank - 1).clamp(0, max(x.shape[-1] - 1, 0)).long()
@@ -300,17 +317,17 @@ def kth_largest(x: Tensor, rank: Tensor, shard: ClassShard | None) -> Tensor:
 
 
 def gathers(limit: int, ranks: int, bytes_each: int) -> bool:
-    """Whether the `limit` largest of each rank are fewer bytes than the counts of all digits of two ranks."""
+    """Whether the `limit` largest entries of each rank take fewer bytes than the counts of all digits of two ranks."""
     return limit * ranks * bytes_each <= 2 * 1020 * bytes_each
 
 
 def digit_bits(rows: int, m: int) -> int:
-    """The bits of a digit in the search of :func:`kth_largest`."""
+    """Return the bits of a digit in the search of :func:`kth_largest`."""
     return 8 if rows * m * 1020 <= _MESSAGE else 4
 
 
 def _by_digits(x: Tensor, rank: Tensor, shard: ClassShard) -> Tensor:
-    """Find the largest key that at least `rank` entries reach, digit by digit."""
+    """Find, digit by digit, the largest key that at least `rank` entries reach."""
     keys = _keys(x).sort(dim=-1).values
     total_bits, low = 8 * keys.element_size(), torch.iinfo(keys.dtype).min
     bits = digit_bits(math.prod(rank.shape[:-1]), rank.shape[-1])
@@ -326,7 +343,7 @@ def _by_digits(x: Tensor, rank: Tensor, shard: ClassShard) -> Tensor:
 
 
 def _keys(x: Tensor) -> Tensor:
-    """Return integers in the order of the floats."""
+    """Return integers that are in the same order as the floats."""
     bits = x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64)
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
@@ -336,7 +353,7 @@ def _values(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor, without importing them."""
+    """Whether a value is a DTensor; DTensors are not imported for it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -357,9 +374,9 @@ def unwrap(
     if not is_dtensor(value):
         return value, limited(shard, k), lambda result: result
     if shard is not None:
-        raise ValueError(f"{op}: `shard` must be None for a DTensor, which knows its own, got {shard}.")
+        raise ValueError(f"{op}: `shard` must be None for a DTensor, which has one itself, got {shard}.")
     if value.ndim == 0 or not isinstance(dim, int) or not -value.ndim <= dim < value.ndim:
-        return value, shard, lambda result: result  # the checks that follow say what is wrong
+        return value, shard, lambda result: result  # the checks that follow report it
     places = value.placements
     if any(p.is_partial() for p in places):
         raise ValueError(f"{op}: a DTensor must not hold partial sums, got {places}. Use `redistribute`.")
@@ -380,10 +397,10 @@ def unwrap(
 
 
 def join(backend: str | None = None, timeout: float = 600.0) -> None:
-    """Join the processes that torchrun started, or started again; `timeout` is in seconds.
+    """Join the processes that torchrun started or restarted; `timeout` is in seconds.
 
-    A restarted run shares torchrun's store with the one before, whose addresses are of processes that are gone: each
-    attempt has keys of its own here, which ``init_process_group`` alone does not see to.
+    A restarted run shares torchrun's store with the run before it, which left the addresses of processes that no longer
+    exist. Here each attempt has its own keys; ``init_process_group`` alone does not provide them.
     """
     patience = datetime.timedelta(seconds=timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -399,7 +416,7 @@ def join(backend: str | None = None, timeout: float = 600.0) -> None:
 def wrap_rows(local: Tensor, n_classes: int, shard: ClassShard | None) -> Tensor:
     """Return ``(local classes, ...)`` as a DTensor of all classes that shares its memory, for checkpoints.
 
-    torch.distributed.checkpoint saves it from any number of ranks and loads it, in place, on any other.
+    torch.distributed.checkpoint saves it from any number of ranks and loads it in place on any other number.
     """
     if shard is None:
         return local

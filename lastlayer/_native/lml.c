@@ -113,7 +113,7 @@ __attribute__((always_inline)) static inline double start_guess(double logit, do
     return guess < lo ? lo : guess > hi ? hi : guess;
 }
 
-/* The step of nu of fourth order (Householder's) from the sums of SUM_POINT and f = sum y - k; r is Newton's. */
+/* The step of nu of fourth order (Householder's) from the sums a and b of `struct sums` and f = sum y - k; r is Newton's. */
 __attribute__((always_inline)) static inline double fourth_order(double a, double b, double f, double square, double *r) {
     double over = 1 / (a + b), rho = (b - a) * over, tau = 1 - 6 * square * over;
     *r = f * over;

@@ -17,16 +17,16 @@ from lastlayer.shard import ClassShard, spread, wrap_rows
 class ShardedLinear(nn.Module):
     """A linear layer whose classes are split over processes: each holds its rows of the weight.
 
-    Every rank passes the same features and gets the logits of its own classes; the gradient of the features is added
-    up over the ranks. :meth:`loss` never holds the logits. The initial values of a class depend on the seed and the
-    class alone, not on the split, so long as all ranks have the same seed.
+    Every rank passes the same features and gets the logits of its own classes; the gradients of the features are added
+    up over the ranks. :meth:`loss` never holds the logits. If all ranks have the same seed, the initial values of a
+    class depend only on the seed and the class, not on the split.
 
     Args:
         in_features: The size of a feature vector.
         n_classes: The number of classes of all ranks together.
         bias: Whether there is a bias.
         shard: This rank's slice; ``None`` holds all classes. See :meth:`ClassShard.split`.
-        device: Where the parameters are.
+        device: The device of the parameters.
         dtype: The dtype of the parameters.
 
     Example:
@@ -62,8 +62,8 @@ class ShardedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial values of nn.Linear, alike for every split of the classes."""
-        seed = int(torch.randint(2**62, ()))  # one draw of the caller's random state, on every rank
+        """Draw the initial values of nn.Linear, which are the same for every split of the classes."""
+        seed = int(torch.randint(2**62, ()))  # one draw from the caller's random state, on every rank
         start = 0 if self.shard is None else self.shard.start
         stop = start + self.weight.shape[0]
         bound = 1 / math.sqrt(max(self.in_features, 1))
@@ -82,13 +82,14 @@ class ShardedLinear(nn.Module):
         return F.linear(spread(features, self.shard), self.weight, self.bias)
 
     def loss(self, features: Tensor, target: Target, k: float | Tensor, **options: Any) -> Tensor:
-        """Return :func:`linear_lml_loss` of this layer, which documents the options: the same number on every rank."""
+        """Return :func:`linear_lml_loss` of this layer, the same number on every rank; see there for the options."""
         return linear_lml_loss(features, self.weight, target, k, bias=self.bias, shard=self.shard, **options)
 
     def sharded_state(self) -> dict[str, Tensor]:
         """Return the parameters for torch.distributed.checkpoint, which loads into them in place.
 
-        What four ranks save, two or one can load: ``dcp.save({"head": layer.sharded_state()}, checkpoint_id=path)``.
+        Any number of ranks can load what four have saved:
+        ``dcp.save({"head": layer.sharded_state()}, checkpoint_id=path)``.
         """
         state = {"weight": self.weight.detach()}
         if self.bias is not None:
@@ -96,6 +97,6 @@ class ShardedLinear(nn.Module):
         return {name: wrap_rows(value, self.n_classes, self.shard) for name, value in state.items()}
 
     def extra_repr(self) -> str:
-        """Say what is shown between the brackets of the layer's name."""
+        """Return what the representation shows in brackets."""
         held = "" if self.shard is None else f", classes {self.shard.start} to {self.shard.stop}"
         return f"in_features={self.in_features}, n_classes={self.n_classes}, bias={self.bias is not None}{held}"

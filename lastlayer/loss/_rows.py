@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
-from lastlayer.shard import ClassShard, local_part, reduce, total, unwrap
+from lastlayer.shard import ClassShard, Ranks, local_part, reduce, total, unwrap
 
 
 def enter(op: str, logits: Tensor, target: Target, shard: ClassShard | None = None) -> tuple[Tensor, Labels, Tensor]:
@@ -114,7 +114,7 @@ def any_class(found: Tensor, shard: ClassShard | None = None) -> Tensor:
 def logsumexp(
     x: Tensor,
     found: Tensor,
-    shard: ClassShard | None = None,
+    shard: Ranks | None = None,
     temperature: float = 1.0,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:

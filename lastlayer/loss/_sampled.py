@@ -17,11 +17,11 @@ from lastlayer.shard import ClassShard, reduce, total
 def draw(
     op: str, negatives: Any, n: int, device: torch.device, generator: torch.Generator | None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the sampled classes, and for how many classes each of them counts."""
+    """Return the sampled classes, and the number of classes that each of them stands for."""
     if isinstance(negatives, int) and not isinstance(negatives, bool):
         if negatives < 1:
             raise ValueError(f"{op}: `negatives` must be at least 1, got {negatives}. None takes all classes.")
-        if generator is None:  # one draw of the caller's random state, so that ranks stay in step
+        if generator is None:  # one draw from the caller's random state, so that ranks stay in step
             generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, ())) + first)
         size = min(negatives, n)
         drawn = torch.randperm(n, generator=generator, device=generator.device)[:size].to(device)
@@ -55,7 +55,7 @@ def sampled(
     counts_for: Tensor,
     shard: ClassShard | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss and the number of labels a row, with sums over classes estimated from a sample of them."""
+    """Return the loss and the number of labels of each row, with sums over classes estimated from a sample."""
     held, place = index >= 0, index.clamp(min=0)
     if weight.shape[0] == 0:  # an empty shard holds no label
         place, index, held = (t[:, :0] for t in (place, index, held))

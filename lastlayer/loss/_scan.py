@@ -1,4 +1,4 @@
-"""The logits of a linear layer, block by block: what one look at them keeps, and the search for thresholds in it."""
+"""The logits of a linear layer, block by block: what one scan of them keeps, and the search for thresholds in that."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
 
 class Layer:
-    """The layer as blocks of logits, and what is done with a block: in plain torch, or by kernels where they apply."""
+    """The layer as blocks of logits, in plain torch or by kernels where they apply."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Layer:
         self.step = max(256, tile(self.features) // max(self.rows, 1) // 256 * 256)
 
     def of_rows(self, rows: Tensor | slice) -> Layer:
-        """The same layer for some of the rows."""
+        """Return the same layer for some of the rows."""
         temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
         mask = None if self.mask is None else self.mask[rows]
         return Layer(self.features[rows], self.weight, self.bias, self.dtype, temperature, mask)
@@ -64,7 +64,7 @@ class Layer:
         return x if self.mask is None else x.masked_fill_(~self.mask[:, classes], -torch.inf)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits, block by block: each takes the place of the one before."""
+        """Yield the logits block by block; each block overwrites the one before."""
         place = self.features.new_empty(self.rows, min(self.step, -(-self.n // 16) * 16))
         for start in range(0, self.n, self.step):
             classes = slice(start, min(start + self.step, self.n))
@@ -73,9 +73,9 @@ class Layer:
     def grad(
         self, x: Tensor, first: int, rows: Rows, pulled: Tensor, toward: Tensor, scale: Tensor, keep: bool = False
     ) -> Tensor:
-        """Return the gradient of a block: ``pulled h / sum h + scale * leak``, and `toward` at the labels.
+        """Return the gradient of a block: ``pulled h / sum h + scale * absence_slope``, plus `toward` at the labels.
 
-        It may take the place of the block, unless `keep`.
+        It may overwrite the block, unless `keep`.
         """
         if self.kernels is not None:
             numbers = (rows.center, rows.delta, rows.log_mass, pulled, scale)
@@ -114,7 +114,7 @@ def within(index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
 
 
 def absence(z: Tensor, rho: float) -> Tensor:
-    """Return ``-log(1 - rho y)``, what a class says that is not observed."""
+    """Return ``-log(1 - rho y)``, the loss of a class that is not observed."""
     stays = F.logsigmoid(-z)
     return -stays if rho == 1 else -torch.logaddexp(stays, math.log1p(-rho) + F.logsigmoid(z))
 
@@ -144,22 +144,22 @@ def series(name: str, terms: int, rho: float = 0.0) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def table(names: tuple[str, ...], terms: int, rho: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The coefficients of several functions, one a column, where they are needed."""
+    """Return the coefficients of several functions, one per column, on the device that needs them."""
     return torch.stack([series(name, terms, rho) for name in names], -1).to(device, dtype)
 
 
 class Scan:
-    """What one look at all logits keeps of a row.
+    """What one scan of all logits keeps of each row.
 
-    The logits above a floor, one by one, and of the many below it the sums of ``exp(j (x - floor))``: a sum over all
-    classes of any smooth function of ``x + nu`` follows for every nu that leaves the floor below ``-nu``.
+    These are the logits above a floor and, for the many below it, the sums of ``exp(j (x - floor))``. The sum over all
+    classes of any smooth function of ``x + nu`` follows from them for every nu with the floor below ``-nu``.
     """
 
     def __init__(self, layer: Layer, index: Tensor, limit: int) -> None:
         self.index, self.terms = index, 16 if layer.work == torch.float64 else 8
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
         self.floor, room = _floor(layer, limit)
-        dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved one by one
+        dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
         self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
         if layer.kernels is not None:
@@ -203,18 +203,18 @@ class Scan:
         self.fill += count.to(torch.int32)
 
     def tail(self, names: tuple[str, ...], depth: Tensor, unit: Tensor | float = 0.0, rho: float = 0.0) -> list[Tensor]:
-        """Return the sums of functions over the classes below the floor, over ``exp(unit)``; depth is floor + nu."""
+        """Return the sums of functions over the classes below the floor, divided by exp(unit); depth is floor + nu."""
         series = table(names, self.terms, rho, depth.dtype, depth.device)
         w = depth.clamp(max=math.log(REACH)).exp()
         power = self.powers * w ** torch.arange(self.terms, device=w.device)
-        sums = (power.unsqueeze(-1) * series).sum(-2)  # not a product: those may be set to TF32
+        sums = (power.unsqueeze(-1) * series).sum(-2)  # not a matrix product, which may be set to TF32
         return list(torch.where(sums == 0, 0, sums * (depth - unit).exp()).split(1, -1))
 
 
 def list_sizes(n_classes: int, limit: int) -> tuple[int, int, int]:
     """Return the stride of the sample of classes, the rank of the floor in it, and the room of the lists above it.
 
-    The floor is some times `limit` logits deep, as far as a sample can say; the lists hold what chance may add.
+    As far as the sample can tell, about four times `limit` logits are above the floor; the lists have room for chance.
     """
     stride = max(1, -(-n_classes // min(max(n_classes // 32, _WHOLE), _SAMPLE)))
     size = -(-n_classes // stride)
@@ -241,7 +241,7 @@ def _floor(layer: Layer, limit: int) -> tuple[Tensor, int]:
 
 @dataclass
 class Rows:
-    """What is known of each row once its threshold is found."""
+    """What is known of each row once its threshold is known."""
 
     center: Tensor
     delta: Tensor
@@ -259,7 +259,7 @@ class Rows:
 def find(
     scan: Scan, k: Tensor, limit: int, shard: ClassShard | None, known: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``(center, delta, log sum h)`` of each row, and which rows it did not find; `known` is a nu to start."""
+    """Return ``(center, delta, log sum h)`` per row, and which rows are not solved; `known` is a nu to start from."""
     mass = scan.floor + scan.powers[:, :1].log()  # log sum exp of the classes below the floor
     counts = torch.cat([scan.n, scan.n_top, scan.n_nan, scan.few, scan.overflow, mass], -1)
     n, n_top, n_nan, few, overflow, mass = gather(counts, shard).unflatten(-1, (-1, 6)).unbind(-1)
@@ -270,7 +270,7 @@ def find(
         near_end = limited(shard, limit - 1)
         listed = left._replace(solvable=left.solvable & ~few)
         start, near = search.bracket(scan.top[:, :limit], listed, near_end)
-        # Without the order statistics: as if every y were small.
+        # Without the order statistics, start as if every y were small.
         loose = search.anywhere(mass.logsumexp(-1, keepdim=True) - left.k.log())
         start = search.Start(*(torch.where(few & left.solvable, l, s) for l, s in zip(loose, start, strict=True)))
     else:
@@ -296,7 +296,7 @@ def _small_sums(scan: Scan, center: Tensor, delta: Tensor, peak: Tensor) -> list
     squares = (a + b).square() * peak.exp()
     depth = (scan.floor - center) + delta
     rest = scan.tail(STEP, depth, peak)
-    rest.insert(2, torch.zeros_like(depth))  # none is above
+    rest.insert(2, torch.zeros_like(depth))  # no class below the floor is above 0
     sums = [p.sum(-1, keepdim=True) + r for p, r in zip((a, b, above, residual, bend, squares), rest, strict=True)]
     below = scan.powers[:, :1] > 0
     return [*sums, (below & ~(depth < math.log(0.9 * REACH))).to(depth.dtype)]

@@ -60,37 +60,38 @@ def linear_lml_loss(
 
     .. math:: -\sum_{j \in Y} \log \sigma(w_j^\top f + b_j + \nu), \qquad \sum_j \sigma(w_j^\top f + b_j + \nu) = k
 
-    Blocks of classes are computed, used and dropped: once in forward, once more in backward. What one look keeps of a
-    row are its largest logits and power sums of the rest, from which the threshold and the loss follow to rounding; a
-    row of which that is not true (`k` above about 1 % of the classes, as a rule) is solved from all its logits, a few
-    rows at a time. Memory beyond the arguments and their gradients is one block, and some thousand numbers a row. On a
-    GPU a flag is read back, so it cannot be captured in a CUDA graph. Logits of one block or less (128 MB on a GPU, 1
-    MB on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
+    Blocks of classes are computed, used and dropped: once in the forward pass, once more in the backward pass. For each
+    row one scan keeps the largest logits and power sums of the rest; the threshold and the loss follow from these to
+    rounding. A row for which they do not suffice (as a rule, `k` above about 1 % of the classes) is solved from all its
+    logits, a few rows at a time. Memory beyond the arguments and their gradients is one block and some thousand numbers
+    per row. On a GPU a flag is read back, so the call cannot be captured in a CUDA graph. Logits that fit in one block
+    (128 MB on a GPU, 1 MB on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
 
     Args:
         features: The inputs of the layer, shape ``(*batch, in_features)``.
         weight: Shape ``(n_classes, in_features)``; with `shard`, the rows of this rank's classes.
-        target: One class a row (``batch``), index lists padded with -1 (``(*batch, m)``), or multi-hot
-            ``(*batch, n_classes)``, which is turned into index lists: a soft label counts as a whole one.
-        k: The number of labels a row has, observed or not; a number or a tensor that broadcasts to ``batch``.
+        target: One class per row (``batch``), index lists padded with -1 (``(*batch, m)``), or multi-hot
+            ``(*batch, n_classes)``, which is turned into index lists: a soft label counts as a whole one
+            (:func:`~lastlayer.lml_loss` weighs it).
+        k: The number of labels of a row, observed or not; a number, or a tensor that broadcasts to ``batch``.
         bias: Shape ``(n_classes,)``; ``-inf`` rules a class out.
         observed: The probability that a label is observed, as in :func:`~lastlayer.lml_loss`.
         temperature: Divides the logits; a number, or a tensor that broadcasts to ``batch``.
         mask: Boolean, True where a class takes part; broadcasts to ``(*batch, n_classes)``.
-        negatives: ``None`` sums over all classes. A number draws so many classes (of this rank), uniformly and without
-            replacement, alike for all rows; a pair is a sample of your own: class ids (of this rank, from 0) and the
-            probability with which each was to be drawn. A row's labels count in full, and a sampled class that is none
-            of them as ``1 / probability`` classes: the sums over classes are those of all classes in expectation.
-            Threshold and loss are no linear functions of them, so they have a bias, of the order of one over the
-            number drawn. Holds the sampled logits; the weight's gradient is 0 for classes that were not drawn.
-        generator: Of the draw; with `shard`, each rank draws from its own classes.
+        negatives: ``None`` sums over all classes. A number draws that many classes (of this rank) uniformly and without
+            replacement, the same for all rows. A pair is a sample of your own: class ids (of this rank, from 0) and the
+            probability of each to be drawn. The labels of a row count in full; any other sampled class counts as
+            ``1 / probability`` classes, so that the sums over classes are right in expectation. Threshold and loss are
+            not linear in these sums and have a bias of the order of one over the number drawn. The sampled logits are
+            held in memory; classes that were not drawn have gradient 0.
+        generator: The source of randomness; with `shard`, each rank draws from its own classes.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
-        reduction: ``"none"`` is a loss a row; ``"mean"`` is over the rows that contribute, 0 if there is none.
+        reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows that contribute, 0 if there is none.
 
     Returns:
-        The loss, of the dtype the logits would have, as in :func:`~lastlayer.lml_loss`. First derivatives only, but for
-        logits of one block.
+        The loss, of the dtype that the logits would have, as in :func:`~lastlayer.lml_loss`. If the logits do not fit
+        in one block, only first derivatives are available.
 
     Example:
         >>> features, weight = torch.eye(2), torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
@@ -142,13 +143,13 @@ def linear_lml_loss(
         loss, count = sampled(*arguments, drawn, counts_for, shard)
     contributes = count.view(batch) > 0
     if rho > 0:
-        contributes = _says_something(labels, shard) | contributes
+        contributes = _has_known(labels, shard) | contributes
     loss = torch.where(contributes, loss.view(batch), 0)
     return _rows.leave(op, loss, reduction, contributes, dtype, sample_weight)
 
 
-def _says_something(labels: Labels, shard: ClassShard | None) -> Tensor:
-    """Which rows have a known class."""
+def _has_known(labels: Labels, shard: ClassShard | None) -> Tensor:
+    """Return which rows have a known class."""
     if labels.dense is None:
         assert labels.index is not None
         return torch.ones(labels.index.shape[:-1], dtype=torch.bool, device=labels.index.device)
@@ -187,7 +188,7 @@ def _dot_dtype(features: Tensor) -> torch.dtype:
 
 
 def _index_lists(labels: Labels, wanted: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the labels as index lists; a dense target is there already, so reading its largest count costs little."""
+    """Return the labels as index lists; a dense target is large itself, so reading its largest count costs little."""
     if labels.index is not None:
         return labels.index
     assert labels.dense is not None
@@ -198,20 +199,20 @@ def _index_lists(labels: Labels, wanted: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _largest_rank(k: float | Tensor) -> int:
-    """The largest rank of a logit that the start needs; reads a tensor of cardinalities."""
+    """Return the largest rank of a logit that the start needs; the values of a tensor are read."""
     if isinstance(k, Tensor):
         k = float(k.detach().double().nan_to_num(0, 0, 0).max()) if k.numel() else 0.0
     return math.floor(float(k)) + 1
 
 
 def _solve_lost(layer: Layer, lost: Tensor, k: Tensor, rows: Rows, shard: ClassShard | None) -> None:
-    """Find the thresholds of the rows that are lost from all their logits, a few rows at a time."""
+    """Solve the rows that the search did not solve, from all their logits, a few rows at a time."""
     if not bool(lost.any()):
         return
     which = lost.squeeze(-1).nonzero().squeeze(-1)
     shard = None if shard is None else shard.starting_at(Thresholds())
     most = int(reduce(k.new_full((1, 1), layer.n), "max", shard))  # the same pieces on every rank
-    for part in which.split(max(1, tile(k) // 4 // max(most, 1))):  # with a dozen temporaries
+    for part in which.split(max(1, tile(k) // 4 // max(most, 1))):  # there are a dozen temporaries
         x = layer.of_rows(part).logits(slice(None))
         impl = dispatch.choose("linear_lml_loss", "auto", x, shard)
         _, center, delta = apply(dispatch.Problem(x, k[part], None, 1.0, shard, impl), "nu")
@@ -225,7 +226,7 @@ def _solve_lost(layer: Layer, lost: Tensor, k: Tensor, rows: Rows, shard: ClassS
 
 
 def _said_by_all(rows: Rows, n: Tensor) -> Tensor:
-    """Return what `n` classes say where k takes every one, less the listed; an infinite term is not taken away."""
+    """Return the sum of :func:`absence` over `n` classes that k takes, except those listed; infinite terms stay."""
     others = n - ((rows.index >= 0) & (rows.labels > -torch.inf)).sum(-1, keepdim=True)
     return times(others, -log1p(-rows.rho))
 
@@ -236,7 +237,7 @@ Settled = tuple[Rows, Tensor, Tensor, Tensor, Tensor]  # and per row: loss, pull
 def _settle(
     layer: Layer, scan: Scan, k: Tensor, limit: int, labels: int, rho: float, shard: ClassShard | None
 ) -> Settled:
-    """Find the thresholds and the loss from what a scan has kept; the first `labels` of an index list are positive."""
+    """Find the thresholds and the loss from a scan; the first `labels` entries of an index list are positive."""
     scan.add_up(limit)
     known = None if shard is None else shard.known(k.shape[:-1], layer.work)
     center, delta, log_mass, lost = find(scan, k, limit, shard, known)
@@ -260,7 +261,7 @@ def _settle(
         n_top = scan.n_top - (held & (rows.labels == torch.inf)).sum(-1, keepdim=True)
         said = (rows.silent - said) + times(n_top, -log1p(-rho))
         loss = loss + torch.where(rows.delta == torch.inf, _said_by_all(rows, scan.n + scan.n_top), said)
-        loss = torch.where(rows.delta.isnan(), torch.nan, loss)  # which no class may be left to say
+        loss = torch.where(rows.delta.isnan(), torch.nan, loss)  # even if no class is left to show it
         leak = torch.where(live, absence_slope(z, rho), 0)
         toward, pull = toward - leak, pull - torch.where(rows.delta.isinf(), 0, rows.leak) + leak.sum(-1, True)
     loss, pull, count = reduce([loss, pull, positive.to(z.dtype)], "sum", shard)
@@ -270,7 +271,7 @@ def _settle(
 def _settle_by_kernels(
     layer: Layer, scan: Scan, k: Tensor, limit: int, labels: int, rho: float, shard: ClassShard | None
 ) -> Settled:
-    """As :func:`_settle`, in a few launches, for classes that are all here."""
+    """Do the same as :func:`_settle` in a few launches, for classes that are not sharded."""
     assert layer.kernels is not None
     assert shard is None
     names = STEP + UNSEEN if rho > 0 else STEP
@@ -285,8 +286,8 @@ def _settle_by_kernels(
     sums, toward = layer.kernels.losses(found, rows.index, rows.labels, labels, rho, every)
     loss, pull, count = sums.unsqueeze(-1)
     if rho > 0:
-        loss = torch.where(rows.delta.isnan(), torch.nan, loss)  # which no class may be left to say
-    if rho == 1:  # where k takes every class, the kernel takes infinite terms away
+        loss = torch.where(rows.delta.isnan(), torch.nan, loss)  # even if no class is left to show it
+    if rho == 1:  # where k takes every class, infinite terms cancel in the kernel
         n = scan.sums[..., scan.terms : scan.terms + 2].sum((1, 2)).unsqueeze(-1)
         ruled_out = (rows.index[:, :labels] >= 0) & (rows.labels[:, :labels] == -torch.inf)
         said = torch.where(ruled_out.any(-1, keepdim=True), torch.inf, _said_by_all(rows, n))
@@ -295,7 +296,7 @@ def _settle_by_kernels(
 
 
 class _LinearLML(torch.autograd.Function):
-    """``(features, weight, bias, k, temperature) -> (loss, number of labels)``, each a row."""
+    """``(features, weight, bias, k, temperature) -> (loss, number of labels)``, each per row."""
 
     @staticmethod
     def forward(
@@ -343,7 +344,8 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
         grad = grad.unsqueeze(-1).to(layer.work)
         pulled, toward = grad * pull, grad * toward
-        delta = torch.where((grad == 0) & delta.isnan(), torch.inf, delta)  # a row nobody asks for has no gradient
+        # A row without an upstream gradient has none.
+        delta = torch.where((grad == 0) & delta.isnan(), torch.inf, delta)
         grad_k = torch.where(delta.isinf(), 0, -pulled * (-log_mass).exp()) if wants_k else None
         rows = Rows(center, delta, log_mass, index, labels, ctx.rho)
         if scale is not None or temperature != 1.0:

@@ -13,7 +13,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
 from lastlayer.loss import _rows
-from lastlayer.shard import ClassShard, averaged, total, unwrap
+from lastlayer.shard import ClassShard, Ranks, Replicas, averaged, total, unwrap
 
 
 def two_way_loss(
@@ -84,7 +84,7 @@ def two_way_loss(
         if per == "sample":
             return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
     # The classes of a column are on one rank: only the means go over the ranks of `shard`.
-    data = None if data_group is None else ClassShard(0, 0, data_group)
+    data = None if data_group is None else Replicas(data_group)
     columns = _columns(op, sides._replace(x=averaged(x, data)), sample_weight)
     by_class, occurs = _positives_above(columns, form, data)
     if per == "class" and (reduction == "none" or shard is None):
@@ -145,7 +145,7 @@ def _columns(op: str, sides: _Sides, sample_weight: Tensor | None) -> _Sides:
     return _Sides(turned(x), turned(positive), turned(negative), *weights)
 
 
-def _positives_above(sides: _Sides, form: _Form, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+def _positives_above(sides: _Sides, form: _Form, shard: Ranks | None) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, and whether it has a positive."""
     highest, above, has_negative = _rows.logsumexp(sides.x, sides.negative, shard, form.cool, sides.down)
     lowest, below, has_positive = _rows.logsumexp(-sides.x, sides.positive, shard, form.warm, sides.up)

@@ -9,7 +9,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
 from lastlayer.loss import _rows
-from lastlayer.shard import ClassShard, reduce, total, unwrap
+from lastlayer.shard import ClassShard, Ranks, reduce, total, unwrap
 
 
 def quasibinary_loss(
@@ -66,7 +66,7 @@ def quasibinary_loss(
 
 
 def batch_log_normalizer(
-    x: Tensor, labels: Labels, live: Tensor, ranks: ClassShard | None, weight: Tensor | None = None
+    x: Tensor, labels: Labels, live: Tensor, ranks: Ranks | None, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return ``log C`` over all `ranks`, which hold other rows or other classes, and whether there is a label.
 

@@ -38,7 +38,7 @@ def tilt(x: Tensor, nu: Tensor) -> Tilted:
     """Return the factors for scores of shape ``(..., n)`` and a dual of shape ``(..., 1)``."""
     fixed = x.detach()
     z = torch.where(fixed.isinf() & nu.isinf(), fixed, fixed + nu)
-    # What is wanted does not depend on nu, a constant here. The exponent is 0; its derivatives are those of exp(x).
+    # The result does not depend on nu, which is a constant here. The exponent is 0; its derivatives are those of x.
     shift = torch.where(x.isfinite(), x, 0)
     present = z.sigmoid() * (shift - shift.detach()).exp()
     return Tilted((-z).sigmoid(), present, z)
@@ -106,8 +106,9 @@ class Tree:
     """Products of the factors in pairs, level by level, cut off at the degree that matters.
 
     Where that is shorter, the polynomials count the classes left out instead of those taken. Level 0 holds the
-    factors; node i of a level is the product of the nodes i and i + half of the level below. A level is a list of
-    planes ``(..., nodes)``, one a coefficient, while these are few, and a tensor ``(..., nodes, coefficients)`` above.
+    factors; node i of a level is the product of the nodes i and i + half of the level below. While the coefficients are
+    few, a level is a list of planes ``(..., nodes)``, one per coefficient; above that it is a tensor ``(..., nodes,
+    coefficients)``.
     """
 
     def __init__(self, tilted: Tilted, highest: int, lowest: int) -> None:
@@ -127,13 +128,13 @@ class Tree:
         level = torch.stack(planes, -1)
         self.levels, self.spectra = [level], [torch.empty(0)]
         while level.shape[-2] > 1:
-            spectrum = _spectrum(level)  # the way down needs it again
+            spectrum = _spectrum(level)  # needed again on the way down
             level = _multiply(level, spectrum, self.degree + 1)
             self.spectra[-1:] = [spectrum, torch.empty(0)]
             self.levels.append(level)
 
     def places(self, wanted: Sequence[int]) -> list[int]:
-        """Return where the coefficients of the counts stand."""
+        """Return the places of the coefficients of the counts."""
         return [self.n - c if self.flipped else c for c in wanted]
 
     def coefficients(self, wanted: Sequence[int]) -> Tensor:
@@ -145,7 +146,7 @@ class Tree:
     def gradient(self, wanted: Sequence[int], weights: Tensor) -> Tensor:
         """Return the derivative of ``sum(weights * coefficients)`` with respect to `present`, shape ``(..., n)``.
 
-        The way down the tree: what multiplies a factor is the product of all others.
+        This goes down the tree: each factor is multiplied by the product of all others.
         """
         root = self.levels[-1]
         places = self.places(wanted)
@@ -205,7 +206,7 @@ def _spectrum(level: Tensor) -> Tensor:
     size = level.shape[-1]
     if size <= _DIRECT:
         return level.new_empty(0)
-    # In double precision the rounding of the transform, relative to the largest coefficient, stays out of sight.
+    # In double precision the rounding of the transform, relative to the largest coefficient, does not show.
     return torch.fft.rfft(level.double(), _fast_size(2 * size - 1))
 
 

@@ -1,4 +1,4 @@
-"""Relatives of the LML projection on the same polytope: capped softmax (entropy), capped sparsemax (distance)."""
+"""Relatives of the LML projection on the same polytope: capped softmax (entropy) and capped sparsemax (distance)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lastlayer.shard import ClassShard, kth_largest, reduce
 
 Kind = Literal["softmax", "sparsemax"]
 
-_PASSES = 24  # a bound on the search; the rows of tests/project/test_capped.py take up to 9
+_PASSES = 24  # bounds the search; the rows of tests/project/test_capped.py take up to 9
 
 
 def capped_softmax(
@@ -29,22 +29,22 @@ def capped_softmax(
     shard: ClassShard | None = None,
     impl: Literal["auto", "torch"] = "auto",
 ) -> Tensor:
-    r"""Project logits onto the polytope of `k` labels by entropy: a softmax of mass `k`, cut off at 1.
+    r"""Project logits onto the polytope of `k` labels by entropy: a softmax of mass `k`, capped at 1.
 
     .. math:: \max_{0 \le y \le 1} \; x^\top y - \sum_i y_i \log y_i \quad \text{subject to} \quad \sum_i y_i = k
 
-    The solution is :math:`y_i = \min(1, e^{x_i - \tau})`, with one :math:`\tau` a row (Martins and Kreutzer, 2017). At
-    ``k = 1`` it is the softmax. Classes at 1 have no gradient.
+    The solution is :math:`y_i = \min(1, e^{x_i - \tau})`, with one :math:`\tau` per row (Martins and Kreutzer,
+    2017). At ``k = 1`` it is the softmax. Classes at 1 have no gradient.
 
     Args:
         logits: The scores :math:`x`, any shape. ``-inf`` rules a class out, ``+inf`` takes one unit of `k`.
-        k: The expected number of labels, as in :func:`~lastlayer.lml`: real, a number or a tensor of one a row,
-            differentiable. A row whose `k` cannot be met is nan, and no other row with it.
+        k: The expected number of labels, as in :func:`~lastlayer.lml`: a real number, or a differentiable tensor with
+            one number per row. A row with an infeasible `k` becomes NaN; other rows are unaffected.
         dim: The dimension of the classes.
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
         shard: This rank's slice, when the classes are split over processes.
-        impl: ``"auto"`` or ``"torch"``, which are the same.
+        impl: ``"auto"`` or ``"torch"``; both are the same.
 
     Returns:
         Probabilities, of the shape and dtype of `logits`. Half precision is computed in float32.
@@ -70,18 +70,18 @@ def capped_sparsemax(
 
     .. math:: \min_{0 \le y \le 1} \; \|y - x\|^2 \quad \text{subject to} \quad \sum_i y_i = k
 
-    The solution is :math:`y_i = \mathrm{clip}(x_i - \tau, 0, 1)`, with one :math:`\tau` a row (Malaviya et al., 2018).
-    At ``k = 1`` it is sparsemax. Classes at 0 or 1 have no gradient.
+    The solution is :math:`y_i = \mathrm{clip}(x_i - \tau, 0, 1)`, with one :math:`\tau` per row (Malaviya et al.,
+    2018). At ``k = 1`` it is sparsemax. Classes at 0 or 1 have no gradient.
 
     Args:
         logits: The scores :math:`x`, any shape. ``-inf`` rules a class out, ``+inf`` takes one unit of `k`.
-        k: The expected number of labels, as in :func:`~lastlayer.lml`: real, a number or a tensor of one a row,
-            differentiable. A row whose `k` cannot be met is nan, and no other row with it.
+        k: The expected number of labels, as in :func:`~lastlayer.lml`: a real number, or a differentiable tensor with
+            one number per row. A row with an infeasible `k` becomes NaN; other rows are unaffected.
         dim: The dimension of the classes.
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
         shard: This rank's slice, when the classes are split over processes.
-        impl: ``"auto"`` or ``"torch"``, which are the same.
+        impl: ``"auto"`` or ``"torch"``; both are the same.
 
     Returns:
         Probabilities, of the shape and dtype of `logits`. Half precision is computed in float32.
@@ -129,16 +129,16 @@ def _forward(
 
 
 def _points(x: Tensor, center: Tensor, delta: Tensor) -> Tensor:
-    """Return ``x - tau``; an infinite logit keeps its sign against an infinite tau."""
+    """Return ``x - tau``; an infinite logit keeps its sign even if tau is infinite."""
     return torch.where(x.isinf(), x, (x - center) - delta)
 
 
 def _solve(x: Tensor, k: Tensor, kind: Kind, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
     """Return ``(center, delta)``, ``tau = center + delta``, each of shape ``(..., 1)``.
 
-    The center is the ``ceil(k)``-th largest logit: a constant added to the row leaves the rest as it is. Rows without
-    a finite tau have an infinite delta: ``+inf`` where k is used up, ``-inf`` where it takes every class that is left,
-    and nan where it cannot be met.
+    The center is the ``ceil(k)``-th largest logit, so that adding a constant to a row changes nothing else. In a row
+    without a finite tau, delta is ``+inf`` if k is used up, ``-inf`` if k takes every class that is left, and nan if k
+    is infeasible.
     """
     left = feasible(k, *reduce(kinds(x), "sum", shard))
     k, solvable, x = left.k, left.solvable, finite_part(x)
@@ -152,9 +152,9 @@ def _solve(x: Tensor, k: Tensor, kind: Kind, shard: ClassShard | None) -> tuple[
 def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | None) -> Tensor:
     """Return delta with ``sum min(1, exp(d - delta)) = k``.
 
-    In ``exp(-delta)`` the sum is concave and made of straight pieces, so Newton's method goes down to the solution
-    from any delta above it, and each step is the exact solution for the classes it takes to be at 1. With the
-    ``ceil(k) - 1`` largest at 1, as many as can be, the start is above.
+    As a function of ``exp(-delta)`` the sum is concave and piecewise linear. So Newton's method descends to the
+    solution from any delta above it, and each step is exact for the classes that it takes to be at 1. The search starts
+    above the solution: with the ``ceil(k) - 1`` largest classes at 1, which is as many as possible.
     """
     capped = d > 0
     mass = reduce(torch.where(capped, 0, d.exp()), "sum", shard)
@@ -163,7 +163,7 @@ def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | Non
     for _ in range(_PASSES):
         capped = d > delta
         count, mass = reduce([capped.to(d.dtype), torch.where(capped, 0, d.exp())], "sum", shard)
-        count = torch.minimum(count, k.ceil() - 1)  # more is rounding
+        count = torch.minimum(count, k.ceil() - 1)  # any more would be rounding
         more = count > before
         delta = torch.where(more, mass.log() - (k - count).log(), delta)
         if _check.readable(d) and not bool(more.any()):
@@ -173,10 +173,11 @@ def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | Non
 
 
 def _search_sparsemax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | None) -> Tensor:
-    """Return delta with ``sum clip(d - delta, 0, 1) = k``, between the ``(floor(k) + 1)``-th largest less 1 and 0.
+    """Return delta with ``sum clip(d - delta, 0, 1) = k``; it is between `lower` - 1 and 0.
 
-    A Newton step solves for the classes now between 0 and 1; where it leaves the bounds, and now and then in a long
-    search, the bounds are halved instead. A step that finds the classes of the step before is exact.
+    A Newton step solves for the classes that are now between 0 and 1. Where it leaves the bounds, and every third time
+    in a long search, the search takes the middle of the bounds instead. A step that meets the same classes as the step
+    before is exact.
     """
     lo, hi = lower - 1, torch.zeros_like(lower)
     delta, done = (lo + hi) / 2, torch.zeros_like(lower, dtype=torch.bool)
@@ -187,7 +188,7 @@ def _search_sparsemax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | N
         part, active, count = reduce([torch.where(inside, u, 0), inside.to(d.dtype), full.to(d.dtype)], "sum", shard)
         excess = part + (count - k)
         newton = delta + excess / active.clamp(min=1)
-        # The classes inside come next after those at 1, so that two counts tell which they are.
+        # The classes inside follow those at 1 in order, so two counts identify both.
         same = ((active == before[0]) & (count == before[1]) & (active > 0)) | (excess == 0)
         lo, hi = torch.where(excess > 0, delta, lo), torch.where(excess < 0, delta, hi)
         good = (active > 0) & (newton >= lo) & (newton <= hi)

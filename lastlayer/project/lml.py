@@ -1,4 +1,4 @@
-"""The Limited Multi-Label projection (Amos, Koltun and Kolter, 2019): logits to the point of a k-label polytope."""
+"""The Limited Multi-Label projection (Amos, Koltun and Kolter, 2019): logits to a point of the k-label polytope."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def lml(
 
     .. math:: \min_{0 < y < 1} \; -x^\top y - H_b(y) \quad \text{subject to} \quad \sum_i y_i = k
 
-    with :math:`H_b` the binary entropy. The solution is :math:`y_i = \sigma(x_i + \nu)`, with one :math:`\nu` a row.
-    The order of the logits is kept, and a constant added to a row changes nothing. `k = 1` is not the softmax: each
-    class has a probability of its own, and several may be near 1.
+    where :math:`H_b` is the binary entropy. The solution is :math:`y_i = \sigma(x_i + \nu)`, with one :math:`\nu` per
+    row. The probabilities are in the order of the logits, and adding a constant to a row changes nothing. `k = 1` is
+    not the softmax: each class has a probability of its own.
 
     With weights and bounds the solution is :math:`y_i = l_i + (u_i - l_i)\, \sigma(x_i + w_i \nu)`. Such rows, and rows
     with groups, are solved by plain torch in float64, not by the kernels.
 
     Args:
         logits: The scores :math:`x`, any shape. ``-inf`` rules a class out, ``+inf`` takes one unit of `k`.
-        k: The expected number of labels, ``0 <= k <= n_classes``, any real number; or a tensor that broadcasts to
-            the shape of the rows, differentiable. A row whose `k` cannot be met is nan, and no other row with it.
+        k: The expected number of labels, any real number with ``0 <= k <= n_classes``; or a differentiable tensor that
+            broadcasts to the shape of the rows. A row with an infeasible `k` becomes NaN; other rows are unaffected.
         dim: The dimension of the classes; a tuple is one budget over several dimensions.
-        temperature: Divides the logits; towards 0 the result is the indicator of the `k` largest.
+        temperature: Divides the logits. As it goes to 0 the result becomes the indicator of the `k` largest logits.
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
         weight: What a unit of each class costs: the budget is :math:`\sum_i w_i y_i = k`. Of either sign; a class of
             weight 0 is free. Broadcasts to the shape of `logits`; differentiable, like the bounds.
@@ -134,8 +134,8 @@ def lml_threshold(
 
     .. math:: \sum_i \sigma(x_i / T + \nu) = k
 
-    ``-nu`` is the logit at which a label is as likely as not. It is ``-inf`` at ``k = 0`` and ``+inf`` where `k`
-    asks for every class.
+    ``-nu`` is the logit at which a label is as likely as not. The dual is ``-inf`` at ``k = 0`` and ``+inf`` where
+    `k` is the number of classes.
 
     Args:
         logits: The scores, any shape.
@@ -150,7 +150,7 @@ def lml_threshold(
         impl: As in :func:`lml`.
 
     Returns:
-        One number a row, of the dtype of `logits`.
+        One number per row, of the dtype of `logits`.
 
     Example:
         >>> lml_threshold(torch.tensor([[1.0, 1.0, 1.0, 1.0]]), k=2)
@@ -183,11 +183,11 @@ def lml_at_most(
 
     .. math:: \min_{0 < y < 1} \; -x^\top y - H_b(y) \quad \text{subject to} \quad \sum_i y_i \le k
 
-    The sigmoid where it already fits, else :func:`lml`.
+    The result is the sigmoid where that meets the budget, and :func:`lml` elsewhere.
 
     Args:
         logits: The scores, any shape.
-        k: The largest expected number of labels; at ``n_classes`` or above it binds nowhere.
+        k: The largest expected number of labels; from ``n_classes`` on it has no effect.
         dim: The dimension of the classes.
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part.
@@ -219,7 +219,7 @@ def lml_at_most(
 
 def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
-    if torch.compiler.is_compiling():  # which takes no Function that defines forward mode
+    if torch.compiler.is_compiling():  # the compiler takes no Function that defines forward mode
         return _LML.apply(*problem, kind)
     if transformed():
         return _LMLForwardMode.apply(*problem, kind)
@@ -325,7 +325,7 @@ def _weights(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     """Return ``p = h / sum h``, ``log h`` and ``1 / sum h``, for ``h = y (1 - y)`` where there is a gradient.
 
-    The means under p of `averaged` and the sums of `added` come with them, in the same collective.
+    Also return the means of `averaged` under p and the sums of `added`, from the same collective.
     """
     log_h = torch.where(live, F.logsigmoid(z) + F.logsigmoid(-z), -torch.inf)
     peak = reduce(log_h.detach(), "max", shard)
@@ -372,7 +372,7 @@ def _plain_backward(
 
 
 def _product(given: Tensor, inverse: Tensor) -> Tensor:
-    """Multiply by ``1 / sum h``, which overflows across a wide gap: nothing given stays nothing."""
+    """Multiply by ``1 / sum h``, which overflows across a wide gap; 0 stays 0."""
     return torch.where(given == 0, 0, given * torch.where(given == 0, 0, inverse))
 
 

@@ -14,14 +14,14 @@ def spherical_exp(logits: Tensor) -> Tensor:
 
     .. math:: p_i = \frac{e^{x_i}}{\sqrt{\sum_j e^{2 x_j}}} = \sqrt{\mathrm{softmax}(2x)_i}
 
-    The gradient depends on the result alone, not on the size of the logits, and a constant added to a row changes
-    nothing. A zero coordinate lies at infinity: see :class:`~lastlayer.head.SphericalHead` for targets on the axes.
+    The gradient depends only on the result, not on the size of the logits, and adding a constant to a row changes
+    nothing. A coordinate of 0 lies at infinity: see :class:`~lastlayer.head.SphericalHead` for targets on the axes.
 
     Args:
         logits: The scores :math:`x`, shape ``(..., n)``; ``-inf`` gives a coordinate 0 without gradient.
 
     Returns:
-        Unit vectors, of the shape and dtype of `logits`. A row of ``-inf`` alone is nan, as for the softmax.
+        Unit vectors, of the shape and dtype of `logits`. A row of only ``-inf`` becomes NaN, as with the softmax.
 
     Example:
         >>> spherical_exp(torch.tensor([3.0, 4.0]).log())

@@ -19,17 +19,17 @@ def sample_subset(logits: Tensor, k: int, *, generator: torch.Generator | None =
 
     .. math:: P(S) = \frac{\exp \sum_{i \in S} x_i}{\sum_{|A| = k} \exp \sum_{i \in A} x_i}, \qquad |S| = k
 
-    One draw a row, exact: the count is split from the whole row down to the single classes. (The k largest of logits
-    with Gumbel noise follow another law.) For several draws expand the logits: ``logits.expand(100, -1)``.
+    Each row gets one exact draw: the count is split from the whole row down to the single classes. (The k largest of
+    Gumbel-perturbed logits follow another law.) For several draws expand the logits: ``logits.expand(100, -1)``.
 
     Args:
         logits: The scores :math:`x`, shape ``(..., n_classes)``; ``-inf`` is never drawn, ``+inf`` always.
         k: The size of the subset, a Python integer, ``0 <= k <= n_classes``.
-        generator: The source of randomness; it lives on the device of `logits`.
+        generator: The source of randomness, on the device of `logits`.
 
     Returns:
-        The classes drawn, ascending, int64, shape ``(..., k)``. A row that has no subset of size `k` (too few classes
-        above ``-inf``, more than `k` at ``+inf``, or a nan) is filled with -1.
+        The drawn classes in ascending order, int64, shape ``(..., k)``. A row without a subset of size `k` (too few
+        classes above ``-inf``, more than `k` at ``+inf``, or a nan) is filled with -1.
 
     Example:
         >>> sample_subset(torch.tensor([9.0, -torch.inf, 9.0, -99.0]), k=2)
@@ -47,19 +47,19 @@ def sample_subset(logits: Tensor, k: int, *, generator: torch.Generator | None =
 
 
 def subset_marginals(logits: Tensor, k: int) -> Tensor:
-    r"""Compute the probability of each class to be in a random subset of exactly `k` classes.
+    r"""Compute the probability that each class is in a random subset of exactly `k` classes.
 
     .. math:: \pi_i = P(i \in S) = \frac{\partial}{\partial x_i} \log \sum_{|A| = k} \exp \sum_{j \in A} x_j
 
-    with :math:`P` as in :func:`sample_subset`. They sum to `k`, as the probabilities of :func:`~lastlayer.lml` do;
-    those are the best approximation by independent draws, at a fraction of the cost. Differentiable to any order.
+    with :math:`P` as in :func:`sample_subset`. They sum to `k`, as do the probabilities of :func:`~lastlayer.lml`,
+    which are the best approximation by independent draws at a fraction of the cost. Differentiable to any order.
 
     Args:
         logits: The scores :math:`x`, shape ``(..., n_classes)``; ``-inf`` rules a class out, ``+inf`` in.
         k: The size of the subset, a Python integer, ``0 <= k <= n_classes``.
 
     Returns:
-        Probabilities, of the shape and dtype of `logits`. A row without a subset of size `k` is nan.
+        Probabilities, of the shape and dtype of `logits`. A row without a subset of size `k` becomes NaN.
 
     Example:
         >>> subset_marginals(torch.tensor([2.0, 1.0, 0.0, -1.0]), k=2)
@@ -70,7 +70,7 @@ def subset_marginals(logits: Tensor, k: int) -> Tensor:
     tilted = tilt(x, nu)
     tree = Tree(tilted, k, k)
     weight = 1 / tree.coefficients([k])
-    # Rounding, of the transform above all, may leave -1e-17 for 0 or the next number after 1.
+    # Rounding, mostly that of the Fourier transform, may leave -1e-17 for 0, or the next number after 1.
     pi = (tilted.present * tree.gradient([k], weight)).to(x.dtype).clamp(0, 1)
     pi = torch.where(x == torch.inf, 1, pi)
     return torch.where(nu.isnan(), torch.nan, pi).to(logits.dtype)
@@ -89,7 +89,7 @@ def subset_log_prob(logits: Tensor, k: int, subset: Tensor) -> Tensor:
 
     Returns:
         Log-probabilities, of the broadcast batch shape and the dtype of `logits`. What is not a set of `k` different
-        classes, or holds a class at ``-inf``, has ``-inf``. A row without any subset of size `k` is nan.
+        classes, or holds a class at ``-inf``, has ``-inf``. A row without any subset of size `k` becomes NaN.
 
     Example:
         >>> subset_log_prob(torch.zeros(4), 2, torch.tensor([0, 3])).exp()

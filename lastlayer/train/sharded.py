@@ -28,7 +28,7 @@ from lastlayer._check import label_lists
 from lastlayer.data import DataError
 from lastlayer.runs import RunError, RunFolder
 from lastlayer.runs.files import damaged, missing
-from lastlayer.shard import ClassShard
+from lastlayer.shard import ClassShard, Replicas
 from lastlayer.train.config import Config, ConfigError
 from lastlayer.train.losses import LOSSES
 from lastlayer.train.network import Input, LabelSetNetwork
@@ -121,7 +121,7 @@ class ShardedPlacement(Placement):
 
     def __init__(self, data_parallel: int = 1) -> None:
         self.data_parallel = data_parallel
-        self.data: ClassShard | None = None  # the processes with the same labels and other rows
+        self.data: Replicas | None = None  # the processes with the same labels and other rows
         self.in_blocks = False  # whether the loss never holds the logits of all labels
         self.writes = is_first()
 

@@ -545,3 +545,12 @@ def test_layer_starts_alike_for_every_split(monkeypatch):
 def test_layer_message():
     with pytest.raises(ValueError, match="`shard` must end at n_classes=30 or before, got 31"):
         ShardedLinear(SIZE, 30, shard=ClassShard(0, 31))
+
+
+def test_a_soft_label_counts_as_a_whole_one_in_one_block_and_in_many(monkeypatch):
+    features, weight = torch.randn(3, 4), torch.randn(5, 4)
+    soft = torch.tensor([[0.5, 0.5, 0, 0, 0]]).expand(3, 5)
+    whole = linear_lml_loss(features, weight, soft.ceil(), 2)
+    assert linear_lml_loss(features, weight, soft, 2) == whole
+    monkeypatch.setattr(_scan, "TILE", {"cpu": 1, "cuda": 1})
+    torch.testing.assert_close(linear_lml_loss(features, weight, soft, 2), whole)
