@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from tools import slow
 from train_tools import make_rows
 
 from lastlayer.cli import main
@@ -205,7 +206,7 @@ def test_wrong_lines_stop_or_are_skipped(trained, capsys, tmp_path):
     assert noted["parts"]["train"]["skipped"] == 1
 
 
-@pytest.mark.parametrize("kind", ["torch", "onnx"])
+@pytest.mark.parametrize("kind", ["torch", slow("onnx")])
 def test_export(trained, capsys, tmp_path, kind):
     import torch
 
@@ -303,6 +304,7 @@ def test_a_device_that_is_not_there_leaves_no_folder(trained, capsys, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_run(trained, tmp_path):
     argv = [sys.executable, "-m", "lastlayer", "train", trained[1], "--out", str(tmp_path / "run"), *FAST]
     done = subprocess.run([*argv, "--devices", "2", "--accelerator", "cpu"], capture_output=True, text=True)

@@ -14,6 +14,8 @@ pytest.importorskip("sphinx")
 pytest.importorskip("furo")
 from filelock import FileLock  # comes with torch
 
+pytestmark = pytest.mark.slow  # `make docs` builds the pages too
+
 DOCS = Path(__file__).parents[2] / "docs"
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
 

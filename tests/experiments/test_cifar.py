@@ -110,6 +110,7 @@ def test_features_are_read_and_trained_on_as_they_are(module, tmp_path):
     assert cifar.outputs(body, data["test_x"]).shape == (600, features)
 
 
+@pytest.mark.slow
 def test_a_head_that_was_trained_later_gets_its_curves(module, tmp_path):
     run, common = module("accuracy_specificity.run"), module("common")
     out = tmp_path / "results.json"

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(path.parent.name for path in ROOT.glob("experiments/*/run.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_smoke_run_and_resume(name, tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
@@ -77,6 +78,7 @@ def test_merged_results_hold_each_row_once(tmp_path, monkeypatch):
     assert again.seconds == {"CPU": 3.0, "GPU": 3.0}
 
 
+@pytest.mark.slow
 def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT)
     common, cifar = (importlib.import_module(f"experiments.{name}") for name in ("common", "cifar"))
@@ -85,7 +87,7 @@ def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, 
         {"network": "resnet", "noise": "blocks", "p": 0.2, "loss": loss, "seed": 0}
         for loss in ("no such loss", "cross-entropy", "two-way")
     ]
-    arguments = argparse.Namespace(smoke=True, device="cpu", workers=2, minutes=10.0, compile=False)
+    arguments = argparse.Namespace(smoke=True, device="cpu", workers=2, minutes=1e6, compile=False)
     cifar.shrink(arguments)
     results = common.Results(tmp_path / "results.json")
     with pytest.raises(SystemExit, match="1 settings failed"):

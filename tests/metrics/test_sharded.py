@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from processes import run_ranks
 
 import lastlayer as ll
 
@@ -16,10 +16,7 @@ checks = importlib.import_module("sharded_at_k")
 
 
 def test_sharded_is_whole(tmp_path):
-    queue = mp.get_context("spawn").SimpleQueue()
-    processes = mp.spawn(checks.run, args=(str(tmp_path / "store"), queue), nprocs=3, join=False)
-    found = dict(queue.get() for _ in range(3))
-    processes.join()
+    found = dict(run_ranks(checks.run, 3, str(tmp_path / "store")))
     assert not any(found.values()), "\n".join(found.values())
 
 

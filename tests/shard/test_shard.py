@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
+from processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # the processes import it by this name
 
@@ -16,12 +16,7 @@ NAMES = [name for name in dir(checks) if name.startswith("check_")]
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """What each process reports, from one start of four processes for all checks."""
-    queue = mp.get_context("spawn").SimpleQueue()
-    store = tmp_path_factory.mktemp("store") / "file"
-    processes = mp.spawn(checks.run, args=(NAMES, str(store), queue), nprocs=4, join=False)
-    found = [queue.get() for _ in range(4)]
-    processes.join()
-    return found
+    return run_ranks(checks.run, 4, NAMES, str(tmp_path_factory.mktemp("store") / "file"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
 """`lastlayer train --shard-classes` on two processes: losses, weights and predictions of one, also when disturbed."""
 
 import csv
+import importlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_ranks
 from tools import HUNG
 from train_tools import make_rows
 
@@ -19,6 +21,10 @@ from lastlayer.loss import _scan
 from lastlayer.train import Config, ConfigError, RunError, RunFolder, load, sharded, train
 from lastlayer.train.batches import Rows
 from lastlayer.train.module import LabelSetModule
+
+sys.path.insert(0, str(Path(__file__).parent))  # the processes import it by this name
+
+train_worker = importlib.import_module("train_worker")
 
 COMMON = ["--epochs=3", "--batch-size=32", "--bootstrap=20", "--quiet"]
 DEEP = [*COMMON, "--hidden=8", "--dropout=0.2", "--lr=0.02"]
@@ -32,7 +38,7 @@ RUNS = {  # labels: 7, so 4 and 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder with the rows, and with the runs of two processes, of which one was killed."""
+    """The folder with the rows, and with the runs of two processes."""
     folder = tmp_path_factory.mktemp("sharded")
     rows = make_rows(150, labels=7)
     lines = [{"text": rows.texts[i], "labels": rows.names(i)} for i in range(len(rows))]
@@ -40,25 +46,13 @@ def folder(tmp_path_factory):
     data, split = str(folder / "rows.jsonl"), "--shard-classes"
     pairs = {name: flags for name, flags in RUNS.items() if name not in MESH}
     jobs = [{"command": ["train", data, f"--out={folder / name}", split, *flags]} for name, flags in pairs.items()]
-    jobs[0]["kill"] = [1, 6]  # rank 1, in the second epoch of four steps
     jobs[-1].update(interrupt=9, status=130)
     jobs.append({"command": ["evaluate", str(folder / "deep"), data, f"--json={folder / 'two.json'}", split]})
     jobs.append(
         {"command": ["predict", str(folder / "deep"), data, "--format=csv", f"--out={folder / 'two.csv'}", split]}
     )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    launcher.append("--monitor-interval=1")  # time for the other to say why it stops
-    worker = str(Path(__file__).with_name("train_worker.py"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, worker, json.dumps(jobs)],
-        capture_output=True,
-        text=True,
-        timeout=HUNG,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    (folder / "stderr.txt").write_text(done.stderr)
+    for status, said in run_ranks(train_worker.forked, 2, 2, str(folder / "store"), jobs):
+        assert status == 0, said
     return folder
 
 
@@ -79,15 +73,8 @@ def mesh_folder(folder):
     flags = ["--shard-classes", "--data-parallel=2"]
     jobs = [{"command": ["train", data, f"--out={folder / name}", *flags, *RUNS[name]]} for name in MESH]
     jobs[-1].update(interrupt=9, status=130)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(Path(__file__).with_name("train_worker.py")), json.dumps(jobs)],
-        capture_output=True,
-        text=True,
-        timeout=HUNG,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    for status, said in run_ranks(train_worker.forked, 4, 4, str(folder / "mesh_store"), jobs):
+        assert status == 0, said
     return folder
 
 
@@ -142,10 +129,24 @@ def test_two_processes_train_as_one(folder, name):
     assert_same(RunFolder(folder / name), one_process(folder, name))
 
 
-def test_a_rank_that_dies_ends_the_attempt_with_a_message(folder):
-    errors = (folder / "stderr.txt").read_text()
-    assert "lastlayer: error: shard: rank 0 of 2 had no answer from the other ranks of the class group" in errors
-    assert "does not fit this run" not in errors
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_attempt_with_a_message_and_the_next_goes_on(folder):
+    out, rows = folder / "killed", str(folder / "rows.jsonl")
+    job = {"command": ["train", rows, f"--out={out}", "--shard-classes", *RUNS["deep"]]}
+    job["kill"] = [1, 6]  # rank 1, in the second epoch of four steps
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    launcher.append("--monitor-interval=1")
+    done = subprocess.run(
+        [sys.executable, *launcher, train_worker.__file__, json.dumps([job])],
+        capture_output=True,
+        text=True,
+        timeout=HUNG,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "lastlayer: error: shard: rank 0 of 2 had no answer from the other ranks of the class group" in done.stderr
+    assert "does not fit this run" not in done.stderr
+    assert_same(RunFolder(out), RunFolder(folder / "deep"))
 
 
 def test_one_process_resumes_what_two_began(folder):

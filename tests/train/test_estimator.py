@@ -18,11 +18,17 @@ from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
 EXPECTED_FAILURES: dict[str, str] = {}  # none: every check of scikit-learn passes
 
 
-@parametrize_with_checks(
-    [LabelSetClassifier(random_state=0), LabelSetClassifier(loss="binary", hidden=(16,), random_state=0, lr=0.02)],
-    expected_failed_checks=lambda estimator: EXPECTED_FAILURES,
-)
+@parametrize_with_checks([LabelSetClassifier(random_state=0)], expected_failed_checks=lambda _: EXPECTED_FAILURES)
 def test_scikit_learn_checks(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.slow
+@parametrize_with_checks(
+    [LabelSetClassifier(loss="binary", hidden=(16,), random_state=0, lr=0.02)],
+    expected_failed_checks=lambda _: EXPECTED_FAILURES,
+)
+def test_scikit_learn_checks_of_a_hidden_layer(estimator, check):
     check(estimator)
 
 

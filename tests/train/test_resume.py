@@ -1,13 +1,14 @@
 """A run that is killed, at any moment and as often as one likes, ends where an undisturbed one does."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 
 import pytest
 import torch
+from processes import CONTEXT
+from tools import HUNG
 from train_tools import CONFIG, make_rows, work
 
 from lastlayer.train import Config, RunError, RunFolder, TrainingError, checkpoint, train
@@ -16,9 +17,7 @@ from lastlayer.train.module import LabelSetModule
 
 @pytest.fixture(scope="module")
 def context():
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["lastlayer.train.engine", "train_tools", "sklearn.feature_extraction.text"])
-    return found
+    return CONTEXT
 
 
 def results(path) -> tuple[dict, dict, list]:
@@ -39,7 +38,7 @@ def undisturbed(tmp_path_factory, context):
     out = tmp_path_factory.mktemp("run") / "whole"
     process = context.Process(target=work, args=(make_rows(), str(out), -1))
     process.start()
-    process.join(300)
+    process.join(HUNG)
     assert process.exitcode == 0
     return results(out)
 
@@ -49,13 +48,13 @@ def test_killed_ten_times_it_ends_the_same(tmp_path, context, undisturbed):
     while killed < 10:
         process = context.Process(target=work, args=(make_rows(), str(out), rng.randint(3, 12)))
         process.start()
-        process.join(300)
+        process.join(HUNG)
         assert process.exitcode == -signal.SIGKILL
         killed += 1
     if not RunFolder(out).is_done():
         process = context.Process(target=work, args=(make_rows(), str(out), -1))
         process.start()
-        process.join(300)
+        process.join(HUNG)
         assert process.exitcode == 0
     same(results(out), undisturbed)
     assert [p.name for p in out.rglob(".*")] == []  # neither temporary files nor a lock
@@ -83,11 +82,11 @@ def test_killed_at_a_random_time(tmp_path, context, undisturbed, seed):
         process.start()
         process.join(rng.uniform(0.05, 1.5))
         process.kill()
-        process.join(300)
+        process.join(HUNG)
     if not RunFolder(out).is_done():
         process = context.Process(target=work, args=(make_rows(), str(out), -1))
         process.start()
-        process.join(300)
+        process.join(HUNG)
         assert process.exitcode == 0
     same(results(out), undisturbed)
 
