@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -23,10 +23,8 @@ from lastlayer.shard import ClassShard, local_part
 
 Reduction = Literal["none", "mean", "sum"]
 
-_INDEX = (torch.int64, torch.int32)  # what holds class indices
-_HOT = (torch.bool, torch.int8, torch.uint8)  # what holds a multi-hot target, beside the floating-point dtypes
-
-
+_INDEX = (torch.int64, torch.int32)  # dtypes of class indices
+_HOT = (torch.bool, torch.int8, torch.uint8)  # dtypes of multi-hot targets, beside the floating-point ones
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -78,7 +76,7 @@ def cardinality(op: str, k: Any, scores: Tensor, shard: ClassShard | None = None
         if not _broadcasts(k.shape, batch):
             raise ValueError(
                 f"{op}: `k` must broadcast to the batch shape {tuple(batch)}, got shape {tuple(k.shape)}. "
-                "Give one number, or one a row."
+                "Give one number, or one per row."
             )
         return k.to(device=scores.device, dtype=dtype).expand(batch).unsqueeze(-1)
     one = cardinality_of_all(op, k, n, n if at_most_n and shard is None else math.inf)
@@ -93,8 +91,8 @@ def cardinality_of_all(op: str, k: Any, n: int, limit: float) -> float:
         )
     if not 0 <= float(k) <= limit:  # also catches nan
         raise ValueError(
-            f"{op}: `k` must be between 0 and n_classes={n}, got {k}. Choose a `k` in that range, or pass a tensor of "
-            "one `k` a row, where a row that cannot be met becomes nan."
+            f"{op}: `k` must be between 0 and n_classes={n}, got {k}. Choose a `k` in that range, or pass a tensor "
+            "with one `k` per row, where a row with an infeasible `k` becomes NaN."
         )
     return float(k)
 
@@ -128,8 +126,10 @@ def temperature(op: str, value: Any) -> Any:
     return float(value)
 
 
-def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    """Check one of a few words."""
+def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...], old: Mapping[str, str] | None = None) -> Any:
+    """Check one of a few words, and return it; `old` maps words that still work to those of now."""
+    if old is not None and isinstance(value, str):
+        value = old.get(value, value)
     if value not in allowed:
         words = ", ".join(repr(a) for a in allowed)
         raise ValueError(f"{op}: `{name}` must be one of {words}, got {value!r}.")
@@ -217,11 +217,11 @@ class Labels:
         return hot.scatter(-1, place, True)[..., : self.n_classes]
 
     def known(self) -> Tensor | None:
-        """Where the target says something; None if it does everywhere."""
+        """Where the target is known; None if it is known everywhere."""
         return None if self.dense is None else self.dense >= 0
 
     def count(self) -> Tensor:
-        """The number of labels a row, shape ``batch``."""
+        """The number of labels per row, shape ``batch``."""
         if self.dense is not None:
             return (self.dense > 0).sum(-1)
         assert self.index is not None
@@ -231,7 +231,7 @@ class Labels:
         """Return the sum over each row's labels of ``function(*values)``, shape ``batch``.
 
         The values have the shape of the logits or ``(*batch, 1)``. Index lists gather first, so that nothing of the
-        size of the logits is made; elsewhere the function sees 0, so that what is not a label has no gradient.
+        size of the logits is made; elsewhere the function gets 0, so that classes that are no labels have no gradient.
         """
         if self.dense is not None:
             found = self.dense > 0
@@ -239,7 +239,7 @@ class Labels:
         else:
             assert self.index is not None
             found, place = self.index >= 0, self.index.clamp(min=0)
-            if self.n_classes == 0:  # an empty shard; what it gathers is no label, and keeps the graph of all ranks
+            if self.n_classes == 0:  # an empty shard: it gathers no label, and keeps the graph that all ranks have
                 values = tuple(F.pad(v, (0, 1)) if v.shape[-1] == 0 else v for v in values)
             whole = [v.shape[-1] != 1 or self.n_classes == 1 for v in values]
             picked = [

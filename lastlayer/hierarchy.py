@@ -33,12 +33,12 @@ class TreeStatistics(NamedTuple):
 class LabelTree:
     """A tree whose leaves are the classes; an immutable value.
 
-    Nodes are numbered as the builder says, and classes are the leaves in the order of their numbers. Trees built from
+    The builder numbers the nodes; classes are the leaves in the order of their numbers. Trees built from
     weights or a matrix have the classes first, then the inner nodes, then the root.
 
     Args:
         parents: The parent of each node; -1 for the root.
-        names: A name a node; empty if there are none.
+        names: One name per node; empty if there are none.
 
     Example:
         >>> tree = LabelTree.from_parents([4, 4, 5, 5, 6, 6, -1])
@@ -53,7 +53,7 @@ class LabelTree:
         _tree_build.check_parents(self.parents)
         if self.names and len(self.names) != len(self.parents):
             raise ValueError(
-                f"LabelTree: `names` must hold one name a node ({len(self.parents)}), got {len(self.names)}."
+                f"LabelTree: `names` must hold one name per node ({len(self.parents)}), got {len(self.names)}."
             )
 
     def __repr__(self) -> str:
@@ -96,12 +96,12 @@ class LabelTree:
     def from_dict(cls, nested: Mapping[str, Any], *, classes: Sequence[str] | None = None) -> LabelTree:
         """Build a tree from nested dictionaries, as in ``{"animal": {"cat": None, "bird": ["duck", "crow"]}}``.
 
-        A leaf is a name with None or nothing under it, or a string in a list. One name at the top is the root; for
-        several, a root named "root" is added.
+        A leaf is a name with None or nothing under it, or a string in a list. A single name at the top is the root; if
+        there are several, a root named "root" is added.
 
         Args:
             nested: Names to what is under them.
-            classes: All leaf names in the order of the classes; by default the order in which they stand.
+            classes: All leaf names in the order of the classes; by default the order in which they occur.
 
         Example:
             >>> tree = LabelTree.from_dict({"pet": ["cat", "dog"], "plant": None})
@@ -140,7 +140,7 @@ class LabelTree:
         Takes O(n^2) memory: meant for up to a few thousand classes.
 
         Args:
-            weights: One prototype (or row of a last linear layer) a class, shape ``(n_classes, n_features)``.
+            weights: One prototype (or row of a last linear layer) per class, shape ``(n_classes, n_features)``.
             method: ``"ward"``, ``"single"``, ``"complete"``, ``"average"`` or ``"centroid"``.
             names: Names of the classes, or of all nodes.
 
@@ -171,15 +171,15 @@ class LabelTree:
     ) -> LabelTree:
         """Build a tree of two levels, clusters of classes under a root, from a class-by-class matrix.
 
-        ``"hdcnn"`` (after Yan et al., 2015) clusters classes that are taken for each other: spectral clustering of a
-        confusion matrix, made symmetric, rows divided by their sums. ``"hinton"`` (after Hinton et al., 2015) runs
-        k-means on the rows of a covariance matrix of the predictions, e.g. ``torch.cov(probabilities.T)``.
+        ``"hdcnn"`` (after Yan et al., 2015) clusters classes that are confused: spectral clustering of a confusion
+        matrix, made symmetric, rows divided by their sums. ``"hinton"`` (after Hinton et al., 2015) runs k-means on the
+        rows of a covariance matrix of the predictions, e.g. ``torch.cov(probabilities.T)``.
 
         Args:
             matrix: Confusion counts or rates (row: truth), or a covariance, shape ``(n_classes, n_classes)``.
             method: ``"hdcnn"`` or ``"hinton"``.
             n_clusters: By default one for every ten classes, rounded down, at least one.
-            seed: Of the k-means starts; the same seed gives the same tree.
+            seed: The seed of the k-means starts; the same seed gives the same tree.
             names: Names of the classes, or of all nodes.
 
         Example:
@@ -192,7 +192,7 @@ class LabelTree:
         values = _tree_build.matrix(op, "matrix", matrix)
         n = len(values)
         if values.shape[1] != n:
-            raise ValueError(f"{op}: `matrix` must be square, one row and column a class, got shape {values.shape}.")
+            raise ValueError(f"{op}: `matrix` must be square, one row and column per class, got shape {values.shape}.")
         if n_clusters is None:
             n_clusters = max(n // 10, 1)
         if isinstance(n_clusters, bool) or not isinstance(n_clusters, int) or not 1 <= n_clusters <= n:
@@ -212,7 +212,7 @@ class LabelTree:
         return cls(tuple(parents)).with_names(names)
 
     def with_names(self, names: Iterable[str]) -> LabelTree:
-        """Return the same tree with names: one a node, or one a class (inner nodes keep their numbers as names)."""
+        """Return the same tree with one name per node, or per class (inner nodes then have their numbers as names)."""
         given = tuple(str(name) for name in names)
         if len(given) == self.n_leaves != self.n_nodes:
             table = [str(v) for v in range(self.n_nodes)]
@@ -221,7 +221,7 @@ class LabelTree:
             given = tuple(table)
         if given and len(given) != self.n_nodes:
             raise ValueError(
-                f"LabelTree: `names` must hold one name a class ({self.n_leaves}) or a node ({self.n_nodes}), "
+                f"LabelTree: `names` must hold one name per class ({self.n_leaves}) or per node ({self.n_nodes}), "
                 f"got {len(given)}."
             )
         return LabelTree(self.parents, given)
@@ -285,7 +285,7 @@ class LabelTree:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Begin and end of each node's leaves in the order of a walk: a node holds another if its span does."""
+        """The begin and end of each node's leaves in the order of a walk: a node contains another if its span does."""
         begin, end, count = [0] * self.n_nodes, [0] * self.n_nodes, 0
         for v in self._order:
             begin[v] = count
@@ -320,10 +320,10 @@ class LabelTree:
         .. math:: P(V) = \sum_{l \in V} p_l \quad \text{(sum)}, \qquad
             P(V) = 1 - \prod_{l \in V} (1 - p_l) \quad \text{(negation)}
 
-        The sum rule is for one label a row. The negation rule takes labels for independent, so it is too high where
-        labels come together. With `recalibrate` all nodes are divided by P(root), which then is 1 exactly; for a row
-        where every label is unlikely this inflates tiny numbers, so leave it out where rows without labels matter.
-        Towards the root P never decreases, in floating point too.
+        The sum rule is for one label per row. The negation rule assumes that labels are independent, so it is too high
+        where labels occur together. With `recalibrate` all nodes are divided by P(root), which then is exactly 1. In a
+        row where every label is unlikely this inflates tiny numbers, so turn it off where rows without labels matter.
+        P never decreases towards the root, not even by rounding.
 
         Args:
             p: Probabilities of the classes, shape ``(..., n_classes)``.
@@ -380,7 +380,7 @@ class LabelTree:
         p = _check.logits(op, p, name)
         if p.shape[-1] != self.n_leaves:
             raise ValueError(
-                f"{op}: `{name}` must have {self.n_leaves} classes in its last dimension, one a leaf of the tree, "
+                f"{op}: `{name}` must have {self.n_leaves} classes in its last dimension, one per leaf of the tree, "
                 f"got shape {tuple(p.shape)}."
             )
         return p.to(_check.work_dtype(p))
@@ -409,8 +409,8 @@ class LabelTree:
 
         .. math:: m(H \to H') = \frac{1}{|H|} \sum_{Y \in H} \max_{Z \in H'} \frac{|Y \cap Z|}{|Y \cup Z|}
 
-        over the inner nodes of both, as sets of classes. It is 1 if every inner node has its equal there; it is not
-        symmetric. Classes are matched by name if both trees have the same class names, else by number.
+        over the inner nodes of both, as sets of classes. It is 1 if every inner node has an equal one there, and it is
+        not symmetric. Classes are matched by name if both trees have the same class names, else by number.
 
         Args:
             other: A tree with as many classes.

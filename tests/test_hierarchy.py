@@ -281,9 +281,9 @@ def test_deep_trees_do_not_recurse():
         (
             lambda: LabelTree.from_parents([1, -1], names="abc"),
             ValueError,
-            r"one name a class \(1\) or a node \(2\), got 3",
+            r"one name per class \(1\) or per node \(2\), got 3",
         ),
-        (lambda: LabelTree((1, -1), ("a",)), ValueError, r"`names` must hold one name a node \(2\), got 1"),
+        (lambda: LabelTree((1, -1), ("a",)), ValueError, r"`names` must hold one name per node \(2\), got 1"),
         (lambda: LabelTree.from_dict({}), TypeError, "`nested` must be a dictionary with at least one name"),
         (
             lambda: LabelTree.from_dict({"a": {"b": 3}}),

@@ -23,10 +23,10 @@ def decode_graph(
 ) -> Decoded:
     r"""Choose the `k` best relations (subject, object, predicate) of each image.
 
-    Constrained, a pair has one relation: its best predicate, and pairs are ranked by it. Unconstrained, all
-    predicates of all pairs are ranked together. A relation scores its predicate's score times the scores of its two
-    objects. Ties go to the pair that stands first, then to the lowest predicate. The two ways give very different
-    recall and must not be mixed in one table.
+    If constrained, a pair has one relation, its best predicate, and pairs are ranked by it. If unconstrained, all
+    predicates of all pairs are ranked together. The score of a relation is that of its predicate times the scores of
+    its two objects. Ties go to the first pair, then to the lowest predicate. The two ways give very different recall
+    and must not be mixed in one table.
 
     Args:
         scores: Scores of the predicates of each pair, probabilities if `object_scores` are given. Shape
@@ -35,11 +35,11 @@ def decode_graph(
         pairs: Subject and object of each pair, integers, shape ``(..., n_pairs, 2)`` (it may lack batch dimensions).
             They are returned as they are, so box numbers may count within the image or over all images. A pair with
             -1 is padding, and never chosen.
-        k: The number of relations an image.
-        constrained: One predicate a pair, or any number.
+        k: The number of relations per image.
+        constrained: Whether a pair has one predicate, or any number.
         ptr: For images of different sizes: image i has the pairs from ``ptr[i]`` up to ``ptr[i + 1]``, so shape
             ``(n_images + 1,)``, from 0 to the number of pairs.
-        object_scores: A score for each object, shape ``(n_objects,)``, looked up by the numbers in `pairs`.
+        object_scores: One score per object, shape ``(n_objects,)``, looked up by the numbers in `pairs`.
         background: The column that means "no relation", never chosen; predicates keep their column's number.
         mask: Boolean, True where a relation may be chosen; broadcasts to `scores` (use ``mask[:, None]`` for pairs).
 
@@ -85,7 +85,7 @@ def decode_graph(
 
 
 def _ranked(x: Tensor, triplets: Tensor, image: Tensor, n_images: int, width: int) -> tuple[Tensor, Tensor]:
-    """Rank the candidates of each image, which stand image by image, and keep the first `width`."""
+    """Rank the candidates of each image, which are in the order of the images, and keep the first `width`."""
     order = x.detach().argsort(descending=True, stable=True)
     order = order[image[order].argsort(stable=True)]
     x, triplets, image = x[order], triplets[order], image[order]

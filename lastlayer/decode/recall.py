@@ -20,9 +20,9 @@ def tune_recall(scores: Tensor, target: Target, recall: float = 0.9) -> Tensor:
     one threshold for all classes allows; a better model makes them smaller.
 
     The promise is about an average over rows, not about each row or each class, and about rows that have a label. It
-    is about labels that are written down: where labels are missing at random, each with the same probability, the
-    expected recall of all labels of a row is that of the written ones; where the labels that are hard to find are also
-    written down less often, it is lower.
+    is about recorded labels: if labels are missing at random, each with the same probability, the expected recall of
+    all labels of a row is that of the recorded ones; if labels that are hard to find are also recorded less often, it
+    is lower.
 
     Args:
         scores: Held-out scores, shape ``(..., n_classes)``, such as :func:`decode_threshold` will get.

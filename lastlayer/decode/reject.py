@@ -27,11 +27,11 @@ def decode_reject(
     mask: Tensor | None = None,
     shard: ClassShard | None = None,
 ) -> Decoded:
-    r"""Choose the `k` best classes of a row, or none where the row looks like nothing known.
+    r"""Choose the `k` best classes of a row, or none where the row resembles no known class.
 
-    A row is rejected if what speaks for it is below the threshold: the largest score (``"confidence"``), or
-    `values`, a log-density of the row (``"log_density"``); or, for ``"distance"``, if its distance is above the
-    threshold. Without `values`, the distance is the largest score with its sign turned, as for scores that are
+    A row is rejected if its evidence is below the threshold: the largest score (``"confidence"``) or a log-density
+    (``"log_density"``). For ``"distance"`` it is rejected if its distance is above the threshold. Log-densities and
+    distances are given as `values`. Without them, the distance is minus the largest score, which suits scores that are
     negative distances to prototypes, and the log-density is :math:`\log\sum_i e^{s_i}`, that of the logits up to a
     constant. A row at the threshold is kept; a row whose evidence is nan is rejected.
 
@@ -40,14 +40,14 @@ def decode_reject(
         threshold: A number, or a tensor that broadcasts to the batch shape; see :func:`tune_reject`.
         k: The number of classes of a row that is kept, as in :func:`decode_top_k`.
         by: ``"confidence"``, ``"distance"`` or ``"log_density"``.
-        values: The evidence of each row, of the batch shape, where it is not computed from the scores.
+        values: The evidence of each row, of the batch shape, if it is not to be computed from the scores.
         at_most: As in :func:`decode_top_k`.
         mask: Boolean, True where a class may be chosen, and counts as evidence.
         shard: This rank's slice, when the classes are split over processes, as in :func:`decode_top_k`; the evidence
             is that of the classes of all ranks.
 
     Returns:
-        Lists as from :func:`decode_top_k`; those of rejected rows hold nothing but -1.
+        Lists as from :func:`decode_top_k`; those of rejected rows hold only -1.
 
     Example:
         >>> decode_reject(torch.tensor([[0.9, 0.1], [0.5, 0.5]]), 0.6).index
@@ -57,9 +57,9 @@ def decode_reject(
     op = "decode_reject"
     scores = _check.logits(op, scores, "scores")
     found = decode_top_k(scores, k, at_most=at_most, mask=mask, shard=shard)
-    speaks = _evidence(op, scores, by, values, mask, shard)
-    level = _level(op, threshold, speaks)
-    kept = (speaks >= (-level if by == "distance" else level)).unsqueeze(-1)
+    evidence = _evidence(op, scores, by, values, mask, shard)
+    level = _level(op, threshold, evidence)
+    kept = (evidence >= (-level if by == "distance" else level)).unsqueeze(-1)
     return Decoded(torch.where(kept, found.index, -1), torch.where(kept, found.score, -torch.inf))
 
 
@@ -74,8 +74,8 @@ def tune_reject(
 ) -> Tensor:
     """Choose the threshold at which :func:`decode_reject` rejects a wanted share of held-out rows.
 
-    Give rows that should be kept and the share one can do without, say 0.05. The share is never exceeded: equal
-    values at the border are all kept.
+    Give rows that should be kept, and the share of them that may be lost, such as 0.05. The share is never exceeded:
+    equal values at the border are all kept.
 
     Args:
         scores: Held-out scores, shape ``(..., n_classes)``, at least one row.
@@ -96,10 +96,10 @@ def tune_reject(
     op = "tune_reject"
     scores = _check.logits(op, scores, "scores")
     rate = _check.number(op, "rate", rate, 0, 1)
-    speaks = _evidence(op, scores, by, values, mask, shard).flatten()
-    if speaks.numel() == 0:
+    evidence = _evidence(op, scores, by, values, mask, shard).flatten()
+    if evidence.numel() == 0:
         raise ValueError(f"{op}: `scores` must hold at least one row, got shape {tuple(scores.shape)}.")
-    rows = torch.where(speaks.isnan(), -torch.inf, speaks).sort().values
+    rows = torch.where(evidence.isnan(), -torch.inf, evidence).sort().values
     n_rejected = math.floor(rate * len(rows) + 1e-9)
     level = rows[n_rejected] if n_rejected < len(rows) else rows.new_full((), torch.inf)
     return -level if by == "distance" else level
@@ -108,13 +108,13 @@ def tune_reject(
 def _evidence(
     op: str, scores: Tensor, by: Evidence, values: Tensor | None, mask: Tensor | None, shard: ClassShard | None
 ) -> Tensor:
-    """What speaks for each row: the higher, the more it is like what is known."""
+    """Return the evidence of each row: the higher, the more the row resembles a known class."""
     _check.choice(op, "by", by, ("confidence", "distance", "log_density"))
     if values is not None:
         values = values if isinstance(values, Tensor) and values.ndim == 0 else _check.logits(op, values, "values")
         if values.shape != scores.shape[:-1]:
             raise ValueError(
-                f"{op}: `values` must hold one number a row, shape {tuple(scores.shape[:-1])}, "
+                f"{op}: `values` must hold one number per row, shape {tuple(scores.shape[:-1])}, "
                 f"got shape {tuple(values.shape)}."
             )
         values = values.detach()
@@ -128,14 +128,14 @@ def _evidence(
     return peak.squeeze(-1)
 
 
-def _level(op: str, threshold: float | Tensor, speaks: Tensor) -> Tensor:
+def _level(op: str, threshold: float | Tensor, evidence: Tensor) -> Tensor:
     if not isinstance(threshold, Tensor):
-        return torch.full_like(speaks, _check.number(op, "threshold", threshold))
+        return torch.full_like(evidence, _check.number(op, "threshold", threshold))
     try:
-        return threshold.detach().to(speaks.device).expand(speaks.shape)
+        return threshold.detach().to(evidence.device).expand(evidence.shape)
     except RuntimeError:
         raise ValueError(
-            f"{op}: `threshold` must broadcast to the batch shape {tuple(speaks.shape)}, "
+            f"{op}: `threshold` must broadcast to the batch shape {tuple(evidence.shape)}, "
             f"got shape {tuple(threshold.shape)}."
         ) from None
 

@@ -31,16 +31,17 @@ def decode_threshold(
 
     Args:
         scores: Shape ``(..., n_classes)``. ``-inf`` and nan are never chosen.
-        threshold: One number, or a tensor that broadcasts to `scores`, such as one a class from
+        threshold: One number, or a tensor that broadcasts to `scores`, such as one per class from
             :func:`tune_thresholds`. A score equal to it is not above it.
-        at_most: The most classes a row. The lists then have this width; without it they have that of the longest,
-            which a GPU must be waited for.
-        at_least: The fewest classes a row, as far as the row has that many to choose from.
+        at_most: The largest number of classes per row, which is then the width of the lists. Without it the width is
+            that of the longest list, for which a GPU must be waited for.
+        at_least: The smallest number of classes per row, as far as the row has that many to choose from.
         mask: Boolean, True where a class may be chosen; broadcasts to the shape of `scores`.
-        shard: This rank's slice, when the classes are split over processes; a threshold a class is this rank's.
+        shard: This rank's slice, when the classes are split over processes; thresholds per class are its own.
 
     Returns:
-        Indices of shape ``(..., width)``, int64, -1 where a row has no more; scores likewise, ``-inf`` there.
+        Indices of shape ``(..., width)``, int64, -1 where a row has no more; scores of the same shape, ``-inf``
+        there.
 
     Example:
         >>> decode_threshold(torch.tensor([[0.6, 0.1, 0.9], [0.4, 0.3, 0.2]]), at_least=1)
@@ -84,7 +85,7 @@ def _levels(op: str, threshold: float | Tensor, x: Tensor) -> float | Tensor:
     if not fits:
         raise ValueError(
             f"{op}: `threshold` must broadcast to the shape of `scores`, {tuple(x.shape)}, "
-            f"got shape {tuple(threshold.shape)}. Give one number, or one a class."
+            f"got shape {tuple(threshold.shape)}. Give one number, or one per class."
         )
     return threshold.detach().to(x.device)
 
@@ -95,17 +96,18 @@ def tune_thresholds(
     *,
     objective: Literal["f1", "precision", "recall"] = "f1",
     value: float | None = None,
-    per: Literal["label", "all"] = "label",
+    per: Literal["class", "all"] = "class",
     shard: ClassShard | None = None,
 ) -> Tensor:
     """Choose thresholds for :func:`decode_threshold` on held-out data.
 
-    ``"f1"`` takes the threshold of the highest F1, of several the highest threshold. ``"precision"`` takes the lowest
-    threshold whose precision is at least `value` (so the most recall), ``"recall"`` the highest threshold whose
-    recall is at least `value` (so the most precision). A threshold is put midway between two scores of the data.
+    ``"f1"`` takes the threshold with the highest F1, and the highest one if there are several. ``"precision"`` takes
+    the lowest threshold whose precision is at least `value`, which gives the highest recall. ``"recall"`` takes the
+    highest threshold whose recall is at least `value`, which gives the highest precision. A threshold is midway between
+    two scores of the data.
 
-    Where no threshold reaches the precision, and for a class without a label in the data, the threshold is the
-    highest score of the data: nothing there is above it. A class of which nothing is known gets infinity.
+    Where no threshold reaches the precision, and for a class without a label in the data, the threshold is the highest
+    score of the data, so that no row of the data exceeds it. A class without any known entry gets infinity.
 
     Args:
         scores: Held-out scores, shape ``(..., n_classes)``, such as :func:`decode_threshold` will get. A nan counts
@@ -113,7 +115,7 @@ def tune_thresholds(
         target: In any of the three forms; unknown labels (-1) are left out.
         objective: ``"f1"``, ``"precision"`` or ``"recall"``.
         value: The precision or recall wanted, 0 to 1.
-        per: ``"label"``, a threshold for each class; ``"all"``, one for all.
+        per: ``"class"`` for one threshold per class, ``"all"`` for one threshold for all.
         shard: This rank's slice, when the classes are split over processes; the thresholds are those of its classes.
 
     Returns:
@@ -127,12 +129,12 @@ def tune_thresholds(
     op = "tune_thresholds"
     scores = _check.logits(op, scores, "scores").detach()
     _check.choice(op, "objective", objective, ("f1", "precision", "recall"))
-    _check.choice(op, "per", per, ("label", "all"))
+    per = _check.choice(op, "per", per, ("class", "all"), {"label": "class"})  # "label" in 0.1
     if (value is None) != (objective == "f1"):
         rule = "must be given" if value is None else "must be left out"
         raise ValueError(f'{op}: `value` {rule} for objective="{objective}", got {value}.')
     if shard is not None and per == "all":
-        raise ValueError(f'{op}: `per` must be "label" with `shard`, got "all": one threshold needs all classes.')
+        raise ValueError(f'{op}: `per` must be "class" with `shard`, got "all": one threshold needs all classes.')
     wanted = 0.0 if value is None else _check.number(op, "value", value, 0, 1)
     labels = _check.target(op, target, scores, shard)
     known, hit = labels.known(), labels.positive()

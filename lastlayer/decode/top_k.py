@@ -14,9 +14,9 @@ from lastlayer.shard import ClassShard, local_part, unwrap
 
 
 class Decoded(NamedTuple):
-    """Label sets as lists: what was chosen, -1 where a list has ended, and its scores, ``-inf`` there."""
+    """Label sets as lists: the chosen classes, -1 after the end of a list, and their scores, ``-inf`` there."""
 
-    index: Tensor  # type: ignore[assignment]  # over tuple.index, which nobody needs here
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which has no use here
     score: Tensor
 
 
@@ -30,23 +30,24 @@ def decode_top_k(
 ) -> Decoded:
     r"""Choose the `k` best classes of each row.
 
-    The best come first; of equal scores the lowest index comes first, and is the one kept where `k` cuts a tie.
-    ``"auto"`` takes as many as the probabilities of the row add up to, rounded (a half to the even number, as Python
-    does): it suits probabilities whose sum is a count, those of `lml` or of independent labels, and not logits. A
-    tensor holds one `k` a row, e.g. predicted counts, and is rounded likewise; below 0 (or nan) it counts as 0.
+    The best come first. Of equal scores the lowest index comes first, and is kept where `k` cuts a tie. With
+    ``"auto"`` the number of classes is the sum of the probabilities of the row, rounded (a half to the even number, as
+    in Python). This suits probabilities whose sum is a count, such as those of `lml` or of independent labels; it does
+    not suit logits. A tensor holds one `k` per row, such as predicted counts, and is rounded in the same way; numbers
+    below 0 and nan count as 0.
 
     Args:
         scores: Shape ``(..., n_classes)``. ``-inf`` and nan are never chosen.
         k: A whole number; a tensor that broadcasts to the batch shape; or ``"auto"``.
-        at_most: Limits a `k` that varies by row. The lists then have this width; without it they have that of the
-            longest, which a GPU must be waited for.
+        at_most: Limits a `k` that varies by row, and is then the width of the lists. Without it the width is that of
+            the longest list, for which a GPU must be waited for.
         mask: Boolean, True where a class may be chosen; broadcasts to the shape of `scores`.
         shard: This rank's slice, when the classes are split over processes. Every rank gets the same lists, of
             classes of all ranks; their scores then have no gradient.
 
     Returns:
-        Indices of shape ``(..., width)``, int64, -1 where a row has no more; scores likewise, ``-inf`` there. The
-        width is `k` if that is a number, also above ``n_classes``.
+        Indices of shape ``(..., width)``, int64, -1 where a row has no more; scores of the same shape, ``-inf``
+        there. The width is `k` if that is a number, even above ``n_classes``.
 
     Example:
         >>> decode_top_k(torch.tensor([[0.1, 0.9, 0.9], [0.2, 0.7, 0.1]]), 2).index
@@ -69,7 +70,7 @@ def decode_top_k(
 
 
 def longest(op: str, counts: Tensor, at_most: int | None) -> int:
-    """The width of lists of the given lengths."""
+    """Return the width of lists of the given lengths."""
     if at_most is not None:
         return at_most
     if not _ranked.readable(counts):
@@ -81,13 +82,13 @@ def longest(op: str, counts: Tensor, at_most: int | None) -> int:
 
 
 def _counts(op: str, k: float | Tensor | str, x: Tensor, part: ClassShard | None) -> int | Tensor:
-    """The size of each list: a number for all, or a tensor of the batch shape."""
+    """Return the size of each list: a number for all, or a tensor of the batch shape."""
     if isinstance(k, str):
         _check.choice(op, "k", k, ("auto",))
         values = torch.where(x > -torch.inf, x, 0).to(_check.work_dtype(x))
         k = shard.reduce(values, "sum", part).squeeze(-1)
     if not isinstance(k, Tensor):
-        return whole(op, "k", k)  # type: ignore[arg-type]  # not a word any more
+        return whole(op, "k", k)  # type: ignore[arg-type]  # no longer a word
     n = _all_classes(x, part)
     k = _check.cardinality(op, k.detach(), x, part).squeeze(-1)
     return k.nan_to_num(0).round().clamp(0, n).long()
@@ -110,7 +111,7 @@ def whole(op: str, name: str, value: float) -> int:
 
 
 def usable(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """The scores without gradient, ``-inf`` where the mask rules a class out."""
+    """Return the scores without gradient, ``-inf`` where the mask rules a class out."""
     x = scores.detach()
     return x if mask is None else torch.where(mask, x, -torch.inf)
 
@@ -127,7 +128,7 @@ def choose(x: Tensor, scores: Tensor, width: int, part: ClassShard | None = None
 
 
 def _at(scores: Tensor, index: Tensor) -> Tensor:
-    """The scores at the given places, ``-inf`` where there is none."""
+    """Return the scores at the given places, ``-inf`` where there is none."""
     if scores.shape[-1] == 0:
         return torch.full(index.shape, -torch.inf, dtype=scores.dtype, device=scores.device)
     return torch.where(index >= 0, scores.gather(-1, index.clamp(min=0)), -torch.inf)

@@ -40,14 +40,15 @@ def decode_tree(
     Remaining ties go to the deeper node, then to the lowest number.
 
     Args:
-        probabilities: Of the classes, shape ``(..., n_classes)``: they are put on the nodes by `rule`, with
-            re-calibration. Or of the nodes, shape ``(..., n_nodes)``, from :meth:`LabelTree.probabilities`.
+        probabilities: Probabilities of the classes, shape ``(..., n_classes)``, from which those of the nodes are
+            computed by `rule`, with re-calibration; or probabilities of the nodes, shape ``(..., n_nodes)``, from
+            :meth:`LabelTree.probabilities`.
         tree: The tree.
         method: ``"max_rew"``, ``"maxk_rew"`` or ``"darts"``.
-        theta: The least probability of a node, 0 to 1.
-        k: The most nodes a row for ``"maxk_rew"``.
+        theta: The lowest probability of a node, 0 to 1.
+        k: The largest number of nodes per row for ``"maxk_rew"``.
         lamb: The multiplier of ``"darts"``, at least 0; the larger, the safer. Infinity is allowed.
-        rule: ``"sum"`` for one label a row, ``"negation"`` for several.
+        rule: ``"sum"`` for one label per row, ``"negation"`` for several.
 
     Returns:
         Numbers of nodes, shape ``(..., k)``, the most specific first, -1 where there is none; and their
@@ -82,15 +83,15 @@ def tune_darts(
 ) -> float:
     """Find the multiplier at which ``decode_tree(method="darts")`` is right often enough on held-out data.
 
-    A row is right if a label of it is under the chosen node. Accuracy rises with the multiplier, in expectation;
-    bisection finds where it passes `accuracy`, to about a millionth. The result reaches it, and on a small sample a
-    smaller one may too. If none does, which takes wrong probabilities of exactly 1, the result is infinity.
+    A row is right if one of its labels is under the chosen node. In expectation, accuracy rises with the multiplier;
+    bisection finds where it passes `accuracy`, to about a millionth. The result reaches `accuracy`; on a small sample a
+    smaller one may reach it too. If none does, because wrong probabilities are exactly 1, the result is infinity.
 
     Args:
         probabilities: Held-out, as for :func:`decode_tree`.
         target: The classes, in any of the three forms. Rows without a label are left out.
         tree: The tree.
-        accuracy: The share of right rows wanted, 0 to 1.
+        accuracy: The wanted share of right rows, 0 to 1.
         rule: As for :func:`decode_tree`.
 
     Returns:
@@ -147,7 +148,7 @@ def _node_probabilities(op: str, probabilities: Tensor, tree: LabelTree, rule: R
 
 
 def _order(tree: LabelTree, device: torch.device) -> Tensor:
-    """Nodes from the most specific, deeper ones first among those of a size: the order in which ties are settled."""
+    """Return the nodes, the most specific first and deeper ones first among those of one size: ties go to the first."""
     order = sorted(range(tree.n_nodes), key=lambda v: (tree.sizes[v], -tree.depth[v], v))
     return torch.tensor(order, device=device)
 
@@ -176,7 +177,7 @@ def _most_specific(p: Tensor, tree: LabelTree, theta: float, width: int) -> Tens
         place = torch.where(among, p, -torch.inf).argmax(-1, keepdim=True)
         found = free.any(-1, keepdim=True)
         chosen.append(torch.where(found, order[place], -1))
-        free = free & ~(found & (begin <= begin[place]) & (end >= end[place]))  # it and all that hold it
+        free = free & ~(found & (begin <= begin[place]) & (end >= end[place]))  # the node and all nodes that contain it
     if not chosen:
         return torch.empty((*p.shape[:-1], 0), dtype=torch.long, device=p.device)
     return torch.cat(chosen, -1)

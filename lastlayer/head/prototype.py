@@ -21,7 +21,7 @@ class PrototypeHead(nn.Module):
     .. math:: p_k = \mathrm{softmax}(-d)_k, \quad d_k = \|w_k - f\|^2 / s_k
               \qquad \text{or, multi-label,} \qquad p_k = \sigma(d_k^- - d_k^+)
 
-    In place of the last linear layer. After training, classes that are confused have prototypes near each other, so
+    It replaces the last linear layer. After training, classes that are confused have prototypes near each other, so
     that the tree :meth:`LabelTree.from_prototypes <lastlayer.LabelTree.from_prototypes>` groups them. With
     ``multilabel=True`` each class has two prototypes, of presence and of absence. Use no weight decay on this layer.
 
@@ -29,7 +29,7 @@ class PrototypeHead(nn.Module):
         in_features: The size of a feature vector.
         n_classes: The number of classes.
         multilabel: Whether a row may have any number of labels.
-        width: The widths :math:`s`, a positive number or a tensor of one per class; not trained.
+        width: The widths :math:`s`: a positive number, or a tensor with one per class; not trained.
 
     Attributes:
         weight: The prototypes (of presence), shape ``(n_classes, in_features)``; at first normal, of deviation 0.005.
@@ -92,7 +92,7 @@ class PrototypeHead(nn.Module):
         return logits.sigmoid() if self.multilabel else logits.softmax(-1)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any) -> None:
-        if f"{prefix}gamma" in state_dict:  # what the widths were called in 0.1
+        if f"{prefix}gamma" in state_dict:  # the name of the widths in 0.1
             state_dict[f"{prefix}width"] = state_dict.pop(f"{prefix}gamma")
         super()._load_from_state_dict(state_dict, prefix, *args, **options)
 

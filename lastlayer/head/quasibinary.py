@@ -34,7 +34,7 @@ class QuasibinaryHead(nn.Module):
 
     Attributes:
         log_normalizer: The moving average :math:`\log C`; at first ``log(n_classes)``, its value for zero logits and
-            one label a row. The first batch replaces it.
+            one label per row. The first batch replaces it.
         num_batches_tracked: The number of batches in the average.
 
     Example:
@@ -70,11 +70,11 @@ class QuasibinaryHead(nn.Module):
         sample_weight: Tensor | None = None,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the quasibinary loss, and in training mode take the batch into the moving average.
+        """Return the quasibinary loss, and in training mode include the batch in the moving average.
 
         In evaluation mode the normaliser is the average. A training batch without any label (on any process) has no
-        normaliser: there the loss is the sum of a row's probabilities under the average, whose gradient is what the
-        row would have in a batch with labels; the average is left alone.
+        normaliser: its loss is the sum of the probabilities of a row under the average, with the gradient that the row
+        would have in a batch with labels; the average does not change.
         """
         op = "QuasibinaryHead.loss"
         logits = self(features)
@@ -87,7 +87,9 @@ class QuasibinaryHead(nn.Module):
         log_c, known = batch_log_normalizer(x, labels, live, all_ranks() if self.sync else None, rows)
         self._track(log_c.detach(), known)
         log_q = torch.where(live, x - stored, -torch.inf)
-        silent = (log_q.clamp(max=0).exp() + log_q.clamp(min=0)).sum(-1)  # straight above 1: large logits stay finite
+        silent = (log_q.clamp(max=0).exp() + log_q.clamp(min=0)).sum(
+            -1
+        )  # linear above 1, so that large logits stay finite
         loss = torch.where(known, row_loss(x, labels, live, log_c), silent)
         return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 

@@ -21,7 +21,7 @@ class SphericalHead(nn.Module):
     .. math:: \hat y = \mathrm{sign}(\arg\max s) \odot \mathrm{spherical\_exp}(o)
 
     - ``sphere=1``: an angle as (cos, sin); 2 magnitudes, 4 sign classes.
-    - ``sphere=2``: a direction (x, y, z); 3 magnitudes, 4 sign classes for ``z <= 0``, as of visible surfaces, or 8
+    - ``sphere=2``: a direction (x, y, z); 3 magnitudes, 4 sign classes for ``z <= 0`` as for visible surfaces, or 8
       with ``hemisphere=False``.
     - ``sphere=3``: a rotation as a unit quaternion, real part first; 4 magnitudes, 8 sign classes: ``q`` and ``-q``
       are one rotation, and the one with a positive real part is learned.
@@ -96,7 +96,7 @@ class SphericalHead(nn.Module):
         return _turn(point, -math.pi / 4) if self.rotate else point
 
     def canonical(self, target: Tensor) -> Tensor:
-        """Return the target as it is learned: turned by 45 degrees, or of the two quaternions the one with a >= 0."""
+        """Return the target as it is learned: turned by 45 degrees, or the one of two quaternions with a >= 0."""
         if self.sphere == 3:
             return canonical_quaternion(target)
         return _turn(target, math.pi / 4) if self.rotate else target

@@ -130,7 +130,7 @@ def logsumexp(
     peak = torch.where(some, peak, 0)
     mass = ((torch.where(found, x, peak) - peak) / temperature).exp()
     mass = torch.where(found, mass if weight is None else weight * mass, 0).sum(-1, keepdim=True)
-    # Each rank goes on alike from here, so the gradient of the sum must reach each rank once: total, not reduce.
+    # All ranks continue in the same way, so the gradient of the sum must reach each rank once: total, not reduce.
     mass = total(mass, shard)
     rest = temperature * torch.where(some, mass, 1).log()
     return peak, rest.squeeze(-1), some.squeeze(-1)

@@ -1,4 +1,4 @@
-"""The reciprocal-point loss: a class is what is far from the points of what it is not."""
+"""The reciprocal-point loss: a class is far from the points that stand for everything else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reciprocal_point_loss(
               d_k = \frac1M \sum_i \|f - p_i^k\|^2
 
     The points of a class stand for everything else: the farther from them, the likelier the class. The second term
-    keeps the true class at a learned distance; without it features run away and the points collapse.
+    keeps the true class at a learned distance; without it the features diverge and the points collapse.
 
     Args:
         features: Feature vectors :math:`f`, shape ``(*batch, d)``.

@@ -39,9 +39,9 @@ def spherical_loss(
     Args:
         magnitude_logits: The scores :math:`o`, shape ``(*batch, n)``.
         sign_logits: The scores of the sign classes, shape ``(*batch, 2 ** number of signed coordinates)``.
-        target: Points :math:`y`, shape ``(*batch, n)``, of any length but 0: the direction counts. A row of zeros is
-            unknown, and has no loss.
-        signed: The coordinates whose sign is to be found, all of them by default; the others' signs are given.
+        target: Points :math:`y`, shape ``(*batch, n)``, of any length but 0: only the direction counts. A row of zeros
+            is unknown and has no loss.
+        signed: The coordinates whose sign is predicted, by default all; the signs of the others are known.
         kind: ``"cosine"`` or ``"squares"``.
         sign_weight: The weight :math:`w` of the signs.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
@@ -66,7 +66,7 @@ def spherical_loss(
         )
     if s.shape != (*o.shape[:-1], 2 ** len(signed)):
         raise ValueError(
-            f"{op}: `sign_logits` must have shape {(*o.shape[:-1], 2 ** len(signed))}, a class for each choice of "
+            f"{op}: `sign_logits` must have shape {(*o.shape[:-1], 2 ** len(signed))}, one class per choice of "
             f"{len(signed)} signs, got {tuple(s.shape)}."
         )
     dtype = _check.work_dtype(o)

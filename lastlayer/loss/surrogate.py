@@ -27,7 +27,7 @@ class MetricRefactoring:
     Args:
         comparisons: ``(scores, target) -> c``, differentiable, of any shape; ``c > 0`` is a comparison that holds. A
             comparison of ``+inf`` is settled: it holds, and no anchor changes it. Scores have the shape of the logits.
-        value: ``(bits, target) -> metric`` for boolean `bits` of shape ``(anchors, *c.shape)``, a number an anchor.
+        value: ``(bits, target) -> metric`` for boolean `bits` of shape ``(anchors, *c.shape)``, one number per anchor.
         best: ``(c, target) -> bits`` of the best configuration; ``None``: every comparison holds.
 
     Example:
@@ -49,14 +49,14 @@ class MetricRefactoring:
 
     @classmethod
     def average_precision(cls) -> MetricRefactoring:
-        """The mean over rows of the average precision: each label compared with each class that is none."""
+        """The mean over rows of the average precision: each label is compared with each class that is no label."""
         return cls(_label_against_rest, _average_precision)
 
     @classmethod
     def recall_at_k(cls, k: int | None = None) -> MetricRefactoring:
         """The mean over rows of the share of labels among the `k` highest scores; None: `k` is the number of labels.
 
-        Each label is compared with each class that is none: two labels cannot both be above each other.
+        Each label is compared with each class that is no label: two labels cannot both be above each other.
         """
         if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
             raise ValueError(f"MetricRefactoring.recall_at_k: `k` must be a positive integer or None, got {k!r}.")
@@ -78,17 +78,19 @@ def metric_surrogate_loss(
               u = \sigma(c)
 
     with :math:`c` the comparisons of scores that make up the metric, and :math:`a_i` anchors: configurations of the
-    comparisons, with the true metric :math:`g(a_i)`. Three kinds, drawn anew in each call: the best configuration and
-    some with one bit off it; the current one with one wrong bit put right (one bit off the best if none is wrong); and
-    random ones. The gradient is that of the formula, with the anchors fixed; where `u` is an anchor the value is exact
-    and the gradient 0. The size of the gradient falls with the number of comparisons: tune the learning rate anew.
+    comparisons, with the true metric :math:`g(a_i)`. There are three kinds, drawn in each call: the best configuration
+    and some that differ from it in one bit; the current one with one wrong bit corrected (one bit off the best if none
+    is wrong); and random ones. The gradient is that of the formula with fixed anchors; where `u` is an anchor the value
+    is exact and the gradient 0. The gradient becomes smaller as the comparisons grow in number: tune the learning rate
+    again.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot (-1 is unknown: compared with nothing), one class a row, or index lists padded with -1.
+        target: Multi-hot (-1 is unknown: compared with nothing), one class per row, or index lists padded with -1.
         metric: ``"accuracy"`` (of several labels the lowest class counts), ``"average_precision"``, ``"recall_at_5"``
             for any number, ``"recall_at_k"`` with each row's number of labels as `k`, or a :class:`MetricRefactoring`.
-            All are means over the rows with a label. A class over the batch: pass ``logits.T`` and ``target.T``.
+            All are means over the rows with a label. For the metric of a class over the batch, pass ``logits.T`` and
+            ``target.T``.
         anchors: The number of anchors of each kind.
         generator: The source of randomness; a seeded one repeats the anchors.
         shard: Must be None: the comparisons need all classes of a row on one process.
@@ -146,7 +148,7 @@ def _anchors(c: Tensor, best: Tensor, count: int, generator: torch.Generator | N
 
 
 def _drawn(found: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Return `count` rows, each with one of the places found marked, or none where there is none."""
+    """Return `count` rows, each with one of the places in `found` marked, or none if there is none."""
     rank = found.long().cumsum(0)
     uniform = torch.rand(count, generator=generator, dtype=torch.float64, device=found.device)
     wanted = (uniform * found.sum()).long() + 1
@@ -161,9 +163,9 @@ def _drawn(found: Tensor, count: int, generator: torch.Generator | None) -> Tens
 def _interpolated(c: Tensor, bits: Tensor, value: Tensor) -> Tensor:
     """Return the inverse-distance interpolation at ``sigmoid(c)``: the exact value where that is an anchor."""
     # In float64: near an anchor, where a batch is well fitted, the squares of float32 underflow, and their inverses
-    # overflow in the gradient. The weights count in proportion only: the nearest anchor's is 1.
+    # overflow in the gradient. Only the ratios of the weights matter: that of the nearest anchor is 1.
     wide, chosen = c.double(), bits.double()
-    # (u - a)^2 is (1 - u)^2 or u^2: sums of what is positive, no difference of large numbers.
+    # (u - a)^2 is (1 - u)^2 or u^2: sums of positive terms, no difference of large numbers.
     square = chosen @ (-wide).sigmoid().square() + (1 - chosen) @ wide.sigmoid().square()
     exact = square < 1e-290
     square = torch.where(exact, 1, square)
@@ -179,7 +181,7 @@ def _labels(scores: Tensor, target: Target) -> tuple[Labels, Tensor]:
 
 
 def _against_label(scores: Tensor, target: Target) -> Tensor:
-    """The label's score less each other class's, shape ``(*batch, n)``."""
+    """Return the label's score minus that of each other class, shape ``(*batch, n)``."""
     labels, known = _labels(scores, target)
     here = first_label(labels)
     own = torch.arange(scores.shape[-1], device=scores.device) == here
@@ -195,7 +197,7 @@ def _accuracy(bits: Tensor, target: Target) -> Tensor:
 
 
 def _label_against_rest(scores: Tensor, target: Target) -> Tensor:
-    """Each label's score less that of each class which is none, shape ``(*batch, n, n)``."""
+    """Return each label's score minus that of each class that is no label, shape ``(*batch, n, n)``."""
     labels, known = _labels(scores, target)
     positive = labels.positive()
     rival = known & ~positive & (scores != -torch.inf)
@@ -224,8 +226,8 @@ def _recall(bits: Tensor, target: Target, k: int | None) -> Tensor:
 def _places_of_labels(bits: Tensor, target: Target) -> tuple[Labels, Tensor, Tensor]:
     """Return the labels, i = 1 ... n and v_i, the number of other classes above the i-th of them, in ascending order.
 
-    The i-th label is at place ``i + v_i``, whatever the order of the labels among each other. Beyond the number of
-    labels v is infinite.
+    The i-th label is at place ``i + v_i``, whatever the order among the labels. Beyond the number of labels v is
+    infinite.
     """
     labels = _check.target(_OP, target, bits[0, ..., 0])
     above = torch.where(labels.positive(), (~bits).sum(-1).float(), torch.inf).sort(-1).values
@@ -233,7 +235,7 @@ def _places_of_labels(bits: Tensor, target: Target) -> tuple[Labels, Tensor, Ten
 
 
 def _mean(value: Tensor, has_label: Tensor) -> Tensor:
-    """The mean over the rows with a label, a number an anchor; 0 if there is none."""
+    """Return the mean over the rows with a label, one number per anchor; 0 if there is none."""
     total = torch.where(has_label, value, 0).reshape(len(value), -1).sum(1)
     return total / has_label.sum().clamp(min=1)
 

@@ -33,7 +33,7 @@ def truncated_entropy_loss(
     .. math:: \sum_{y \in Y} \log\Bigl(1 + \sum_{j \in J} e^{x_j - x_y}\Bigr)
 
     with :math:`J` the ``n_classes - k`` classes of the lowest scores that are not labels: the ``k - |Y|`` best rivals
-    may stand beside the labels in the first `k` places at no cost. With one label and ``k = 1`` it is cross-entropy.
+    may be beside the labels in the first `k` places at no cost. With one label and ``k = 1`` it is cross-entropy.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
@@ -46,8 +46,8 @@ def truncated_entropy_loss(
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a label, 0 if there is none.
 
     Returns:
-        The loss, of the dtype of `logits`. A row without a label has loss 0, as has one without rivals in :math:`J`. A
-        label that is ruled out has an infinite loss, if there are rivals.
+        The loss, of the dtype of `logits`. A row without a label, or without rivals in :math:`J`, has loss 0. A label
+        that is ruled out has an infinite loss if there are rivals.
 
     Example:
         >>> logits = torch.tensor([[2.0, 5.0, 1.0, 0.0]])

@@ -12,7 +12,8 @@ from lastlayer import _check
 from lastlayer._check import Target
 from lastlayer.metrics import _ranking, _sums
 
-PerPair = Literal["pair", "class"]
+PerPair = Literal["all", "class"]
+OLD = {"pair": "all"}  # the word for all pairs in 0.1
 Norm = Literal["l1", "l2", "max"]
 
 
@@ -38,7 +39,7 @@ class BinSums(NamedTuple):
 
 
 def reliability_bins(
-    scores: Tensor, target: Target, k: int | None = None, *, n_bins: int = 10, per: PerPair = "pair"
+    scores: Tensor, target: Target, k: int | None = None, *, n_bins: int = 10, per: PerPair = "all"
 ) -> ReliabilityBins:
     r"""Sort pairs of a row and a class into bins by confidence, and compare confidence with accuracy.
 
@@ -55,7 +56,7 @@ def reliability_bins(
             padded with -1. A row without labels takes part: all its pairs are wrong.
         k: Only the `k` best classes of each row make pairs; ``None`` is all of them.
         n_bins: The number of bins.
-        per: ``"pair"`` for one diagram of all pairs, ``"class"`` for one a class.
+        per: ``"all"`` for one diagram of all pairs, ``"class"`` for one per class.
 
     Returns:
         The bins: ``edges, pairs, confidence, accuracy``.
@@ -77,7 +78,7 @@ def label_calibration_error(
     k: int | None = None,
     *,
     n_bins: int = 10,
-    per: PerPair = "pair",
+    per: PerPair = "all",
     norm: Norm = "l1",
 ) -> Tensor:
     r"""Compute the expected calibration error of label probabilities (ECE), of all classes or of each row's `k` best.
@@ -92,7 +93,7 @@ def label_calibration_error(
         target: Multi-hot, one class a row, or index lists, as in :func:`reliability_bins`.
         k: Only the `k` best classes of each row count; ``None`` is all of them.
         n_bins: The number of bins of equal width.
-        per: ``"pair"`` is the error of all pairs in one diagram. ``"class"`` is the classwise error: the mean over
+        per: ``"all"`` is the error of all pairs in one diagram. ``"class"`` is the classwise error: the mean over
             the classes that have a pair, labels or not.
         norm: ``"l1"`` is the formula; ``"l2"`` the root of the mean square; ``"max"`` the largest gap of a bin (MCE).
 
@@ -193,7 +194,7 @@ def _softmax_slope(x: Tensor, labels: _check.Labels, inverse: float) -> tuple[Te
 
 def bin_sums(op: str, scores: Tensor, target: Target, k: Any, n_bins: Any, per: Any) -> BinSums:
     """Check the inputs and return the sums of each bin."""
-    _check.choice(op, "per", per, ("pair", "class"))
+    per = _check.choice(op, "per", per, ("all", "class"), OLD)
     if isinstance(n_bins, bool) or not isinstance(n_bins, int):
         raise TypeError(f"{op}: `n_bins` must be an integer, got {type(n_bins).__name__}.")
     if n_bins < 1:

@@ -398,7 +398,7 @@ class LabelCalibrationError(Stream):
         k: int | None = None,
         *,
         n_bins: int = 10,
-        per: cal.PerPair = "pair",
+        per: cal.PerPair = "all",
         norm: cal.Norm = "l1",
         n_classes: int | None = None,
         **options: Any,
@@ -406,7 +406,7 @@ class LabelCalibrationError(Stream):
         super().__init__(options, k=k, n_bins=n_bins, per=per, norm=norm, n_classes=n_classes)
         op = type(self).__name__
         _check.choice(op, "norm", norm, ("l1", "l2", "max"))
-        _check.choice(op, "per", per, ("pair", "class"))
+        _check.choice(op, "per", per, ("all", "class"), cal.OLD)
         if per == "class" and n_classes is None:
             raise ValueError(f"{op}: `n_classes` must be given with per='class', got None.")
         for name in cal.BinSums._fields:

@@ -64,7 +64,7 @@ def test_ties_at_the_border_are_kept():
         (
             lambda s: decode_reject(s, 0.5, values=torch.zeros(3)),
             ValueError,
-            r"`values` must hold one number a row, shape \(2,\), got shape \(3,\)",
+            r"`values` must hold one number per row, shape \(2,\), got shape \(3,\)",
         ),
         (
             lambda s: decode_reject(s, torch.zeros(3)),

@@ -81,6 +81,7 @@ def test_f1_is_the_best_of_all_cuts(dtype):
     best = max(f1(cut, target.flatten() == 1) for cut in all_cuts(scores.flatten()))
     assert f1(scores.flatten().double() > one.double(), target.flatten() == 1) == pytest.approx(best)
     assert one.shape == ()
+    assert torch.equal(tune_thresholds(scores, target, per="label"), level)  # the word of 0.1
 
 
 @pytest.mark.parametrize("value", [0.0, 0.3, 0.55, 0.9, 1.0])
@@ -138,11 +139,11 @@ def test_target_forms_agree():
         ),
         (lambda s: tune_thresholds(s, s, value=0.5), ValueError, '`value` must be left out for objective="f1"'),
         (lambda s: tune_thresholds(s, s, objective="x"), ValueError, "`objective` must be one of 'f1', 'precision'"),
-        (lambda s: tune_thresholds(s, s, per="row"), ValueError, "`per` must be one of 'label', 'all', got 'row'"),
+        (lambda s: tune_thresholds(s, s, per="row"), ValueError, "`per` must be one of 'class', 'all', got 'row'"),
         (
             lambda s: tune_thresholds(s, s, per="all", shard=ClassShard(0, 3)),
             ValueError,
-            '`per` must be "label" with `shard`, got "all"',
+            '`per` must be "class" with `shard`, got "all"',
         ),
         (
             lambda s: tune_thresholds(s, s, objective="recall", value=2),

@@ -69,6 +69,7 @@ def test_top_k_and_classwise_agree_with_numpy(monkeypatch):
             assert ll.label_calibration_error(scores, form, per="class").item() == pytest.approx(each)
             assert ll.label_calibration_error(scores, form, 4, per="class").item() == pytest.approx(np.mean(both))
             assert ll.label_calibration_error(scores, form).item() == pytest.approx(ece(s.ravel(), t.ravel(), 10))
+            assert ll.label_calibration_error(scores, form, per="pair") == ll.label_calibration_error(scores, form)
 
 
 def test_laws():
@@ -166,7 +167,7 @@ def test_temperature_edges():
     [
         ({"n_bins": 0}, ValueError, "label_calibration_error: `n_bins` must be at least 1, got 0."),
         ({"n_bins": 1.5}, TypeError, "`n_bins` must be an integer, got float."),
-        ({"per": "row"}, ValueError, "`per` must be one of 'pair', 'class', got 'row'."),
+        ({"per": "row"}, ValueError, "`per` must be one of 'all', 'class', got 'row'."),
         ({"norm": "l3"}, ValueError, "`norm` must be one of 'l1', 'l2', 'max', got 'l3'."),
         ({"k": [1, 2]}, TypeError, "`k` must be one number, got list."),
         ({"k": 0}, ValueError, "`k` must be a whole number of at least 1, got 0."),
