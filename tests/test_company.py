@@ -38,8 +38,7 @@ def members(wanted: Callable[[Any], bool]) -> dict[str, Any]:
         for module in pkgutil.iter_modules(package.__path__):
             if not module.name.lstrip("_").startswith("stream"):
                 values = vars(importlib.import_module(f"lastlayer.{room}.{module.name}"))
-                public = {name for name in values if hasattr(ll, name) or name in getattr(package, "__all__", ())}
-                found |= {name: values[name] for name in public if not name.startswith("_") and wanted(values[name])}
+                found |= {name: values[name] for name in package.__all__ if name in values and wanted(values[name])}
     return found
 
 
