@@ -253,6 +253,7 @@ def fit_path(
     found = solve_problems(
         x, problems, costs, settings, Weighting(row_weight, *signs), progress=progress, parallel=parallel, op=op
     )
+    warn_unfinished(found, settings, op)
     back = np.argsort(order, kind="stable")
     return [one.take(back) for one in found]
 
@@ -328,15 +329,18 @@ def solve_problems(
             jobs.append(delayed(_solve)(x, part, costs, settings, Weighting(weighting.row, *signs), None, op))
         parts = list(parallel(jobs))
         found = [LinearWeights.join(step) for step in zip(*parts, strict=True)]
-    late = sum(int((one.passes < 0).sum()) for one in found)
+    return found
+
+
+def warn_unfinished(found: Sequence[LinearWeights], settings: SolverSettings, op: str) -> None:
+    """Warn if the solver ended fits before they were within the tolerance."""
+    late, total = (sum(int(count(one.passes)) for one in found) for count in (lambda p: (p < 0).sum(), len))
     if late:
-        total = problems.labels.n_labels * len(found)
         warnings.warn(
             f"{op}: {late} of {total} fits did not come within the tolerance {settings.tolerance} in "
             f"{settings.max_passes} passes. Scale the features, lower `C`, or raise `max_passes`.",
             stacklevel=4,
         )
-    return found
 
 
 def _shares(work: np.ndarray, count: int) -> list[int]:

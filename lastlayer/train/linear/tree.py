@@ -1,0 +1,500 @@
+"""Label trees: linear classifiers at the nodes of trees of labels, for thousands of labels and more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from lastlayer.train.linear import monotone
+from lastlayer.train.linear.beam import LINKS, FittedTree, search
+from lastlayer.train.linear.rows import LabelRows, check_labels, check_row_weight, check_rows
+from lastlayer.train.linear.shape import TreeShape, cluster, label_vectors
+from lastlayer.train.linear.solver import (
+    Impl,
+    LinearWeights,
+    Loss,
+    Problems,
+    SolverSettings,
+    Weighting,
+    solve_problems,
+    warn_unfinished,
+)
+
+FORMAT = 1
+FEW_ROWS = 5000  # below this many rows every row is held out once for the calibration
+LISTED = 10  # labels of each held-out row that the calibration uses
+NEVER = -25.0  # log-odds of a child that no row reaches
+
+
+def choose_tree(n_labels: int) -> bool:
+    """Whether ``tree="auto"`` takes a label tree: from 4,000 labels on, where flat models get slow and large."""
+    return n_labels >= 4000
+
+
+@dataclass(frozen=True)
+class TreeSettings:
+    """How label trees are built, fitted and searched.
+
+    Args:
+        trees: The number of trees; the scores of a label are averaged over them.
+        leaf: The largest number of labels in a node.
+        branching: About the largest number of children of the nodes above.
+        loss: The loss of the node classifiers, ``"squared_hinge"`` or ``"logistic"``.
+        C: The cost of errors.
+        bias: The constant feature, 0 for none.
+        threshold: Weights smaller than this in size are cut.
+        tolerance: When the solver stops.
+        max_passes: The largest number of passes of the solver.
+        beam: How many nodes are followed at each depth in prediction.
+        calibration: The share of rows that are held out to calibrate the probabilities; all rows are fitted after that.
+            0 leaves the scores as they are.
+        observed: For incomplete labels, the share of the true labels that the rows carry: one number, or one per
+            label. Rows that carry a label then count :math:`2 / p - 1` times (Qaraei et al. 2021).
+        tail: Above 0, rare labels count more: the inverse propensity (Jain et al. 2016) to this power.
+        seed: Of the clusters, the solver and the rows that are held out.
+        threads: The number of threads; None is one per processor.
+        impl: ``"native"``, ``"numpy"`` or ``"auto"``.
+    """
+
+    trees: int = 3
+    leaf: int = 100
+    branching: int = 32
+    loss: Loss = "squared_hinge"
+    C: float = 1.0
+    bias: float = 1.0
+    threshold: float = 0.1
+    tolerance: float = 0.1
+    max_passes: int = 100
+    beam: int = 10
+    calibration: float = 0.2
+    observed: Any = None
+    tail: float = 0.0
+    seed: int = 0
+    threads: int | None = None
+    impl: Impl = "auto"
+
+    def solver(self) -> SolverSettings:
+        """Return the settings of the solver."""
+        return SolverSettings(
+            self.loss, self.bias, self.threshold, self.tolerance, self.max_passes, self.seed, self.threads, self.impl
+        )
+
+    def check(self, op: str) -> None:
+        """Check the fields; the solver's own are checked first."""
+        self.solver().check(op, [self.C])
+        for name, least in (("trees", 1), ("leaf", 2), ("branching", 2), ("beam", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{op}: `{name}` must be at least {least}, got {getattr(self, name)}.")
+        if not 0 <= self.calibration <= 0.5:
+            raise ValueError(f"{op}: `calibration` must be a share of rows from 0 to 0.5, got {self.calibration}.")
+        if not 0 <= self.tail < np.inf:
+            raise ValueError(f"{op}: `tail` must be at least 0 and finite, got {self.tail}. Use 0 for no weights.")
+
+
+@dataclass(frozen=True)
+class LinearTree:
+    """Label trees with their classifiers: :meth:`fit` or :meth:`load` makes one.
+
+    The probability of a label is the product of the node probabilities along its path, averaged over the trees, and
+    calibrated by an increasing map that was fitted on held-out rows.
+
+    Args:
+        trees: The trees.
+        settings: What they were fitted with.
+        n_labels: The number of labels.
+        knots: The calibration: log-odds of scores in the first row, of probabilities in the second.
+        calibration: What the held-out rows showed: ``rows``, ``ece_before`` and ``ece_after`` (of the five best labels,
+            the map fitted on one half of the rows and measured on the other).
+
+    Example:
+        >>> import numpy as np
+        >>> from lastlayer.train.linear import LinearTree, TreeSettings
+        >>> x = np.repeat(np.eye(4, dtype="float32"), 10, axis=0)
+        >>> tree = LinearTree.fit(x, [[i // 10] for i in range(40)], TreeSettings(leaf=2, branching=2))
+        >>> tree.predict_proba(np.eye(4), k=1)[0].ravel().tolist()
+        [0, 1, 2, 3]
+    """
+
+    trees: list[FittedTree]
+    settings: TreeSettings
+    n_labels: int
+    knots: np.ndarray
+    calibration: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def n_features(self) -> int:
+        """The number of features."""
+        return self.trees[0].weights.n_features
+
+    @property
+    def n_weights(self) -> int:
+        """The number of weights that are stored."""
+        return sum(len(tree.weights.values) for tree in self.trees)
+
+    @classmethod
+    def fit(
+        cls,
+        x: Any,
+        y: Any,
+        settings: TreeSettings | None = None,
+        *,
+        hierarchy: Any = None,
+        n_labels: int | None = None,
+        row_weight: Any = None,
+        groups: Any = None,
+        parallel: Any = None,
+        progress: Callable[[int, int], Any] | None = None,
+    ) -> LinearTree:
+        """Fit label trees.
+
+        The answer is the same for any number of threads and workers. Memory grows with the values in `x`, the labels
+        of the rows times the depth of the tree, and the weights.
+
+        Args:
+            x: Rows, a SciPy sparse matrix or an array, ``(rows, features)``; worked on in float32.
+            y: Labels, as for :func:`fit_linear`.
+            settings: How to fit.
+            hierarchy: A :class:`lastlayer.LabelTree` that is used as it is; its leaves are the labels. There is one
+                tree then.
+            n_labels: The number of labels, where `y` does not tell.
+            row_weight: One number per row; rows with 0 are left out.
+            groups: One value per row. Rows of one group are held out together, so that the calibration is that for
+                rows of new groups.
+            parallel: A ``joblib.Parallel`` whose workers build trees and solve nodes.
+            progress: Called now and then with the classifiers solved and to be solved.
+        """
+        op = "LinearTree.fit"
+        settings = settings or TreeSettings()
+        settings.check(op)
+        x = _rows(op, x)
+        labels = check_labels(op, y, x.shape[0], n_labels)
+        row_weight = check_row_weight(op, row_weight, x.shape[0])
+        if x.shape[0] == 0 or labels.n_labels == 0:
+            raise ValueError(f"{op}: `x` and `y` must have rows and labels, got {x.shape[0]} and {labels.n_labels}.")
+        observed = _observed(op, settings.observed, labels.n_labels)
+        group = _groups(op, groups, x.shape[0])
+        if row_weight is not None and (row_weight == 0).any():
+            kept = np.flatnonzero(row_weight)
+            group = _groups(op, group[kept], len(kept))
+            x, labels, row_weight = x[kept], labels.among(kept, x.shape[0]), row_weight[kept]
+        shapes = _shapes(op, x, labels, settings, hierarchy, parallel)
+        held = _held_out(group, settings)
+        report = _Progress(progress, sum(len(shape.child) for shape in shapes) * (len(held) + 1))
+        fitter = _Fitter(settings, observed, parallel, report)
+        scores, hits = [], []
+        for out in held:
+            kept = np.setdiff1d(np.arange(x.shape[0]), out)
+            weight = None if row_weight is None else row_weight[kept]
+            trees = fitter.fit(x[kept], labels.among(kept, x.shape[0]), weight, shapes)
+            score, hit = _score_held_out(trees, x[out], labels.among(out, x.shape[0]), settings)
+            scores.append(score)
+            hits.append(hit)
+        knots, found = _calibrate(scores, hits)
+        return cls(fitter.fit(x, labels, row_weight, shapes), settings, labels.n_labels, knots, found)
+
+    def predict_proba(
+        self, x: Any, k: int = 5, *, beam: int | None = None, threads: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `k` most probable labels of each row and their probabilities.
+
+        Args:
+            x: Rows with the features of training.
+            k: How many labels.
+            beam: How many nodes are followed at each depth; None is that of the settings.
+            threads: The number of threads; None is that of the settings.
+
+        Returns:
+            Label numbers, ``(rows, k)``, best first, padded with -1, and probabilities, padded with 0.
+        """
+        index, odds = self.decision_function(x, k, beam=beam, threads=threads)
+        return index, (1 / (1 + np.exp(-odds.astype(np.float64)))).astype(np.float32)
+
+    def decision_function(
+        self, x: Any, k: int = 5, *, beam: int | None = None, threads: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what :meth:`predict_proba` does with the log-odds of the probabilities, padded with -inf."""
+        op = "LinearTree.predict"
+        if k < 1:
+            raise ValueError(f"{op}: `k` must be at least 1, got {k}.")
+        if beam is not None and beam < 1:
+            raise ValueError(f"{op}: `beam` must be at least 1, got {beam}.")
+        rows = sp.csr_matrix(_rows(op, x, self.n_features))
+        settings = self.settings
+        index, score = search(
+            self.trees,
+            rows,
+            loss=settings.loss,
+            n_labels=self.n_labels,
+            k=k,
+            beam=beam or settings.beam,
+            threads=threads or settings.threads or 0,
+            impl=settings.impl,
+        )
+        odds = monotone.apply_map(self.knots, monotone.log_odds(score)).astype(np.float32)
+        odds[index < 0] = -np.inf
+        return index, odds
+
+    def probabilities(self, x: Any) -> np.ndarray:
+        """Return the probabilities of all labels, ``(rows, n_labels)``; every node is visited."""
+        index, p = self.predict_proba(x, self.n_labels, beam=max(tree.shape.n_nodes for tree in self.trees))
+        out = np.zeros((len(index), self.n_labels + 1), np.float32)  # the last column takes the padding
+        np.put_along_axis(out, index % (self.n_labels + 1), p, 1)
+        return out[:, :-1]
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tree.safetensors`` and ``tree.json`` into a folder."""
+        from safetensors.numpy import save
+
+        from lastlayer.runs.files import write_atomically
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {"knots": self.knots}
+        settings = asdict(self.settings)
+        if np.ndim(settings["observed"]):
+            tensors["observed"], settings["observed"] = np.asarray(settings["observed"], np.float64), None
+        for number, tree in enumerate(self.trees):
+            arrays = {"child_start": tree.shape.child_start, "child": tree.shape.child}
+            arrays |= {name: getattr(tree.weights, name) for name in _STORED}
+            tensors |= {f"{number}.{name}": np.ascontiguousarray(array) for name, array in arrays.items()}
+        info = {"format": FORMAT, "n_labels": self.n_labels, "n_features": self.n_features, "trees": len(self.trees)}
+        text = json.dumps(info | {"settings": settings, "calibration": self.calibration}, indent=2)
+        write_atomically(folder / "tree.safetensors", save(tensors))
+        write_atomically(folder / "tree.json", text.encode())
+
+    @classmethod
+    def load(cls, folder: str | Path) -> LinearTree:
+        """Read what :meth:`save` wrote."""
+        from safetensors.numpy import load_file
+
+        info = json.loads((Path(folder) / "tree.json").read_text(encoding="utf-8"))
+        if info["format"] != FORMAT:
+            raise ValueError(f"LinearTree.load: `format` must be {FORMAT}, got {info['format']}. Update lastlayer.")
+        tensors = load_file(Path(folder) / "tree.safetensors")
+        settings = TreeSettings(**info["settings"])
+        if "observed" in tensors:
+            settings = replace(settings, observed=tensors["observed"])
+        trees = []
+        for number in range(info["trees"]):
+            arrays = {name: tensors[f"{number}.{name}"] for name in ("child_start", "child", *_STORED)}
+            shape = TreeShape(arrays.pop("child_start"), arrays.pop("child"))
+            weights = LinearWeights(**arrays, n_features=info["n_features"], C=settings.C)
+            trees.append(FittedTree(shape, weights))
+        return cls(trees, settings, info["n_labels"], tensors["knots"], info["calibration"])
+
+
+_STORED = ("indptr", "indices", "values", "intercept", "passes")
+
+
+def _rows(op: str, x: Any, n_features: int | None = None) -> Any:
+    """Check the rows, in float32; values that overflow are infinite then, and refused."""
+    if getattr(x, "dtype", None) == np.float64:
+        with np.errstate(over="ignore"):
+            x = x.astype(np.float32)
+    x = check_rows(op, x, n_features)
+    return x if x.dtype == np.float32 else x.astype(np.float32)
+
+
+def _observed(op: str, observed: Any, n_labels: int) -> np.ndarray | None:
+    """Return the share of each label that is observed."""
+    if observed is None:
+        return None
+    share = np.asarray(observed, np.float64)
+    if share.shape not in ((), (n_labels,)):
+        raise ValueError(f"{op}: `observed` must be one number or one per label, {n_labels}, got shape {share.shape}.")
+    if not ((share > 0) & (share <= 1)).all():
+        wrong = share.ravel()[~((share > 0) & (share <= 1)).ravel()][0]
+        raise ValueError(f"{op}: `observed` must be above 0 and at most 1, got {wrong}. Use 1 for complete labels.")
+    return np.broadcast_to(share, (n_labels,))
+
+
+def _shapes(
+    op: str, x: Any, labels: LabelRows, settings: TreeSettings, hierarchy: Any, parallel: Any
+) -> list[TreeShape]:
+    if hierarchy is not None:
+        shape = hierarchy if isinstance(hierarchy, TreeShape) else TreeShape.from_parents(hierarchy.parents)
+        leaves = int((shape.child >= 0).sum())
+        if leaves != labels.n_labels:
+            raise ValueError(
+                f"{op}: `hierarchy` must have one leaf per label, {labels.n_labels}, got {leaves}. "
+                "Name every label in it once."
+            )
+        return [shape]
+    vectors = label_vectors(x, labels)
+    options = [
+        {"leaf": settings.leaf, "branching": settings.branching, "seed": settings.seed + number}
+        for number in range(settings.trees if labels.n_labels > settings.leaf else 1)  # else all trees are the same
+    ]
+    if parallel is None:
+        return [cluster(vectors, **option) for option in options]
+    from joblib import delayed
+
+    return list(parallel(delayed(cluster)(vectors, **option) for option in options))
+
+
+def _groups(op: str, groups: Any, n_rows: int) -> np.ndarray:
+    """Return the number of each row's group; without groups each row is one."""
+    if groups is None:
+        return np.arange(n_rows)
+    if len(groups) != n_rows:
+        raise ValueError(f"{op}: `groups` must have one value per row, {n_rows}, got {len(groups)}.")
+    return np.unique(np.asarray(groups), return_inverse=True)[1].ravel()
+
+
+def _held_out(group: np.ndarray, settings: TreeSettings) -> list[np.ndarray]:
+    """Return the sets of rows that are held out: one, or with few rows so many that each row is in one."""
+    n_rows, sizes = len(group), np.bincount(group)
+    if round(settings.calibration * n_rows) < 2 or len(sizes) < 2:
+        return []
+    order = np.random.default_rng(settings.seed).permutation(len(sizes))
+    before = np.empty(len(sizes), np.int64)  # rows of the groups that come before, in random order
+    before[order] = np.cumsum(sizes[order]) - sizes[order]
+    if n_rows >= FEW_ROWS:
+        return [np.flatnonzero(before[group] < round(settings.calibration * n_rows))]
+    part = before[group] * max(2, round(1 / settings.calibration)) // n_rows
+    return [np.flatnonzero(part == number) for number in np.unique(part)]
+
+
+def _score_held_out(
+    trees: list[FittedTree], x: Any, labels: LabelRows, settings: TreeSettings
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-odds of the best labels of each row, and whether the row carries them; nan where there is none."""
+    index, score = search(
+        trees,
+        sp.csr_matrix(x),
+        loss=settings.loss,
+        n_labels=labels.n_labels,
+        k=min(LISTED, labels.n_labels),
+        beam=settings.beam,
+        threads=settings.threads or 0,
+        impl=settings.impl,
+    )
+    start, carried = labels.by_row(x.shape[0])
+    given = np.repeat(np.arange(x.shape[0]), np.diff(start)) * labels.n_labels + carried
+    hit = np.isin(np.arange(len(index))[:, None] * labels.n_labels + index, given)
+    return np.where(index >= 0, monotone.log_odds(score), np.nan), hit
+
+
+def _calibrate(scores: list[np.ndarray], hits: list[np.ndarray]) -> tuple[np.ndarray, dict[str, float]]:
+    """Return the map, and how well maps of one half of the rows do on the other."""
+    ends = np.array([-monotone.LARGEST, monotone.LARGEST])
+    if not scores:
+        return np.stack([ends, ends]), {}
+    score, hit = np.concatenate(scores), np.concatenate(hits)
+    real = ~np.isnan(score)
+    best = np.broadcast_to(np.arange(score.shape[1]) < 5, score.shape)
+    half = np.broadcast_to(np.arange(len(score))[:, None] % 2 == 0, score.shape)
+    odds = np.zeros(score.shape)
+    for part in (half, ~half):
+        other = real & ~part
+        if other.any():
+            odds[part] = monotone.apply_map(monotone.fit_map(score[other], hit[other]), np.nan_to_num(score[part]))
+    used = real & best
+    before, after = (monotone.calibration_error(1 / (1 + np.exp(-values[used])), hit[used]) for values in (score, odds))
+    found = {"rows": float(len(score)), "ece_before": before, "ece_after": after}
+    return monotone.fit_map(score[real], hit[real]), found
+
+
+class _Progress:
+    """Adds the progress of several calls of the solver."""
+
+    def __init__(self, report: Callable[[int, int], Any] | None, total: int) -> None:
+        self.report, self.total, self.before = report, total, 0
+
+    def __call__(self, done: int, _: int) -> None:
+        if self.report is not None:
+            self.report(self.before + done, self.total)
+
+    def end(self, count: int) -> None:
+        self.before += count
+        self(0, 0)
+
+
+@dataclass(frozen=True)
+class _Fitter:
+    """Fits the classifiers of trees whose shapes are known."""
+
+    settings: TreeSettings
+    observed: np.ndarray | None
+    parallel: Any
+    report: _Progress
+
+    def fit(
+        self, x: Any, labels: LabelRows, row_weight: np.ndarray | None, shapes: list[TreeShape]
+    ) -> list[FittedTree]:
+        """Fit all trees on the given rows."""
+        settings, trees = self.settings, []
+        solver = settings.solver() if self.parallel is None else replace(settings.solver(), threads=1)
+        for shape in shapes:
+            problems = shape.problems(labels, x.shape[0])
+            weighting = Weighting(row_weight, self._positive_weight(shape, problems, labels, x.shape[0]), 1.0)
+            (found,) = solve_problems(
+                x,
+                problems,
+                [settings.C],
+                solver,
+                weighting,
+                progress=self.report,
+                parallel=self.parallel,
+                op="LinearTree.fit",
+            )
+            if (found.passes < 0).mean() > 0.1:
+                warn_unfinished([found], solver, "LinearTree.fit")
+            intercept = _settle(shape, problems, found.intercept, settings.loss)
+            trees.append(FittedTree(shape, replace(found, intercept=intercept)))
+            self.report.end(len(shape.child))
+        return trees
+
+    def _positive_weight(self, shape: TreeShape, problems: Problems, labels: LabelRows, n_rows: int) -> Any:
+        """Return the weight of positive rows for each child: for incomplete labels, and for rare ones."""
+        settings, weight = self.settings, np.ones(len(shape.child))
+        label = shape.child >= 0
+        if self.observed is not None:
+            weight = 2 / np.maximum(_seen(shape, problems, labels, self.observed), 1e-3) - 1
+        if settings.tail:
+            weight[label] *= inverse_propensity(labels.counts(), n_rows)[shape.child[label]] ** settings.tail
+        return weight
+
+
+def inverse_propensity(counts: np.ndarray, n_rows: int) -> np.ndarray:
+    """Return the inverse propensity of each label by its number of rows (Jain et al. 2016, A = 0.55, B = 1.5)."""
+    return 1 + max(np.log(max(n_rows, 1)) - 1, 0) * 2.5**0.55 * (counts + 1.5) ** -0.55
+
+
+def _seen(shape: TreeShape, problems: Problems, labels: LabelRows, observed: np.ndarray) -> np.ndarray:
+    """Return for each child the chance that a row that belongs to it is seen to do so.
+
+    A row belongs to a node by any of its labels there. With m labels on average and the share p of them observed, the
+    chance is about ``1 - (1 - p)^m``.
+    """
+    counts = labels.counts().astype(np.float64)
+    total, shown = np.zeros(len(shape.child)), np.zeros(len(shape.child))  # labels of rows below the child; times p
+    label, place = shape.child >= 0, np.zeros(shape.n_nodes, int)
+    place[~shape.child[~label]] = np.flatnonzero(~label)  # which child each node is
+    total[label], shown[label] = counts[shape.child[label]], (counts * observed)[shape.child[label]]
+    for node in range(shape.n_nodes - 1, 0, -1):  # a node comes before its children
+        children = slice(int(shape.child_start[node]), int(shape.child_start[node + 1]))
+        total[place[node]], shown[place[node]] = total[children].sum(), shown[children].sum()
+    rows = np.maximum(problems.labels.counts(), 1)
+    p = np.where(total > 0, shown / np.maximum(total, 1), 1.0)
+    many = np.where(label, 1.0, np.maximum(total / rows, 1.0))
+    return 1 - (1 - p) ** many
+
+
+def _settle(shape: TreeShape, problems: Problems, intercept: np.ndarray, loss: str) -> np.ndarray:
+    """Set the intercepts of the children whose rows are all alike to what the counts say; they have no weights."""
+    scale, offset = LINKS[loss]
+    owner = shape.owner()
+    assert problems.row_start is not None
+    rows = np.diff(problems.row_start)[owner].astype(np.float64)
+    positive = problems.labels.counts()
+    odds = np.where(positive == 0, NEVER, np.log(rows + 1))
+    odds[(owner > 0) & (np.diff(shape.child_start)[owner] == 1)] = monotone.LARGEST  # an only child has all the rows
+    settled = (odds - offset) / scale
+    return np.where((positive == 0) | (positive == rows), settled, intercept).astype(np.float32)
