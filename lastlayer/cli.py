@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except ModuleNotFoundError as error:
         name = (error.name or str(error)).partition(".")[0]
-        return _fail(f"needs the package {name}. Install it with: pip install 'lastlayer[train,report]'")
+        return _fail(f'needs the package {name}. Install it with: pip install "lastlayer[train,report]"')
     except MemoryError:
         return _fail("not enough memory. Use fewer features (--n-features), or a smaller batch (--batch-size).")
     except (ValueError, OSError, TypeError, RuntimeError) as error:

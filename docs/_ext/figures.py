@@ -1,6 +1,6 @@
 """Draw the figures of the guides from the guides' own code: what is shown is what the page computes.
 
-``python docs/_ext/figures.py [--readme]``: with ``--readme``, also the picture of README.md, which is committed.
+``python docs/_ext/figures.py [--readme]``: with ``--readme``, also the pictures of README.md, which are committed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ def run(page: Path) -> dict[str, Any]:
 
 
 def tags(page: dict[str, Any]) -> Figure:
-    figure, panels = plt.subplots(1, 2, figsize=(8, 3.7), sharey=True)
+    figure = reliability(page, (8, 3.7))
+    figure.suptitle("Tags of unseen texts, all labels known", fontsize=11)
+    return figure
+
+
+def reliability(page: dict[str, Any], size: tuple[float, float]) -> Figure:
+    figure, panels = plt.subplots(1, 2, figsize=size, sharey=True)
     for axes, (name, probability), colour in zip(panels, page["p"].items(), (GREY, BLUE), strict=True):
         bins = ll.metrics.reliability_bins(probability, page["truth"])
         kept = bins.pairs >= 30
@@ -48,7 +54,16 @@ def tags(page: dict[str, Any]) -> Figure:
         axes.plot(bins.confidence[kept], bins.accuracy[kept], "o-", color=colour)
         axes.set(title=name, xlabel="probability", xlim=(0, 1), ylim=(0, 1))
     panels[0].set_ylabel("share that applies")
-    figure.suptitle("Tags of unseen texts, all labels known", fontsize=11)
+    return figure
+
+
+def calibration(page: dict[str, Any]) -> Figure:
+    """The two diagrams of the guide, with the names that users know and the errors that the guide prints."""
+    figure = reliability(page, (6.4, 3.3))
+    for axes, probability, name in zip(figure.axes, page["p"].values(), ("BCE", "lml_loss"), strict=True):
+        error = ll.metrics.label_calibration_error(probability, page["truth"], k=6)
+        recall = ll.recall_at_k(probability, page["truth"], 6)
+        axes.set_title(f"{name}\ncalibration error {error:.2f}, recall at 6 {recall:.2f}", fontsize=10)
     return figure
 
 
@@ -186,3 +201,4 @@ if __name__ == "__main__":
     if "--readme" in sys.argv:
         with plt.rc_context({"svg.hashsalt": "lastlayer", "svg.fonttype": "none", "font.family": "sans-serif"}):
             save(readme(), DOCS / "_static" / "readme" / "projections.svg")
+            save(calibration(run(DOCS / "guides" / "tags.md")), DOCS / "_static" / "readme" / "calibration.svg")
