@@ -107,6 +107,8 @@ def _train(made: argparse.ArgumentParser) -> None:
     made.add_argument("--out", help="run folder; an unfinished run in it is resumed (default: runs/NAME-N)")
     made.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
     made.add_argument("--quiet", action="store_true", help="show no progress")
+    text = "also train a run for each of K folds: means and spreads of the metrics, and scores for `suggest`"
+    made.add_argument("--folds", type=int, default=0, metavar="K", help=text)
     _shard_flag(made)
     text = "with --shard-classes: the number of groups of processes, each with a share of the rows of a batch"
     made.add_argument("--data-parallel", type=int, default=1, metavar="D", help=f"{text} (default: 1)")
@@ -147,6 +149,12 @@ def _predict(made: argparse.ArgumentParser) -> None:
         "lastlayer predict runs/tags-1 new.tsv --threshold 0.5",
         "echo 'a new text' | lastlayer predict runs/tags-1 - --input-format txt",
     )
+
+
+def _suggest(made: argparse.ArgumentParser) -> None:
+    from lastlayer.cli_suggest import fill
+
+    fill(made)
 
 
 def _report(made: argparse.ArgumentParser) -> None:
@@ -200,6 +208,7 @@ COMMANDS = {
     "train": ("train a model on a file of rows with labels", _train),
     "evaluate": ("measure a run on other rows", _evaluate),
     "predict": ("write the labels of rows, best first", _predict),
+    "suggest": ("find labels that are probably missing or wrong", _suggest),
     "report": ("write one HTML page about one run or several", _report),
     "runs": ("list the runs in a folder with their scores", _runs),
     "export": ("write the model of a run for other runtimes", _export),

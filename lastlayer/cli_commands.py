@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,19 @@ def _train(arguments: argparse.Namespace) -> int:
     options |= {"shard_classes": arguments.shard_classes, "data_parallel": arguments.data_parallel}
     if not bar and not arguments.quiet:
         options["say"] = output.epoch_line(config.epochs)
+    if arguments.folds:
+        from lastlayer.train.folds import train_with_folds
+
+        train = partial(
+            train_with_folds, folds=arguments.folds, path=arguments.data, tell=partial(print, file=sys.stderr)
+        )
     found = _in_folder(arguments, arguments.out, lambda out: train(parts, config, out, **options))
     if config.devices > 1 and os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # a copy of this command on another device; the first one writes and prints
     output.metrics(found.metrics(), str(found.path))
     output.summary(found)
+    if arguments.folds:
+        output.folds(found)
     print(f"run: {found.path}")
     print(f"next: lastlayer report {found.path}")
     return 0
@@ -164,6 +173,12 @@ def _predict(arguments: argparse.Namespace) -> int:
     if note := model.features.note(unknown, rows):
         print(note, file=sys.stderr)
     return 0
+
+
+def _suggest(arguments: argparse.Namespace) -> int:
+    from lastlayer.cli_suggest import run as suggest
+
+    return suggest(arguments)
 
 
 def _loaded(arguments: argparse.Namespace) -> Any:
@@ -279,6 +294,7 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
     "evaluate": _evaluate,
     "predict": _predict,
+    "suggest": _suggest,
     "report": _report,
     "runs": _runs,
     "export": _export,

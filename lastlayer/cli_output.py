@@ -109,6 +109,17 @@ def summary(run: Any) -> None:
         print(line)
 
 
+def folds(run: Any) -> None:
+    """Print the means of the metrics over the folds, and their spread."""
+    found = run.read_json("folds.json")
+    names = headline(found["metrics"])
+    cells = []
+    for name in names:
+        mean, deviation = found["metrics"][name]["mean"], found["metrics"][name]["deviation"]
+        cells.append("-" if mean is None else f"{100 * mean:.1f} ± {100 * (deviation or 0):.1f}")
+    _print(f"percent: mean and standard deviation over {found['folds']} folds", ["", *names], [["folds", *cells]])
+
+
 def examples(run: Any, most: int = 3) -> list[str]:
     """Return lines about the first held-out rows: text or name, predicted labels, true labels."""
     from lastlayer.runs.contents import Held

@@ -54,6 +54,11 @@ under a temporary name, flushed to disk and renamed, so a reader finds a whole f
     Only with ``--shard-classes``: the tensors of the sharded labels, as torch.distributed.checkpoint writes them. Its
     index is a pickle, the one exception. It is read when training resumes, and at the end for the weights of the best
     epoch. Resume only runs that you trust; opening a finished run does not read it.
+``folds/1``, ``folds/2``, ..., ``folds.json``, ``out_of_fold.safetensors``
+    Only with ``--folds``: a run for each fold, measured on its rows; ``{"format": 1, "folds", "rows", "metrics": {name:
+    {"mean", "deviation", "values"}}, "data": {"path", "fingerprint", "source"}}``; and the probabilities of each row by
+    the run that has not seen it: ``probability`` (rows, n_labels) float32, or for more than 50 million the best 50 of
+    each row with their labels, ``index`` int64, padded with -1.
 ``done.json``
     Written last: ``{"format": 1, "seconds"}``. A run without it is not finished.
 """
@@ -75,10 +80,11 @@ import numpy as np
 
 from lastlayer.runs.files import RunError, damaged, missing, read_json, read_yaml, to_json, write_atomically
 
-FOLDERS = ("checkpoints", "csv", "tensorboard")
+FOLDERS = ("checkpoints", "csv", "tensorboard", "folds")
 FILES = (
     "environment.json", "data.json", "labels.json", "features.json", "weights.safetensors", "count.safetensors",
     "history.csv", "metrics.json", "predictions.safetensors", "examples.json", "errors.json", "report.html",
+    "folds.json", "out_of_fold.safetensors",
 )  # fmt: skip
 
 

@@ -1,0 +1,215 @@
+"""The command ``lastlayer suggest``: labels that are probably missing or wrong, and a corrected file."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from lastlayer import cli_reading as reading
+
+COLUMNS = ("rank", "row", "id", "label", "kind", "probability", "accept", "text")
+YES, NO = ("1", "x", "y", "yes", "true"), ("", "0", "n", "no", "false")
+
+
+def fill(made: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    made.add_argument("data", metavar="RUN|FILE", help="file of rows with labels, or a run trained with --folds")
+    made.add_argument("--out", metavar="DIR", help="folder to write (default: NAME-suggestions)")
+    made.add_argument("-n", type=int, help="number of suggestions (default: those more probable than not)")
+    kinds = ("both", "missing", "wrong")
+    made.add_argument("--kind", choices=kinds, default="both", help="which to look for (default: both)")
+    text = "share of true labels that are written down (default: estimated)"
+    made.add_argument("--observed", type=float, metavar="R", help=text)
+    made.add_argument("--folds", type=int, default=5, metavar="K", help="folds of the rows of a file (default: 5)")
+    made.add_argument("--seed", type=int, default=0, help="seed of the folds (default: 0)")
+    text = (
+        "write a corrected file: with the suggestions of at least this probability, or with those ticked in this file"
+    )
+    made.add_argument("--accept", metavar="P|FILE", help=text)
+    reading.add_flags(made)
+    made.epilog = "\n".join(
+        (
+            "examples:",
+            "  lastlayer suggest tags.tsv",
+            "  lastlayer suggest tags.tsv --accept 0.9",
+            "  lastlayer suggest tags.tsv --accept tags-suggestions/suggestions.csv   after ticking its column accept",
+            "  lastlayer suggest runs/tags-1 -n 500 --kind missing",
+        )
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from lastlayer.data import DataError
+
+    path, data, scores = _rows(arguments)
+    out = Path(arguments.out or f"{Path(arguments.data).name.split('.')[0] or 'data'}-suggestions")
+    least, ticked = _accept(arguments.accept)
+    if ticked is not None:
+        accepted = _ticked(ticked, data)
+    else:
+        from lastlayer.train import suggest as work
+
+        if scores is None:
+            tell = lambda line: print(line, file=sys.stderr)  # noqa: E731
+            scores = work.out_of_fold(data, folds=arguments.folds, seed=arguments.seed, say=tell)
+        options = {"observed": arguments.observed, "kind": arguments.kind, "n": arguments.n}
+        found = work.suggest(data, scores, **options)
+        lines = _lines(found, data)
+        _write(out, lines, found, data)
+        accepted = [line for line in lines if least is not None and line["probability"] >= least]
+        _tell(found, data, out)
+    if arguments.accept is None:
+        print(
+            f"next: tick the column accept of {out / 'suggestions.csv'}, then run this again with --accept and the file"
+        )
+        return 0
+    from lastlayer.data.rewrite import rewrite
+
+    if path == "-":
+        raise DataError("standard input cannot be read a second time. Save it to a file to correct it.")
+    made = rewrite(path, out / "corrected", data, _changes(accepted))
+    print(f"corrected: {made} ({len(accepted)} labels changed)")
+    return 0
+
+
+def _rows(arguments: argparse.Namespace) -> tuple[str, Any, Any]:
+    """Return the file, its rows, and the out-of-fold scores where a run has them."""
+    from lastlayer.data import DataError, read_parts
+    from lastlayer.runs import RunFolder
+
+    folder = RunFolder(arguments.data)
+    if folder.exists():
+        from lastlayer.runs.folder import finished
+        from lastlayer.train import folds, suggest
+
+        finished(arguments.data)
+        about = folder.read_optional(folds.FILE).get("data") or {}
+        n_rows = folder.read_optional(folds.FILE).get("rows", 0)
+        scores = suggest.OutOfFold.load(folder, n_rows, len(folder.labels()))
+        path = str(about.get("path") or "-")
+        if not Path(path).exists():
+            raise DataError(
+                f"{path}: the rows of the run {folder.path} are not there any more. Give their file instead."
+            )
+        parts = read_parts(path, like=about.get("source"), **reading.asked(arguments))
+        return path, folds.rows_of(folder, parts), scores
+    parts = read_parts(arguments.data, **reading.asked(arguments))
+    data = parts.get("all", parts.get("train"))
+    if data is None:
+        raise DataError(f"{arguments.data}: has no rows to learn from, only the parts {', '.join(parts)}.")
+    reading.tell_about("rows", data)
+    if not len(data.indices):
+        raise DataError(f"{arguments.data}: no row has a label. Name the column of labels (--label-column).")
+    return arguments.data, data, None
+
+
+def _accept(given: str | None) -> tuple[float | None, Path | None]:
+    from lastlayer.cli import UsageError
+
+    if given is None:
+        return None, None
+    try:
+        least = float(given)
+    except ValueError:
+        if not Path(given).is_file():
+            raise UsageError(f"--accept must be a probability or a file of suggestions, got {given!r}.") from None
+        return None, Path(given)
+    if not 0 <= least <= 1:
+        raise UsageError(f"--accept must be a probability from 0 to 1, got {given}.")
+    return least, None
+
+
+def _lines(found: Any, data: Any) -> list[dict[str, Any]]:
+    numbers = data.row_numbers()
+    return [
+        {
+            "rank": rank + 1,
+            "row": int(numbers[one.row]),
+            "id": None if data.ids is None else data.ids[one.row],
+            "label": data.label_names[one.label],
+            "kind": one.kind,
+            "probability": round(one.probability, 6),
+            "text": None if data.texts is None else data.texts[one.row],
+        }
+        for rank, one in enumerate(found)
+    ]
+
+
+def _write(out: Path, lines: list[dict[str, Any]], found: Any, data: Any) -> None:
+    """Write suggestions.csv, suggestions.jsonl and rates.csv."""
+    out.mkdir(parents=True, exist_ok=True)
+    safe = lambda value: reading.harmless(str(value or ""))  # noqa: E731
+    with open(out / "suggestions.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for line in lines:
+            text = " ".join(safe(line["text"])[:500].split())
+            cells = [line["rank"], line["row"], safe(line["id"]), safe(line["label"]), line["kind"]]
+            writer.writerow([*cells, line["probability"], "", text])
+    with open(out / "suggestions.jsonl", "w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    with open(out / "rates.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["label", "rows", "rate"])
+        counts = data.label_counts().tolist()
+        for name, count, rate in zip(data.label_names, counts, found.rates.tolist(), strict=True):
+            writer.writerow([safe(name), count, f"{rate:.3f}"])
+
+
+def _tell(found: Any, data: Any, out: Path) -> None:
+    n_missing = int(found.missing.sum())
+    print(f"{n_missing} labels are probably missing, {len(found) - n_missing} probably wrong, in {len(data)} rows")
+    print(f"labels are written down in about {found.rate:.0%} of the rows that have them")
+    counts = data.label_counts()
+    rates = [(float(found.rates[i]), i) for i in range(data.n_labels) if counts[i] >= 20]
+    for rate, i in sorted(rates)[:3]:
+        print(f"  {data.label_names[i]}: about {rate:.0%}")
+    print(f"suggestions: {out / 'suggestions.csv'}, {out / 'suggestions.jsonl'}; rates: {out / 'rates.csv'}")
+
+
+def _ticked(path: Path, data: Any) -> list[dict[str, Any]]:
+    """Read the suggestions that are ticked, and check that they belong to the rows."""
+    from lastlayer.data import DataError
+
+    numbers = {int(n): i for i, n in enumerate(data.row_numbers())}
+    names = {reading.harmless(name): name for name in data.label_names}
+    out = []
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        table = csv.DictReader(file)
+        if absent := {"row", "label", "kind", "accept"} - set(table.fieldnames or ()):
+            raise DataError(
+                f"{path}: must have the columns row, label, kind and accept; {sorted(absent)[0]} is missing."
+            )
+        for line in table:
+            mark = (line["accept"] or "").strip().lower()
+            if mark not in (*YES, *NO):
+                raise DataError(f"{path}, line {table.line_num}: accept must be yes, no or empty, got {mark!r}.")
+            if mark in NO:
+                continue
+            row, label = (line["row"] or "").strip(), names.get(line["label"])
+            if (
+                not row.isdigit()
+                or int(row) not in numbers
+                or label is None
+                or line["kind"] not in ("missing", "wrong")
+            ):
+                raise DataError(f"{path}, line {table.line_num}: must be a suggestion for these rows and labels.")
+            if (label in data.names(numbers[int(row)])) == (line["kind"] == "missing"):
+                raise DataError(f"{path}, line {table.line_num}: row {row} has changed since. Suggest again.")
+            out.append({"row": int(row), "label": label, "kind": line["kind"]})
+    return out
+
+
+def _changes(accepted: list[dict[str, Any]]) -> dict[int, Any]:
+    from lastlayer.data.rewrite import Change
+
+    sets: dict[int, dict[str, set[str]]] = {}
+    for line in accepted:
+        sets.setdefault(line["row"], {"missing": set(), "wrong": set()})[line["kind"]].add(line["label"])
+    return {row: Change(frozenset(s["missing"]), frozenset(s["wrong"])) for row, s in sets.items()}

@@ -1,0 +1,74 @@
+"""Files written again with other labels: every format, and the characters of what does not change."""
+
+import json
+
+import pytest
+
+from lastlayer.data import DataError, read
+from lastlayer.data.rewrite import Change, rewrite
+
+CHANGES = {0: Change(add=frozenset({"red"}), drop=frozenset({"fruit"})), 2: Change(drop=frozenset({"blue"}))}
+FILES = {
+    "a.tsv": "text\tlabels\nan apple\tfruit,round\na 'tomato\tred\nthe sky\tblue\n",
+    "b.csv": 'id,text,tags\r\n7,"an, apple","fruit; round"\r\n8,"two\nlines",red\r\n9,the sky,blue\r\n',
+    "c.csv": "text,fruit,round,red,blue\nan apple here,1,1,0,0\na tomato here,0,0,1,0\nthe sky here,0,0,0,1\n",
+    "d.jsonl": '{"text": "an apple", "labels": ["fruit", "round"]}\n{"text":"x","labels":["red"]}\n'
+    '{"text": "the sky", "labels": "blue"}\n',
+    "e.json": '[{"text": "an apple", "labels": ["fruit", "round"]}, {"text": "x", "labels": ["red"]},\n'
+    '{"text": "the sky", "labels": ["blue"]}]',
+    "f.txt": "__label__fruit __label__round an apple\n__label__red a tomato\n__label__blue the sky\n",
+    "g.svm": "fruit,round 1:0.5 2:1\nred 1:1\nblue 3:2\n",
+    "h.tsv": "text\tlabels\nan apple\t['fruit', 'round']\na tomato\t['red']\nthe sky\t['blue']\n",
+}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_only_the_labels_change(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(FILES[name].encode())
+    data = read(path)
+    made = rewrite(path, tmp_path / "corrected", data, CHANGES)
+    again = read(made)
+    assert [sorted(again.names(i)) for i in range(3)] == [["red", "round"], ["red"], []]
+    assert again.texts == data.texts
+    if data.features is not None:
+        assert (again.features != data.features).nnz == 0
+    if not name.endswith(".json"):
+        before, after = FILES[name].splitlines(True), made.read_bytes().decode().splitlines(True)
+        assert [line for line in before if "tomato" in line or "two" in line] == [
+            line for line in after if "tomato" in line or "two" in line
+        ]
+
+
+def test_what_cannot_be_written_is_an_error_and_writes_nothing(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text(FILES["a.tsv"])
+    with pytest.raises(DataError, match="row 1: the labels red, a,b cannot be written"):
+        rewrite(path, tmp_path / "corrected", read(path), {1: Change(add=frozenset({"a,b"}))})
+    assert not (tmp_path / "corrected.tsv").exists()
+    data = read(path)
+    data.source["format"] = "npz"
+    with pytest.raises(DataError, match="format npz cannot be written again"):
+        rewrite(path, tmp_path / "corrected", data, CHANGES)
+
+
+def test_counts_rows_as_the_readers_do(tmp_path):
+    """Blank lines, skipped lines and a header do not shift the rows."""
+    path = tmp_path / "a.jsonl"
+    rows = [{"text": f"text {i}", "labels": ["a"]} for i in range(4)]
+    path.write_text("\n".join(["", json.dumps(rows[0]), "", "not json", *map(json.dumps, rows[1:])]) + "\n")
+    data = read(path, on_error="skip")
+    change = {int(data.row_numbers()[2]): Change(add=frozenset({"b"}))}
+    again = read(rewrite(path, tmp_path / "out", data, change), on_error="skip")
+    assert [again.names(i) for i in range(4)] == [["a"], ["a"], ["a", "b"], ["a"]]
+    text = "text,labels\nfirst text,a\n\nsecond text,a\n"
+    for quoted in ("", '"q, r",a\n'):
+        path = tmp_path / "b.csv"
+        path.write_text(text + quoted)
+        data = read(path, header=True, label_column="labels")
+        again = read(
+            rewrite(path, tmp_path / "out", data, {int(data.row_numbers()[1]): Change(add=frozenset({"b"}))}),
+            header=True,
+            label_column="labels",
+        )
+        assert [again.names(i) for i in range(2)] == [["a"], ["a", "b"]]

@@ -1,0 +1,131 @@
+"""``lastlayer suggest``: from a file or a run to suggestions, and to a corrected file; and ``train --folds``."""
+
+import csv
+import json
+import math
+
+import pytest
+from train_tools import make_rows
+
+from lastlayer.cli import main
+from lastlayer.data import fold_rows, read
+from lastlayer.runs import RunFolder
+from lastlayer.train import load
+from lastlayer.train.suggest import Collector, OutOfFold, out_of_fold
+
+TRAIN = ["--epochs", "2", "--bootstrap", "0", "--quiet", "--accelerator", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A file in which label0 is missing from ten rows and label1 is wrong in ten others."""
+    data, folder = make_rows(400), tmp_path_factory.mktemp("rows")
+    lists = [data.names(i) for i in range(len(data))]
+    having = [i for i, names in enumerate(lists) if "label0" in names and len(names) > 1]
+    lacking = [i for i, names in enumerate(lists) if "label1" not in names]
+    hidden, planted = having[:10], [i for i in lacking if i not in having[:10]][:10]
+    for i in hidden:
+        lists[i] = [name for name in lists[i] if name != "label0"]
+    for i in planted:
+        lists[i] = [*lists[i], "label1"]
+    lines = [f"{t}\t{','.join(names)}" for t, names in zip(data.texts, lists, strict=True)]
+    (folder / "tags.tsv").write_text("\n".join(["text\tlabels", *lines]) + "\n")
+    return folder / "tags.tsv", set(hidden), set(planted)
+
+
+def table(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_finds_what_was_hidden_and_planted_and_writes_a_corrected_file(rows, tmp_path, monkeypatch, capsys):
+    path, hidden, planted = rows
+    monkeypatch.chdir(tmp_path)
+    assert main(["suggest", str(path), "-n", "20"]) == 0
+    assert "labels are written down in about" in capsys.readouterr().out
+    found = table("tags-suggestions/suggestions.csv")
+    lines = [json.loads(line) for line in (tmp_path / "tags-suggestions/suggestions.jsonl").read_text().splitlines()]
+    assert [(int(f["row"]), f["label"], f["kind"]) for f in found] == [(f["row"], f["label"], f["kind"]) for f in lines]
+    missing = {int(f["row"]) for f in found if f["kind"] == "missing" and f["label"] == "label0"}
+    wrong = {int(f["row"]) for f in found if f["kind"] == "wrong" and f["label"] == "label1"}
+    assert len(missing & hidden) >= 8
+    assert len(wrong & planted) >= 5
+    assert [f["label"] for f in table("tags-suggestions/rates.csv")] == [f"label{i}" for i in range(6)]
+    for i, line in enumerate(found):
+        line["accept"] = "x" if i < 3 else ""
+    with open("ticked.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]))
+        writer.writeheader()
+        writer.writerows(found)
+    assert main(["suggest", str(path), "--accept", "ticked.csv", "--out", "done"]) == 0
+    before, after = read(path), read("done/corrected.tsv")
+    changed = {i for i in range(len(before)) if set(before.names(i)) != set(after.names(i))}
+    assert changed == {int(f["row"]) for f in found[:3]}
+    assert main(["suggest", "done/corrected.tsv", "--accept", "ticked.csv", "--out", "again"]) == 2
+    assert "has changed since. Suggest again." in capsys.readouterr().err
+    assert main(["suggest", str(path), "--accept", "1.5"]) == 2
+    assert main(["suggest", str(path), "--accept", "none.csv"]) == 2
+
+
+def test_scores_come_from_models_that_have_not_seen_the_row(rows):
+    data = read(rows[0])
+    fold = fold_rows(data, 3, seed=0)
+    whole = out_of_fold(data, folds=3)
+    lists = [[] if fold[i] == 1 else data.names(i) for i in range(len(data))]
+    blank = type(data).from_lists(lists, label_names=data.label_names, texts=data.texts)
+    assert whole.probability.shape == (400, 6)
+    # Without the labels of fold 1 the folds would differ, so the model of fold 1 is fitted by hand.
+    from lastlayer.train import Config, FeatureMap
+    from lastlayer.train.linear import fit_linear
+
+    inside = blank.take((fold != 1).nonzero()[0])
+    features = FeatureMap.fit(inside, Config())
+    model = fit_linear(features(inside), inside, loss="logistic", C=3.0, n_labels=6, tolerance=0.1)
+    held = features(data.take((fold == 1).nonzero()[0]))
+    logits = (held @ model.matrix().T).toarray() + model.intercept
+    expected = 1 / (1 + math.e**-logits)
+    assert abs(whole.probability[fold == 1].numpy() - expected).max() < 1e-5
+
+
+def test_lists_of_the_best_labels(monkeypatch):
+    import torch
+
+    from lastlayer.train import suggest
+
+    monkeypatch.setattr(suggest, "DENSE", 10)
+    monkeypatch.setattr(suggest, "LISTED", 3)
+    gathered, p = Collector(4, 6), torch.rand(4, 6)
+    gathered.add([2, 0], p[[2, 0]])
+    gathered.add([1, 3], p[[1, 3]])
+    found = gathered.found()
+    assert torch.equal(found.index, p.topk(3).indices)
+    assert torch.equal(found.probability, p.topk(3).values)
+
+
+def test_folds_give_means_spreads_and_scores(rows, tmp_path, monkeypatch, capsys):
+    path = rows[0]
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(path), "--out", "run", "--folds", "2", *TRAIN]) == 0
+    assert "standard deviation over 2 folds" in capsys.readouterr().out
+    run, folds = RunFolder("run"), [RunFolder(f"run/folds/{i}") for i in (1, 2)]
+    found = run.read_json("folds.json")["metrics"]["recall@5"]
+    values = [fold.metrics()["metrics"]["recall@5"]["value"] for fold in folds]
+    assert found["values"] == pytest.approx(values)
+    assert found["mean"] == pytest.approx(sum(values) / 2)
+    assert found["deviation"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
+    data = read(path)
+    scores = OutOfFold.load(run, len(data), data.n_labels)
+    place = fold_rows(data, 2, seed=0)
+    expected = load("run/folds/1").predict_proba(data.take((place == 0).nonzero()[0]))
+    assert abs(scores.probability[place == 0].numpy() - expected).max() < 1e-6
+    stamp = (run / "folds/1/done.json").stat().st_mtime_ns
+    (run / "folds.json").unlink()  # as if the run had been stopped here
+    assert main(["train", str(path), "--out", "run", "--folds", "2", *TRAIN]) == 0
+    assert (run / "folds/1/done.json").stat().st_mtime_ns == stamp
+    assert main(["suggest", "run", "-n", "5", "--out", "found"]) == 0
+    assert len(table("found/suggestions.csv")) == 5
+    (run / "out_of_fold.safetensors").unlink()
+    assert main(["suggest", "run"]) == 2
+    assert "has no out-of-fold scores. Train with --folds 5" in capsys.readouterr().err
+    assert main(["train", str(path), "--out", "other", "--folds", "1", *TRAIN]) == 2
+    assert "`folds` must be from 2" in capsys.readouterr().err
