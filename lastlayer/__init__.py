@@ -6,6 +6,7 @@ Importing the package imports nothing else; a name is imported, and torch with i
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _find(name: str) -> Any:
     if name in _PLACES:
         value = globals()[name] = getattr(import_module(f"lastlayer.{_PLACES[name]}"), name)
         return value
-    if name.startswith("_"):
+    if name.startswith("_") or find_spec(f"lastlayer.{name}"):  # a module, which the import system finds by itself
         raise AttributeError(f"module 'lastlayer' has no attribute {name!r}")
     for room in ("project", "loss", "head", "decode", "metrics", "hierarchy"):  # as version 0.1 named them
         module = import_module(f"lastlayer.{room}")
