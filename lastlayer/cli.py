@@ -141,6 +141,8 @@ def _predict(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--threshold", type=float, default=None, metavar="P", help="all labels with at least this probability"
     )
+    text = "also write the N words or features that speak most for each label, and against it (default N: 5)"
+    made.add_argument("--explain", type=int, nargs="?", const=5, default=0, metavar="N", help=text)
     made.add_argument("--out", metavar="FILE", help="file to write (default: standard output)")
     _shard_flag(made)
     reading.add_flags(made, formats=True)

@@ -152,16 +152,24 @@ def _warn(message: str) -> None:
 def _predict(arguments: argparse.Namespace) -> int:
     if arguments.k is not None and arguments.k < 1:
         raise UsageError("-k must be at least 1.")
+    if arguments.explain < 0:
+        raise UsageError("--explain must be at least 1.")
     model = _loaded(arguments)
     unknown = rows = 0
     with _output(arguments.out) as out:
         writer = csv.writer(out, lineterminator="\n")
         if arguments.output_format == "csv":
-            writer.writerow(["row", "id", "rank", "label", "probability"])
+            reasons = ["for", "against"] if arguments.explain else []
+            writer.writerow(["row", "id", "rank", "label", "probability", *reasons])
         for data in reading.rows_to_predict(arguments, model):
             x = model.features(data)
             unknown, rows = unknown + model.features.unknown_rows(x), rows + len(data)
             pairs = model.pairs(x, k=arguments.k, threshold=arguments.threshold)
+            if arguments.explain:
+                from lastlayer.cli_explain import write
+
+                write(out, arguments, model, data, x, pairs)
+                continue
             for i, (number, kept) in enumerate(zip(data.row_numbers().tolist(), pairs, strict=True)):
                 name = None if data.ids is None else data.ids[i]
                 if arguments.output_format == "csv":

@@ -1,0 +1,158 @@
+"""Why this label: how much each word or feature of a row speaks for or against a label.
+
+What a feature adds to a label's logit is its value times the gradient of the logit. A linear model is the sum of these
+numbers and its bias, exactly. For a network they are its first-order share (gradient x input).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lastlayer.train.batches import rows_to_input
+from lastlayer.train.features import FeatureMap
+from lastlayer.train.network import LabelSetNetwork
+from lastlayer.train.serve import TrainedModel
+
+
+class Reason(NamedTuple):
+    """What speaks for a label and against it: features with what each adds to the logit, the strongest first."""
+
+    label: str
+    speaks_for: list[tuple[str, float]]
+    against: list[tuple[str, float]]
+
+
+def explain(model: TrainedModel, x: Any, labels: Sequence[Sequence[str]], *, most: int = 5) -> list[list[Reason]]:
+    """Return the features that speak most for and against labels of rows.
+
+    Args:
+        model: A model that was loaded from a run.
+        x: Features of the rows, as ``model.matrix(rows)`` returns them.
+        labels: The labels of each row to explain.
+        most: The largest number of features for a label, and against it.
+
+    Returns:
+        For each row, a :class:`Reason` per label.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer.train.explain import contributions
+        >>> from lastlayer.train import LabelSetNetwork
+        >>> network = LabelSetNetwork(2, 2)
+        >>> _ = torch.nn.init.eye_(network.first.weight)
+        >>> contributions(network, torch.tensor([[3.0, -1.0]]).numpy(), torch.tensor([[1]]))
+        tensor([[[ 0., -1.]]])
+    """
+    network, place = network_of(model), {name: i for i, name in enumerate(model.labels)}
+    width = max((len(row) for row in labels), default=0)
+    index = torch.full((len(labels), width), -1, dtype=torch.int64)
+    for i, row in enumerate(labels):
+        index[i, : len(row)] = torch.tensor([place[name] for name in row], dtype=torch.int64)
+    names, out = FeatureNames(model.features), []
+    for i in range(x.shape[0]):
+        found, held = _row(network, x[i : i + 1], index[i, : len(labels[i])])
+        out.append([_reason(label, held, values, names, most) for label, values in zip(labels[i], found, strict=True)])
+    return out
+
+
+def contributions(network: LabelSetNetwork, x: Any, index: Tensor) -> Tensor:
+    """Return what each feature adds to the logits of labels.
+
+    Args:
+        network: The network.
+        x: Rows of features, an array or CSR matrix.
+        index: The labels of each row, ``(rows, m)``.
+
+    Returns:
+        Shape ``(rows, m, n_features)``.
+    """
+    out = torch.zeros(*index.shape, network.n_features)
+    for i in range(x.shape[0]):
+        found, held = _row(network, x[i : i + 1], index[i])
+        out[i][:, torch.from_numpy(held)] = found
+    return out
+
+
+def strongest(model: TrainedModel, label: int, most: int = 10) -> Reason | None:
+    """Return the features with the largest weights of a label, positive and negative; None unless it is linear."""
+    network = network_of(model)
+    if len(network.rest):
+        return None
+    weight = network.first.weight
+    assert isinstance(weight, Tensor)
+    values = (weight[:, label] if network.sparse else weight[label]).detach().float().cpu()
+    kept = values.abs().topk(min(4 * most, len(values))).indices.sort().values
+    return _reason(model.labels[label], kept.numpy(), values[kept], FeatureNames(model.features), most)
+
+
+def network_of(model: TrainedModel) -> LabelSetNetwork:
+    """Return the network of a model, or raise an error that says which models can be explained."""
+    network = getattr(model.scorer, "network", None)
+    if not isinstance(network, LabelSetNetwork) or network.shard is not None:
+        raise ValueError("explain: `model` must be linear or a network, on one device. Leave out --explain.")
+    return network
+
+
+class FeatureNames:
+    """The names of features: words of a vocabulary, else their numbers from 0."""
+
+    def __init__(self, features: FeatureMap) -> None:
+        self.words = features.state.get("vocabulary")
+        self.kind = "bucket" if features.kind == "hashing" else "feature"
+
+    def __getitem__(self, place: int) -> str:
+        return str(self.words[place]) if self.words else f"{self.kind} {place}"
+
+
+def _row(network: LabelSetNetwork, x: Any, index: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Return what the features of one row that are not 0 add to the logits of labels, ``(m, features)``; and which."""
+    dense = isinstance(x, np.ndarray)
+    held = np.flatnonzero(x[0]) if dense else x.indices
+    value = torch.from_numpy(np.asarray(x[0][held] if dense else x.data, dtype=np.float32))
+    weight = network.first.weight
+    assert isinstance(weight, Tensor)
+    device, at = weight.device, torch.from_numpy(held.astype(np.int64)).to(weight.device)
+    own = weight[at] if network.sparse else weight[:, at].T  # (features, width of the first layer)
+    if not len(network.rest):
+        found = own[:, index.to(device)].T.detach()
+    else:
+        found = _gradient(network, x, index.to(device)) @ own.detach().T
+    return (found * value.to(device)).float().cpu(), held
+
+
+def _gradient(network: LabelSetNetwork, x: Any, index: Tensor) -> Tensor:
+    """Return the gradient of the logits of labels by the sums of the first layer, ``(m, width)``, for one row."""
+    rows: Any = rows_to_input(x, np.arange(1))
+    device = network.bias.device
+    rows = tuple(part.to(device) for part in rows) if isinstance(rows, tuple) else rows.to(device)
+    network.eval()
+    with torch.no_grad():
+        first = network.first(rows[0], rows[1], per_sample_weights=rows[2]) if isinstance(rows, tuple) else None
+        first = network.first(rows) if first is None else first
+    with torch.enable_grad():
+        start = first.expand(len(index), -1).clone().requires_grad_()
+        hidden = start + network.bias
+        for layer in network.rest:
+            hidden = layer(hidden.relu())
+        picked = hidden.gather(1, index[:, None]).sum()
+    return torch.autograd.grad(picked, start)[0]
+
+
+def _reason(label: str, held: np.ndarray, values: Tensor, names: FeatureNames, most: int) -> Reason:
+    order = values.argsort(descending=True, stable=True).tolist()
+    speaks_for = [(names[int(held[i])], float(values[i])) for i in order[:most] if values[i] > 0]
+    against = [(names[int(held[i])], float(values[i])) for i in order[::-1][:most] if values[i] < 0]
+    return Reason(label, speaks_for, against)
+
+
+def explained(
+    model: TrainedModel, x: Any, pairs: Iterator[list[tuple[str, float]]], most: int
+) -> Iterator[tuple[list[tuple[str, float]], list[Reason]]]:
+    """Yield the predicted labels of each row with their reasons."""
+    for i, row in enumerate(pairs):
+        yield row, explain(model, x[i : i + 1], [[name for name, _ in row]], most=most)[0]

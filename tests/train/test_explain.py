@@ -1,0 +1,62 @@
+"""Why a label: exact for linear models, gradient x input for networks, and what predict --explain writes."""
+
+import json
+
+import pytest
+import scipy.sparse as sp
+import torch
+from train_tools import make_rows
+
+from lastlayer.cli import main
+from lastlayer.train import Config, LabelSetNetwork, load, train
+from lastlayer.train.explain import contributions, explain, strongest
+
+
+def network(hidden=(), sparse=False):
+    torch.manual_seed(0)
+    made = LabelSetNetwork(7, 4, hidden=hidden, sparse=sparse, dropout=0.5).eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter)
+    return made
+
+
+@pytest.mark.parametrize("hidden", [(), (5,), (5, 3)])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_is_the_value_times_the_gradient_by_autograd(hidden, sparse):
+    made = network(hidden, sparse)
+    x = torch.randn(3, 7) * (torch.rand(3, 7) < 0.6)
+    index = torch.tensor([[0, 3], [1, 1], [2, 0]])
+    found = contributions(made, sp.csr_matrix(x.numpy()) if sparse else x.numpy(), index)
+    leaf = x.clone().requires_grad_()
+    logits = made(leaf)
+    for i in range(3):
+        for j in range(2):
+            (slope,) = torch.autograd.grad(logits[i, index[i, j]], leaf, retain_graph=True)
+            torch.testing.assert_close(found[i, j], slope[i] * x[i])
+    if not hidden:
+        torch.testing.assert_close(found.sum(-1) + made.bias[index], logits.gather(1, index))
+
+
+def test_words_that_speak_for_a_label_and_against_it(tmp_path, capsys):
+    config = Config(epochs=6, bootstrap=0, accelerator="cpu")
+    run = train({"all": make_rows(300)}, config, tmp_path / "run")
+    model = load(run.path)
+    texts = ["word1 noise3 word4"]
+    x = model.matrix(texts)
+    (one,) = explain(model, x, [["label1", "label0"]], most=2)
+    assert one[0].speaks_for[0][0] == "word1"
+    assert "word1" in [word for word, _ in one[1].against]
+    whole = explain(model, x, [["label1"]], most=100)[0][0]
+    bias = model.scorer.network.bias[model.labels.index("label1")].item()
+    total = sum(value for _, value in [*whole.speaks_for, *whole.against]) + bias
+    assert total == pytest.approx(float(model.decision_function(texts)[0, model.labels.index("label1")]), abs=1e-4)
+    assert strongest(model, model.labels.index("label2"), 1).speaks_for[0][0] == "word2"
+    (tmp_path / "new.txt").write_text(texts[0] + "\n")
+    assert main(["predict", str(run.path), str(tmp_path / "new.txt"), "-k", "2", "--explain", "1"]) == 0
+    said = json.loads(capsys.readouterr().out)["labels"]
+    assert {label["label"]: label["for"][0]["feature"] for label in said} == {"label1": "word1", "label4": "word4"}
+    out = str(tmp_path / "o.csv")
+    assert (
+        main(["predict", str(run.path), str(tmp_path / "new.txt"), "--explain", "--format", "csv", "--out", out]) == 0
+    )
+    assert (tmp_path / "o.csv").read_text().splitlines()[0] == "row,id,rank,label,probability,for,against"
