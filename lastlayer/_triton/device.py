@@ -1,10 +1,10 @@
-"""What the LML kernels share: arithmetic, tiles of rows, the fast search for nu and the certain one.
+"""What the LML kernels share: arithmetic, tiles of rows, and the fast and the certain search for nu.
 
-A row is searched at most twice. `search` is the fast way: y = 1 / (1 + E s) from one exponential a class, sums of
+A row is searched at most twice. `search` is the fast way: y = 1 / (1 + E s) from one exponential per class, sums of
 powers of y, and a step of fourth order; the row stays in registers. It gives up on rows that are saturated, have
-infinite or nan logits or a `k` without a finite nu. `settle` takes those: it is `lastlayer._threshold.search.solve`,
-step by step, streaming over the row. `sweep` and `advance` are one pass of the fast way over a row too long for
-registers.
+infinite or nan logits or a `k` without a finite nu. `settle` takes those. It is `lastlayer._threshold.search.solve`,
+with the same `bracket`, `small_parts` and `advance`, and streams over the row. `sweep` and `sweep_step` are one pass of
+the fast way over a row that is too long for registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -14,23 +14,23 @@ import triton.language as tl
 
 from lastlayer._triton import INTERPRETED
 
-# Constants stand to the right of tensors, never to the left: the interpreter of Triton 3.7 takes `constant * tensor`
+# Constants are to the right of tensors, never to the left: the interpreter of Triton 3.7 takes `constant * tensor`
 # for a constant, which cannot be compared with a tensor.
 COMPILED = tl.constexpr(not INTERPRETED)
 ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7))
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 drops of it
+LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # the part that float32 drops
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693145751953125)  # few bits: its product with a small whole number is exact
 LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
 EPS = tl.constexpr(1.1920928955078125e-07)
 
-PASSES = tl.constexpr(12)  # of the fast search, before `settle` takes over
+PASSES = tl.constexpr(12)  # passes of the fast search before `settle` takes over
 SPREAD = tl.constexpr(16.0)  # how far the fast search may move from its start: E loses digits beyond
 SPLIT_RATIO = tl.constexpr(4.0)  # where k / sum h is larger, sum y - k has lost digits
 RUN = tl.constexpr(128)  # neighbours read together where a row is sampled
 APART = tl.constexpr(3.4e7)  # 4 / EPS: scores so far from 0 that rounding decides which of two sides is nearer
-LEAST_MASS = tl.constexpr(1e-5)  # where sum h / k is smaller, the fast sums say nothing
+LEAST_MASS = tl.constexpr(1e-5)  # where sum h / k is smaller, the fast sums have no digits left
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def exact_exp(t):
 
 @triton.jit
 def scaled(x, inv_t):
-    """Divide by the temperature; None is 1. Rounded by itself, so that every pass over a row sees the same scores."""
+    """Divide by the temperature; None is 1. Rounded separately, so that every pass over a row has the same scores."""
     if inv_t is None:
         return x
     elif COMPILED:
@@ -129,7 +129,7 @@ def is_finite(x):
 
 @triton.jit
 def cardinality(k_ptr, row, k_row):
-    """The k of each row; without a step from row to row, the one number of all."""
+    """The k of each row; without a stride, one number for all rows."""
     if k_row is None:
         return (row * 0).to(tl.float32) + k_ptr
     else:
@@ -207,7 +207,7 @@ def sum5(a, b, c, d, e, axis: tl.constexpr):
 
 @triton.jit
 def by_row(value):
-    """One value a row, shape (R,), as it enters a tile."""
+    """One value per row, shape (R,), in the shape that broadcasts to a tile."""
     if ROWS_FIRST:
         return value[:, None, None]
     else:
@@ -249,7 +249,7 @@ def load_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, W, C, FULL: tl.constexp
 
 @triton.jit
 def load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL: tl.constexpr, MASKED: tl.constexpr):
-    """The logits of all tiles of some rows; a tile that is not there is the first one again."""
+    """The logits of all tiles of some rows; a tile that does not exist is a copy of the first."""
     xa = load_tile(x_ptr, m_ptr, row, m_row, m_col, n, 0, WA, C, FULL or WB > 0, MASKED)
     xb = xa
     xc = xa
@@ -272,7 +272,7 @@ def store_tile(out_ptr, row, n, value, first, W: tl.constexpr, C: tl.constexpr, 
 
 @triton.jit
 def load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED: tl.constexpr):
-    """The scores at some classes of a row, in float32; -inf where `cols` names none."""
+    """The scores at some classes of a row, in float32; -inf where `cols` is no class."""
     inside = (cols >= 0) & (cols < n)
     x = scaled(tl.load(x_ptr + (row * n + cols), mask=inside, other=float("-inf")).to(tl.float32), inv_t)
     if MASKED:
@@ -337,7 +337,7 @@ def _moments3(xa, xb, xc, shift, WB: tl.constexpr, WC: tl.constexpr, LAST: tl.co
 
 @triton.jit
 def _live3(xa, xb, xc, WB: tl.constexpr, WC: tl.constexpr):
-    """The number of classes a row that are not ruled out."""
+    """The number of classes per row that are not ruled out."""
     live = sum_w((xa > float("-inf")).to(tl.float32))
     if WB > 0:
         live += sum_w((xb > float("-inf")).to(tl.float32))
@@ -455,7 +455,7 @@ def safe_step(f, s1, s2, long, r):
 def search(xa, xb, xc, shift, k, n, inv_t, WB, WC, LAST: tl.constexpr, MASKED: tl.constexpr, TOL: tl.constexpr):
     """Search for nu of R rows held in registers.
 
-    Returns E of each tile, then center, delta, sum h and whether the search failed, one a row.
+    Returns E of each tile, then center, delta, sum h and whether the search failed, one each per row.
     """
     shift = tl.where(is_finite(shift), shift, 0.0)
     wide = by_row(shift)
@@ -528,13 +528,13 @@ def sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
     shift = tl.where(is_finite(shift), shift, 0.0)
     d = tl.where(alive, x - shift, 0.0)
     count = tl.maximum(tl.sum(alive.to(tl.float32), 0), 1.0)
-    # As many live classes in the rest of the row as here.
+    # Assume the same share of live classes in the rest of the row.
     return start(tl.sum(d, 0), tl.sum(d * d, 0), shift, count, k * (count / n), inv_t)
 
 
 @triton.jit
 def _sweep_terms(x, center):
-    """What a class adds to the sums of a step."""
+    """The terms of a class in the sums of a step."""
     a = exp2((center - x) * LOG2E)
     y = rcp(1 + a)
     up = a < 1
@@ -546,7 +546,7 @@ def _sweep_terms(x, center):
 
 @triton.jit
 def sweep(x_ptr, m_ptr, row, m_row, m_col, n, lo, hi, center, inv_t, W: tl.constexpr, C: tl.constexpr, MASKED):
-    """The five sums of a step over the classes lo <= j < hi of one row, from small parts alone."""
+    """The five sums of a step over the classes lo <= j < hi of one row, from small parts only."""
     f = tl.zeros((C,), tl.float32)
     above = tl.zeros((C,), tl.float32)
     s1 = tl.zeros((C,), tl.float32)
@@ -577,7 +577,7 @@ def sweep(x_ptr, m_ptr, row, m_row, m_col, n, lo, hi, center, inv_t, W: tl.const
 
 
 @triton.jit
-def advance(f, above, s1, s2, h2, k, TOL: tl.constexpr):
+def sweep_step(f, above, s1, s2, h2, k, TOL: tl.constexpr):
     """The step after a `sweep`: the step, sum h after it, whether it ends the search, and whether the row is lost."""
     f = (above - k) + f
     s3 = s1 - 6 * h2
@@ -590,7 +590,7 @@ def advance(f, above, s1, s2, h2, k, TOL: tl.constexpr):
 
 @triton.jit
 def key_of(x):
-    """An integer with the order of the floats."""
+    """An integer that is in the same order as the floats."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -627,16 +627,29 @@ def kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK: 
 
 
 @triton.jit
+def bracket(upper, lower, k, n):
+    """A center and exact bounds on delta from two order statistics: `lastlayer._threshold.search.bracket`."""
+    rank1 = tl.ceil(k)
+    rank2 = tl.floor(k) + 1
+    middle = lower / 2 + upper / 2
+    lo = tl.log(k - (rank1 - 1)) - tl.log(n - k) - (upper - middle)
+    hi = tl.log(k) - tl.log(rank2 - k) + (middle - lower)
+    center = middle - (lo + hi) / 2
+    slack = (1 + tl.abs(center) + tl.abs(lo) + tl.abs(hi)) * (8 * EPS)
+    return center, lo + (center - middle) - slack, hi + (center - middle) + slack
+
+
+@triton.jit
 def far_part(delta):
-    """What of a delta must move the points, the rest being a factor: `lastlayer._threshold.search.shifted`."""
+    """The part of a delta that moves the points; the rest is a factor: `lastlayer._threshold.search.shifted`."""
     return tl.where(tl.abs(delta) > 1, delta, 0.0)
 
 
 @triton.jit
-def _step_sums(
+def small_parts(
     x_ptr, m_ptr, row, m_row, m_col, n, inv_t, center, delta, peak, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """The sums of `lastlayer._threshold.search.small_parts`."""
+    """The sums of `lastlayer._threshold.search.small_parts` over one row."""
     a = tl.zeros((BLOCK,), tl.float32)
     b = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.float32)
@@ -664,8 +677,8 @@ def _step_sums(
 
 
 @triton.jit
-def certain_step(a, b, count, residual, cubic, peak, k, lo, hi):
-    """`lastlayer._threshold.search.advance`: the step, the bounds, and whether it ends the search."""
+def advance(a, b, count, residual, cubic, peak, k, lo, hi):
+    """As `lastlayer._threshold.search.advance`: the step, the bounds, and whether it ends the search."""
     surplus = count - k
     exponent = tl.where(surplus == 0, 0.0, peak)
     unit = tl.exp(exponent)
@@ -690,7 +703,7 @@ def certain_step(a, b, count, residual, cubic, peak, k, lo, hi):
 
 @triton.jit
 def settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return (center, delta) of one row whatever it holds: `lastlayer._threshold.search.solve`."""
+    """Return (center, delta) of any row: `lastlayer._threshold.search.solve`."""
     finite = tl.zeros((BLOCK,), tl.float32)
     top = tl.zeros((BLOCK,), tl.float32)
     bad = tl.zeros((BLOCK,), tl.float32)
@@ -705,16 +718,10 @@ def settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
     delta = tl.where(k == 0, float("-inf"), tl.where(k == n_live, float("inf"), float("nan")))
     delta = tl.where(n_bad > 0, float("nan"), delta)
     if (k > 0) & (k < n_live) & (n_bad == 0):
-        rank1 = tl.ceil(k)
-        rank2 = tl.floor(k) + 1
-        upper, lower = kth_largest(x_ptr, m_ptr, row, m_row, m_col, n, inv_t, rank1, rank2, BLOCK, MASKED)
-        middle = lower / 2 + upper / 2
-        lo = tl.log(k - (rank1 - 1)) - tl.log(n_live - k) - (upper - middle)
-        hi = tl.log(k) - tl.log(rank2 - k) + (middle - lower)
-        center = middle - (lo + hi) / 2
-        slack = (1 + tl.abs(center) + tl.abs(lo) + tl.abs(hi)) * (8 * EPS)
-        lo = lo + (center - middle) - slack
-        hi = hi + (center - middle) + slack
+        upper, lower = kth_largest(
+            x_ptr, m_ptr, row, m_row, m_col, n, inv_t, tl.ceil(k), tl.floor(k) + 1, BLOCK, MASKED
+        )
+        center, lo, hi = bracket(upper, lower, k, n_live)
         delta = (lo + hi) / 2  # what rounding took from the center
         lo = lo - delta
         hi = hi - delta
@@ -726,10 +733,10 @@ def settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
                 depth = -tl.abs((x - center) + far_part(delta))
                 nearest = tl.maximum(nearest, tl.where(is_finite(x), depth, float("-inf")))
             peak = tl.max(nearest, 0)
-            a, b, count, residual, cubic = _step_sums(
+            a, b, count, residual, cubic = small_parts(
                 x_ptr, m_ptr, row, m_row, m_col, n, inv_t, center, delta, peak, BLOCK, MASKED
             )
-            step, lo, hi, done = certain_step(a, b, count, residual, cubic, peak, k, lo, hi)
+            step, lo, hi, done = advance(a, b, count, residual, cubic, peak, k, lo, hi)
             moved = tl.where(done, center, center - (delta + step))
             delta = (delta + step) + (moved - center)
             center = moved

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lastlayer._triton import INTERPRETED
 
-# Since then a compiled kernel takes all arguments, constants too, in the order of its signature.
+# Since Triton 3.4 a compiled kernel takes all arguments, constants too, in the order of its signature.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4) and not INTERPRETED
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
@@ -20,7 +20,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
     """Launch ``kernel[grid](*args, **constants)`` on the device of the first argument.
 
     Triton compiles a kernel for its constants, the types of the arguments, the alignment of pointers, and numbers that
-    are 1 or multiples of 16. It is asked once for each such case; after that the compiled kernel is called.
+    are 1 or multiples of 16. That happens once for each such case; after that the compiled kernel is called directly.
     """
     if not _DIRECT:
         with torch.cuda.device_of(args[0]):
@@ -35,7 +35,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
     if found is None:
         compiled = kernel[grid](*args, num_warps=num_warps, **constants)
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        _compiled[case] = compiled, last, kernel  # which stays alive: its id is in the key
+        _compiled[case] = compiled, last, kernel  # the kernel is kept alive, as its id is in the key
     else:
         found[0][(*grid, 1, 1)[:3]](*args, *found[1])
 

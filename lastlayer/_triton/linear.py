@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lastlayer._triton.device import (
     LOG2E,
-    certain_step,
+    advance,
+    bracket,
     exp,
     exp2,
     is_finite,
@@ -24,18 +25,18 @@ from lastlayer._triton.lml_loss import _unseen as unseen
 from lastlayer._triton.plan import cdiv, power_of_2
 
 _PROGRAMS = 8192  # warps that fill the chip
-_TILE = 1024  # logits a warp scans at a time
+_TILE = 1024  # logits that a warp scans at a time
 _GRAD_BLOCK = 2048  # classes that a program of the gradient takes
 _LIST = 512  # logits of a list at a time
 _LABELS = 32  # labels at a time, at most
 _TERMS = tl.constexpr(8)  # powers that a scan sums
 _NUMBERS = tl.constexpr(11)  # those, and the counts of finite, +inf and nan logits
-_FAR = tl.constexpr(1e30)  # a bound that binds nothing
+_FAR = tl.constexpr(1e30)  # a bound without effect
 
 
 @triton.jit
 def _floor_kernel(x_ptr, out_ptr, n, stride, rank, BLOCK: tl.constexpr):
-    """The logit of a rank (1 is the largest) of one row, by bisection of the keys; what is not finite is last."""
+    """The logit of a rank (1 is the largest) of one row, by bisection of the keys; infinite logits come last."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=float("-inf")).to(tl.float32)
@@ -52,19 +53,19 @@ def _floor_kernel(x_ptr, out_ptr, n, stride, rank, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lane_sums(tile):
-    """The sum of what each thread of a warp holds of a tile (W, 32, V)."""
+    """The sum over the part of a tile (W, 32, V) that each thread of a warp holds."""
     return tl.sum(tl.sum(tile, 2), 0)
 
 
 @triton.jit
 def _add(ptr, values):
-    """Add to a number that no other program touches: blocks follow one another."""
+    """Add to a number that no other program touches, as blocks follow one another."""
     tl.store(ptr, tl.load(ptr) + tl.sum(values, 0))
 
 
 @triton.jit
 def _load_scan(x_ptr, cols, n):
-    """A tile of logits; beyond the row a finite number that is above no floor and weighs nothing."""
+    """A tile of logits; beyond the row a finite number that is above no floor and has no weight."""
     return tl.load(x_ptr + cols, mask=cols < n, other=-3e38)
 
 
@@ -105,7 +106,7 @@ def _scan_kernel(
     x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, index_ptr, label_ptr,
     n, stride, span, splits, room, labels, start, V: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of a row for one warp: nothing waits for another, a thread loads 16 bytes at once, few registers."""
+    """A stretch of a row for one warp: no warp waits for another, a thread loads 16 bytes at once, few registers."""
     W: tl.constexpr = 8 // V
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lo = part * span
@@ -190,7 +191,7 @@ def _number(totals, i):
 
 @triton.jit
 def _below(totals, series_ptr, column, COLUMNS: tl.constexpr, log_w, unit):
-    """The sum of a function over the classes below the floor, by its series; `unit` is what one w stands for."""
+    """The sum of a function over the classes below the floor, by its series; `unit` is the value of one w."""
     j = tl.arange(0, 16)
     c = tl.load(series_ptr + j * COLUMNS + column, mask=j < _TERMS, other=0.0)
     found = tl.sum(tl.where(j < _TERMS, totals, 0.0) * c * exp(j.to(tl.float32) * log_w), 0)
@@ -253,7 +254,7 @@ def _search_kernel(
     rows, room, splits, limit, k_row, log_reach, deepest, rho, every,
     COLUMNS: tl.constexpr, RHO: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`lastlayer.loss._scan.find` of one row, and `add_unseen`."""
+    """Do `lastlayer.loss._scan.find` for one row, and `add_unseen`."""
     row = tl.program_id(0).to(tl.int64)
     totals = _totals(sums_ptr + row * splits * _NUMBERS, splits)
     n, n_top, n_nan = _number(totals, _TERMS), _number(totals, _TERMS + 1), _number(totals, _TERMS + 2)
@@ -276,19 +277,11 @@ def _search_kernel(
         lower = tl.full((), 0.0, tl.float32)
         lo = tl.full((), -_FAR, tl.float32)
         hi = tl.full((), _FAR, tl.float32)
-        if few:  # without the order statistics: as if every y were small
+        if few:  # without the order statistics, start as if every y were small
             center = floor + tl.log(first_power) - tl.log(k)
         else:
-            rank1 = tl.ceil(k)
-            rank2 = tl.floor(k) + 1
-            upper, lower = kth_largest(top_ptr, top_ptr, 0, 0, 0, held, None, rank1, rank2, BLOCK, False)
-            middle = lower / 2 + upper / 2
-            lo = tl.log(k - (rank1 - 1)) - tl.log(n - k) - (upper - middle)
-            hi = tl.log(k) - tl.log(rank2 - k) + (middle - lower)
-            center = middle - (lo + hi) / 2
-            slack = 8 * 1.1920928955078125e-07 * (1 + tl.abs(center) + tl.abs(lo) + tl.abs(hi))
-            lo = lo + (center - middle) - slack
-            hi = hi + (center - middle) + slack
+            upper, lower = kth_largest(top_ptr, top_ptr, 0, 0, 0, held, None, tl.ceil(k), tl.floor(k) + 1, BLOCK, False)
+            center, lo, hi = bracket(upper, lower, k, n)
         left = PASSES
         while left > 0:
             peak = tl.where(few, 0.0, -tl.minimum(tl.abs(upper - center), tl.abs(lower - center)))
@@ -301,7 +294,7 @@ def _search_kernel(
             residual += _below(totals, series_ptr, 2, COLUMNS, log_w, unit)
             cubic += _below(totals, series_ptr, 3, COLUMNS, log_w, unit)
             squares += _below(totals, series_ptr, 4, COLUMNS, log_w, unit)
-            step, lo, hi, close = certain_step(a, b, count, residual, cubic, peak, k, lo, hi)
+            step, lo, hi, close = advance(a, b, count, residual, cubic, peak, k, lo, hi)
             close = close & ((first_power == 0) | (depth < deepest)) & (a + b > 0)
             t = tl.where(close, step, 0.0)
             mass = (a + b) + (b - a) * t + ((a + b) - 6 * squares) * t * t / 2  # sum h after the step
@@ -375,7 +368,7 @@ def _loss_kernel(
 
 @triton.jit
 def _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED: tl.constexpr):
-    """The gradient of the logits x of one row, but for what its labels add."""
+    """The gradient of the logits x of one row, without the terms of its labels."""
     z = (x - center) + delta
     tail = exp2(-tl.abs(z) * LOG2E)
     y = rcp(1 + tail)  # of |z|
@@ -430,7 +423,7 @@ def floors(x: Tensor, rank: int) -> Tensor:
 
 
 def partial_sums(rows: int, n: int, device: torch.device) -> Tensor:
-    """Return zeros for the sums of blocks of `n` classes: ``(rows, programs a row, numbers)``."""
+    """Return zeros for the sums of blocks of `n` classes: ``(rows, programs per row, numbers)``."""
     splits = max(1, min(_PROGRAMS // max(rows, 1), cdiv(n, _TILE)))
     return torch.zeros(rows, splits, _NUMBERS.value, dtype=torch.float32, device=device)
 
@@ -438,9 +431,10 @@ def partial_sums(rows: int, n: int, device: torch.device) -> Tensor:
 def scan_block(
     x: Tensor, floor: Tensor, sums: Tensor, top: Tensor, fill: Tensor, index: Tensor, labels: Tensor, start: int
 ) -> None:
-    """Add a block that starts at class `start` to what a scan keeps.
+    """Add a block that starts at class `start` to the results of a scan.
 
-    Sums of powers below the floor and counts; the logits above it, appended to the lists in any order; the labels'.
+    These are sums of powers below the floor and counts, the logits above it, appended to the lists in any order, and
+    the logits of the labels.
     """
     rows, n = x.shape
     splits = sums.shape[1]
@@ -464,21 +458,21 @@ def search(
     rho: float,
     every: float,
 ) -> Tensor:
-    """Search in what a scan has kept, of shape ``(7, rows)``.
+    """Search in the results of a scan; return numbers of shape ``(7, rows)``.
 
-    Center, delta and log sum h, whether the row is lost (1, else 0), its number of infinite logits; and with `rho` the
+    These are center, delta and log sum h, whether the row is lost (1, else 0), its number of infinite logits; and with `rho` the
     sums of ``-log(1 - rho y)`` and of its slope over the finite ones.
 
     Args:
         top: The lists of the logits above the floor, in any order.
-        fill: How many logits each list holds, or should.
+        fill: The number of logits that each list holds or would hold.
         floor: The floor of each row.
         sums: Powers and counts, from `scan_block`.
-        k: The cardinalities, one a row.
-        series: The coefficients of the functions of a step, one a column, and of the two sums with `rho`.
+        k: The cardinalities, one per row.
+        series: The coefficients of the functions of a step, one per column, and of the two sums with `rho`.
         limit: The largest rank that the start needs.
-        reach: The logarithms of the largest exp(x + nu) a series takes, and of the largest it is exact for.
-        passes: After how many passes a row is lost.
+        reach: The logarithms of the largest exp(x + nu) that a series takes, and of the largest for which it is exact.
+        passes: The number of passes after which a row is lost.
         rho: The probability that a label is observed.
         every: ``-log(1 - rho)``.
     """
@@ -516,7 +510,7 @@ def grad_block(
     rho: float,
     out: Tensor,
 ) -> Tensor:
-    """Write the gradient of a block that starts at class `start`, maybe over it; the rows' numbers are contiguous."""
+    """Write the gradient of a block that starts at class `start`, possibly in its place; the numbers of the rows are contiguous."""
     tensors = (x, center, delta, log_mass, pulled, scale, index, labels, toward, out)
     numbers = (x.shape[1], x.stride(0), out.stride(0), start, index.shape[1], rho)
     grid = (x.shape[0], cdiv(x.shape[1], _GRAD_BLOCK))

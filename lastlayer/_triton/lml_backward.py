@@ -61,7 +61,7 @@ def _upstream(h, v, KIND: tl.constexpr):
 
 @triton.jit
 def _combined(h, v, dk, n, inv_t, KIND: tl.constexpr):
-    """The gradient of the logits; one class alone cannot move."""
+    """The gradient of the logits, which is 0 where a single class is left."""
     d = h * (v - dk) if KIND == "y" else v - h * dk
     return scaled(tl.where(n > 1, d, 0.0), inv_t)
 
@@ -91,10 +91,10 @@ def _resident(
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
     KIND: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """R rows a program, held in registers."""
+    """R rows per program, held in registers."""
     n = units * ALIGN
     first = tl.program_id(0).to(tl.int64) * R
-    row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may stand several times
+    row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may occur several times
     center = tl.load(center_ptr + row)
     delta = tl.load(delta_ptr + row)
     ha, va = _tile(
@@ -128,7 +128,7 @@ def _resident(
         store_tile(dx_ptr, row, n, _combined(hc, vc, both, n, inv_t, KIND), (WA + WB) * C, WC, C, FULL)
     odd = (~(mass > TINY) | ~is_finite(delta)) & (first + tl.arange(0, R) < rows)
     if tl.max(odd.to(tl.int32), 0) > 0:
-        tl.debug_barrier()  # what was written for these rows is written again
+        tl.debug_barrier()  # these rows are written again
         for i in range(R):
             if tl.max((odd & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
                 one = first + i
@@ -143,7 +143,7 @@ def _row(
     x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, row, m_row, m_col, n, inv_t,
     KIND: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One row whatever it holds: the sums are of h over its sum, in log space."""
+    """Any one row: the sums are of h over its sum, in log space."""
     center = tl.load(center_ptr + row)
     delta = tl.load(delta_ptr + row)
     peak, mass = peak_and_mass(x_ptr, m_ptr, row, m_row, m_col, n, center, delta, inv_t, BLOCK, MASKED)
@@ -163,7 +163,7 @@ def _row(
     given = tl.full((), 0.0, tl.float32)
     if GIVEN:
         given = tl.load(gd_ptr + row)
-    # A row without a solution has a gradient of nan, but where nobody asks for one.
+    # A row without a solution has a gradient of nan, unless its upstream gradient is 0.
     nan_row = (delta != delta) & ((tl.max(asks, 0) > 0) | (given != 0))
     inverse = exp(-peak) * over
     if KIND == "y":
@@ -269,7 +269,7 @@ def _streamed(
     ALIGN: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, GIVEN: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, read once from memory and once from the cache."""
+    """One row per program, read once from memory and once from the cache."""
     n = units * ALIGN
     row = tl.program_id(0).to(tl.int64)
     center = tl.load(center_ptr + row)
@@ -352,7 +352,7 @@ def backward(
     grad_delta: Tensor | None,
     kind: str,
 ) -> tuple[Tensor, Tensor]:
-    """As `lastlayer.project.lml._plain_backward`."""
+    """Do the same as `lastlayer.project.lml._plain_backward`."""
     n = logits.shape[-1]
     x = logits.contiguous()
     dx, dk = torch.empty_like(x), torch.empty_like(delta, memory_format=torch.contiguous_format)

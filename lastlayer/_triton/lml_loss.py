@@ -1,7 +1,7 @@
-"""`lml_loss` on the GPU: loss and gradient straight from the logits; no probability is ever written.
+"""`lml_loss` on the GPU: loss and gradient directly from the logits; no probability is ever written.
 
-Labels are index lists or a tensor of the shape of the logits. With index lists and ``observed = 0`` the loss touches
-the labels alone, and the gradient of every other class is -pull h / sum h: it is written from the registers of the
+Labels are index lists or a tensor of the shape of the logits. With index lists and ``observed = 0`` the loss reads
+only the labels, and the gradient of every other class is -pull h / sum h: it is written from the registers of the
 search, and the labels' own terms over it. The other cases read the row again, from the cache.
 """
 
@@ -39,6 +39,7 @@ from lastlayer._triton.device import (
     whole_tiles,
 )
 from lastlayer._triton.launch import launch
+from lastlayer._triton.long import solve_long
 from lastlayer._triton.rows import Rows, end_of_no_classes_
 
 
@@ -46,7 +47,7 @@ from lastlayer._triton.rows import Rows, end_of_no_classes_
 def _unseen(z, rho):
     """-log(1 - rho y) and its slope in z, rho h / (1 - rho y)."""
     q = exp(-tl.abs(z))
-    small = q * rcp(1 + q)  # the lesser of y and 1 - y
+    small = q * rcp(1 + q)  # the smaller of y and 1 - y
     y = tl.where(z > 0, 1 - small, small)
     miss = tl.where(z > 0, small, 1 - small)
     rest = miss + (1 - rho) * y  # 1 - rho y, from parts of one sign
@@ -58,7 +59,7 @@ def _unseen(z, rho):
 
 @triton.jit
 def _terms(z, x, label, rho, DENSE: tl.constexpr, RHO: tl.constexpr):
-    """The loss of each class and its slope in z. `label`: how much of a class is a label; -1 where it is unknown."""
+    """The loss of each class and its slope in z. `label` is its share as a label; -1 where it is unknown."""
     live = is_finite(x)
     loss = tl.zeros_like(z)
     slope = tl.zeros_like(z)
@@ -66,7 +67,7 @@ def _terms(z, x, label, rho, DENSE: tl.constexpr, RHO: tl.constexpr):
         loss, slope = _unseen(z, rho)
         if DENSE:
             rest = tl.where(label < 0, 0.0, 1 - label)
-            loss = tl.where(rest != 0, loss * rest, 0.0)  # nothing of an infinite loss is nothing
+            loss = tl.where(rest != 0, loss * rest, 0.0)  # 0 times an infinite loss is 0
             slope = slope * rest
     if DENSE:
         hit = tl.where(label < 0, 0.0, label)
@@ -125,7 +126,7 @@ def _label_store(
 
 @triton.jit
 def _load_label(t_ptr, row, n, cols, DENSE: tl.constexpr):
-    """How much of a class is a label: from 0 to 1, -1 (unknown); nothing where labels are index lists."""
+    """The share of a class as a label: from 0 to 1, or -1 (unknown); 0 where labels are index lists."""
     if DENSE:
         t = tl.load(t_ptr + (row * n + cols), mask=cols < n, other=0).to(tl.float32)
         return tl.where(t < 0, -1.0, tl.where(t > 1, 1.0, t))
@@ -135,7 +136,7 @@ def _load_label(t_ptr, row, n, cols, DENSE: tl.constexpr):
 
 @triton.jit
 def _slope(x, t_ptr, row, n, cols, center, delta, peak, over, pull, rho, DENSE: tl.constexpr, RHO: tl.constexpr):
-    """The gradient at some classes of one row, the labels of index lists left out."""
+    """The gradient at some classes of one row, without the labels of index lists."""
     z = (x - center) + delta
     y = rcp(1 + exp(-tl.abs(z)))
     d = -pull * (exp(-tl.abs(z) - peak) * y * y * over)
@@ -193,7 +194,7 @@ def _row(
             d = _slope(x, t_ptr, row, n, cols, center, delta, peak, over, pull_sum, rho, DENSE, RHO)
             tl.store(d_ptr + (row * n + cols), (scale * d).to(d_ptr.dtype.element_ty), mask=cols < n)
         if not DENSE:
-            tl.debug_barrier()  # the labels are written over what is there
+            tl.debug_barrier()  # the labels overwrite what is there
             _label_store(
                 x_ptr, m_ptr, i_ptr, d_ptr, only, m_row, m_col, n, lo, hi, n_labels, center1, delta1,
                 tl.zeros((1,), tl.float32) + scale, pull, peak, tl.zeros((1,), tl.float32) + over, inv_t, M, MASKED,
@@ -203,7 +204,7 @@ def _row(
 
 @triton.jit
 def _weighted(loss, w_ptr, GRAD: tl.constexpr):
-    """The loss times its weight, where there is one; a weight of 0 silences it, whatever it is."""
+    """The loss times its weight, where there is one; a weight of 0 gives 0, even for an infinite loss."""
     if GRAD:
         weight = tl.load(w_ptr)
         return tl.where(weight > 0, weight * loss, 0.0)
@@ -232,7 +233,7 @@ def _tile_grad(
     W: tl.constexpr, C: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, FULL: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a tile, the labels of index lists left out."""
+    """Write the gradient of a tile, without the labels of index lists."""
     cols = columns(first, W, C)
     a = tl.minimum(e * by_row(exp(-delta)), 3e38)  # y is 0 there, and so must h be
     y = rcp(1 + a)
@@ -254,10 +255,10 @@ def _resident(
     M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr, MASKED: tl.constexpr,
     FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Search, loss and gradient of R rows a program, held in registers."""
+    """Search, loss and gradient of R rows per program, held in registers."""
     n = units * ALIGN
     first = tl.program_id(0).to(tl.int64) * R
-    row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may stand several times
+    row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may occur several times
     k = cardinality(k_ptr, row, k_row)
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
@@ -313,14 +314,14 @@ def _resident(
                 (WA + WB) * C, WC, C, DENSE, RHO, FULL, MASKED,
             )  # fmt: skip
         if not DENSE:
-            tl.debug_barrier()  # the labels are written over what is there
+            tl.debug_barrier()  # the labels overwrite what is there
             _label_store(
                 x_ptr, m_ptr, i_ptr, d_ptr, row, m_row, m_col, n, 0, n, n_labels, center, delta, scale, pull,
                 0.0, rcp(mass), inv_t, M, MASKED,
             )  # fmt: skip
-    lost = lost & (first + tl.arange(0, R) < rows)  # a row that stands several times is settled once
+    lost = lost & (first + tl.arange(0, R) < rows)  # a row that occurs several times is settled once
     if tl.max(lost.to(tl.int32), 0) > 0:
-        tl.debug_barrier()  # what was written for these rows is written again
+        tl.debug_barrier()  # these rows are written again
         for i in range(R):
             if tl.max((lost & (tl.arange(0, R) == i)).to(tl.int32), 0) > 0:
                 one = first + i
@@ -386,7 +387,7 @@ def _one_over_rows(i_ptr, out_ptr, rows, n_labels, BLOCK: tl.constexpr):
 def _scale(g_ptr, f_ptr, total, n, f_row, STEPS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
     """Multiply a stretch of the rows by their factors, unless all of those are 1."""
     first = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
-    span = first // n + tl.arange(0, SPAN)  # the rows the stretch may touch
+    span = first // n + tl.arange(0, SPAN)  # the rows that the stretch may touch
     factors = tl.load(f_ptr + span * f_row, mask=span * n < total, other=1.0)
     if tl.max((factors != 1).to(tl.int32), 0) > 0:
         for i in range(STEPS):
@@ -398,7 +399,7 @@ def _scale(g_ptr, f_ptr, total, n, f_row, STEPS: tl.constexpr, BLOCK: tl.constex
 
 
 class _Target:
-    """Index lists or a dense target, as the kernels take them; the logits stand in for what is not there."""
+    """Index lists or a dense target, as the kernels take them; the logits take the place of what is missing."""
 
     def __init__(self, x: Tensor, index: Tensor | None, dense: Tensor | None) -> None:
         self.index = x if index is None else index.contiguous()
@@ -434,7 +435,7 @@ def loss_forward_with_grad(
     dense: Tensor | None,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `loss_forward` with the loss times `weight`, which broadcasts to the rows; and the gradient of its sum."""
+    """Do the same as `loss_forward` with the loss times `weight`, which broadcasts to the rows; and the gradient of its sum."""
     return _forward(logits, k, mask, temperature, observed, index, dense, weight)
 
 
@@ -461,14 +462,12 @@ def _forward(
         return loss, center, delta, mass.fill_(torch.inf), pull, grad
     given = Rows(x.view(rows, n), k, mask, temperature)
     if n > shapes.LONGEST:
-        from lastlayer._triton.lml import solve_long
-
         solve_long(given, x.new_empty(0), center, delta, mass, "nu")
         rows_of = (center, delta, mass, pull)
         _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *rows_of)
         return loss, center, delta, mass, pull, grad
     target = _Target(x, index, dense)
-    factor, step = (center, 0) if weight is None else _a_row(weight, loss.shape)
+    factor, step = (center, 0) if weight is None else _per_row(weight, loss.shape)
     p = shapes.plan(n, shapes.LOSS[x.element_size()], x.element_size())
     launch(
         _resident, (shapes.cdiv(rows, p.rows),),
@@ -480,8 +479,8 @@ def _forward(
     return loss, center, delta, mass, pull, grad
 
 
-def _a_row(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
-    """A number a row, or one for all rows, in float32, and the step from row to row."""
+def _per_row(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
+    """Return one number per row, or one for all rows, in float32, and the stride from row to row."""
     value = value if value.dtype == torch.float32 else value.float()
     if value.ndim == 0:
         return value, 0
@@ -505,13 +504,13 @@ def _launch_known(
     mass: Tensor,
     pull: Tensor,
 ) -> None:
-    """Loss, pull and, with a weight, the gradient, where nu is known; without `loss` the gradients alone."""
+    """Loss, pull and, with a weight, the gradient, where nu is known; without `loss` only the gradients."""
     n = x.shape[-1]
     rows = center.numel()
     given = Rows(x.view(rows, n), None, mask, temperature)
     target = _Target(x, index, dense)
-    factor, step = (center, 0) if weight is None else _a_row(weight, center.shape[:-1])
-    # The sums over all classes are one program's; the labels' sums are few enough for every chunk to repeat.
+    factor, step = (center, 0) if weight is None else _per_row(weight, center.shape[:-1])
+    # One program takes the sums over all classes; the sums over labels are short enough for every chunk to repeat.
     whole = dense is not None or observed > 0 or weight is None
     chunk = n if whole else min(shapes.CHUNK, n)
     block = max(4, min(4096, shapes.power_of_2(n)))  # a quarter of it takes the ends of a row
@@ -537,7 +536,7 @@ def loss_backward(
     pull: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of logits and k for the upstream gradient `grad` of the loss a row."""
+    """Return the gradients of logits and k for the upstream gradient `grad` of the loss of each row."""
     x = logits.contiguous()
     dx = torch.empty_like(x)
     dk = torch.empty_like(delta, memory_format=torch.contiguous_format)
@@ -559,11 +558,11 @@ def weight_of_mean(index: Tensor) -> Tensor:
 
 
 def scale_rows_(grad: Tensor, factor: Tensor) -> Tensor:
-    """Multiply the rows of a contiguous tensor by a factor a row, in place; rows whose factor is 1 are not touched."""
+    """Multiply the rows of a contiguous tensor by one factor per row, in place; rows with a factor of 1 are not touched."""
     n = grad.shape[-1]
     if grad.numel() == 0:
         return grad
-    flat, step = _a_row(factor, grad.shape[:-1])
+    flat, step = _per_row(factor, grad.shape[:-1])
     block, steps = 1024, 32
     stretch = block * steps
     launch(

@@ -1,4 +1,4 @@
-"""How rows are laid over programs: the one place that knows sizes."""
+"""How rows are laid over programs: all sizes are here."""
 
 import functools
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 LONGEST = 32768  # classes of a row held in the registers of one program
-CHUNK = 32768  # classes a program takes of a row that is split over programs
+CHUNK = 32768  # classes per program of a row that is split over programs
 SAMPLE = 8192  # classes of a long row from which its search starts
 BLOCK = 1024  # classes at a time where a long row is settled
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows a program, its warps, and the constants of a kernel that holds rows in registers.
+    """Rows and warps per program, and the constants of a kernel that holds rows in registers.
 
-    Tiles of ``w * c`` classes cover a row, ``w`` the sum of the three powers of two WA, WB and WC; BLOCK classes at a
-    time settle one: few a thread, since registers are for the search.
+    Tiles of ``w * c`` classes cover a row, where ``w`` is the sum of the three powers of two WA, WB and WC. A row is
+    settled BLOCK classes at a time: few per thread, since the registers are for the search.
     """
 
     rows: int
@@ -26,22 +26,22 @@ class Plan:
 
 
 def cdiv(a: int, b: int) -> int:
-    """A over b, rounded up; as `power_of_2` without the detour that Triton's own takes."""
+    """A over b, rounded up; like `power_of_2` faster than Triton's own."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two that is at least n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def alignment(n: int) -> int:
-    """The largest power of two up to 16 that divides n: what Triton may know of the start of a row."""
+    """The largest power of two up to 16 that divides n: what Triton may assume about the start of a row."""
     return min(n & -n, 16) if n else 16
 
 
 def vector(n: int, itemsize: int) -> int:
-    """The number of classes a thread loads at once: up to 16 bytes, if every row starts on such a boundary."""
+    """The number of classes that a thread loads at once: up to 16 bytes, if every row starts on such a boundary."""
     return min(16 // itemsize, alignment(n))
 
 
@@ -61,7 +61,7 @@ def tiles(n: int, c: int) -> tuple[int, int, int]:
     return parts[0], parts[1], parts[2]
 
 
-# Up to how many classes a row, and how many of them a thread holds; by search on an H200.
+# Up to a number of classes per row, the number of them that a thread holds; by search on an H200.
 Table = tuple[tuple[int, int], ...]
 FORWARD: dict[int, Table] = {
     4: ((256, 32), (768, 16), (2048, 32), (8192, 64), (20480, 128), (LONGEST, 64)),
@@ -91,7 +91,7 @@ def plan(n: int, table: Table, itemsize: int) -> Plan:
 
 
 def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:
-    """The mask as rows of classes, with its strides; the logits stand in where there is none."""
+    """The mask as rows of classes, with its strides; without one the logits take its place."""
     if mask is None:
         return x, 0, 0
     flat = mask.reshape(x.shape)
@@ -106,5 +106,5 @@ def stream(itemsize: int, split: bool) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def is_split(rows: int, n: int) -> bool:
-    """Whether a program a row would leave much of the chip idle."""
+    """Whether one program per row would leave much of the chip idle."""
     return rows < 192

@@ -20,9 +20,9 @@ class Rows:
         self.head: tuple[Any, ...] = (x, flat)
         strides: tuple[int | None, ...] = (m_row, m_col)
         if isinstance(k, Tensor):
-            one_a_row = k.reshape(self.count)
-            self.head += (one_a_row,)
-            strides += (one_a_row.stride(0),)
+            per_row = k.reshape(self.count)
+            self.head += (per_row,)
+            strides += (per_row.stride(0),)
         elif k is not None:
             self.head += (k,)
             strides += (None,)
@@ -36,6 +36,6 @@ class Rows:
 
 
 def end_of_no_classes_(delta: Tensor, k: Tensor | float) -> Tensor:
-    """Fill in the result where there is nothing to launch: no rows, or rows without classes, which only k = 0 meets."""
+    """Fill in the result where there is nothing to launch: no rows, or rows without classes, which are feasible only for k = 0."""
     met = k == 0 if isinstance(k, Tensor) else torch.full((), k == 0, device=delta.device)
     return delta.copy_(torch.where(met, -torch.inf, torch.nan).expand_as(delta))

@@ -57,7 +57,7 @@ def rows(n, scale=1.0, dtype=torch.float32, count=4):
 def launches(monkeypatch):
     """The names of the kernels that were launched."""
     from lastlayer._triton import lml as forward
-    from lastlayer._triton import lml_backward, lml_loss
+    from lastlayer._triton import lml_backward, lml_loss, long
     from lastlayer._triton.launch import launch
 
     names = []
@@ -66,7 +66,7 @@ def launches(monkeypatch):
         names.append(kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__)
         return launch(kernel, *args, **options)
 
-    for module in (forward, lml_backward, lml_loss):
+    for module in (forward, lml_backward, lml_loss, long):
         monkeypatch.setattr(module, "launch", spy)
     return names
 
@@ -107,8 +107,8 @@ def long_rows(monkeypatch, split):
 @pytest.mark.parametrize("split", [False, True])
 def test_long_rows(split, monkeypatch, launches):
     check(lambda x, k, impl: lml(x, k, impl=impl), *long_rows(monkeypatch, split))
-    streamed = {"lml_streamed", "lml_backward_streamed"}
-    parts = {"lml_split_pass", "lml_split_finish", "lml_backward_split_sums", "lml_backward_split_write"}
+    streamed = {"long_streamed", "lml_backward_streamed"}
+    parts = {"long_split_pass", "long_split_finish", "lml_backward_split_sums", "lml_backward_split_write"}
     assert set(launches) == (parts if split else streamed)
 
 
@@ -128,7 +128,7 @@ def test_long_rows_of_the_loss(split, monkeypatch, launches):
     target = torch.tensor([[3, -1], [9000, 8192], [0, 6], [8191, -1]], device=DEVICE)
     check(lambda x, k, impl: lml_loss(x, target, k, reduction="none", impl=impl), logits, k)
     assert "lml_loss_known" in launches
-    assert ("lml_split_finish" in launches) == split
+    assert ("long_split_finish" in launches) == split
 
 
 @pytest.mark.parametrize(("gap", "k"), [(40.0, 3.0), (100.0, 27.0), (1e4, 3.0)])
