@@ -460,8 +460,8 @@ def search(
 ) -> Tensor:
     """Search in the results of a scan; return numbers of shape ``(7, rows)``.
 
-    These are center, delta and log sum h, whether the row is lost (1, else 0), its number of infinite logits; and with `rho` the
-    sums of ``-log(1 - rho y)`` and of its slope over the finite ones.
+    These are center, delta and log sum h, whether the row is lost (1, else 0), its number of infinite logits; and with
+    `rho` the sums of ``-log(1 - rho y)`` and of its slope over the finite ones.
 
     Args:
         top: The lists of the logits above the floor, in any order.
@@ -510,7 +510,7 @@ def grad_block(
     rho: float,
     out: Tensor,
 ) -> Tensor:
-    """Write the gradient of a block that starts at class `start`, possibly in its place; the numbers of the rows are contiguous."""
+    """Write the gradient of a block that starts at class `start`, maybe in its place; row numbers are contiguous."""
     tensors = (x, center, delta, log_mass, pulled, scale, index, labels, toward, out)
     numbers = (x.shape[1], x.stride(0), out.stride(0), start, index.shape[1], rho)
     grid = (x.shape[0], cdiv(x.shape[1], _GRAD_BLOCK))

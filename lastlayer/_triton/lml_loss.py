@@ -435,7 +435,7 @@ def loss_forward_with_grad(
     dense: Tensor | None,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Do the same as `loss_forward` with the loss times `weight`, which broadcasts to the rows; and the gradient of its sum."""
+    """As `loss_forward` with the loss times `weight`, which broadcasts to the rows; also the gradient of its sum."""
     return _forward(logits, k, mask, temperature, observed, index, dense, weight)
 
 
@@ -558,7 +558,7 @@ def weight_of_mean(index: Tensor) -> Tensor:
 
 
 def scale_rows_(grad: Tensor, factor: Tensor) -> Tensor:
-    """Multiply the rows of a contiguous tensor by one factor per row, in place; rows with a factor of 1 are not touched."""
+    """Multiply the rows of a contiguous tensor by one factor per row in place; a factor of 1 leaves its row alone."""
     n = grad.shape[-1]
     if grad.numel() == 0:
         return grad

@@ -36,6 +36,6 @@ class Rows:
 
 
 def end_of_no_classes_(delta: Tensor, k: Tensor | float) -> Tensor:
-    """Fill in the result where there is nothing to launch: no rows, or rows without classes, which are feasible only for k = 0."""
+    """Fill in the result where there is nothing to launch: no rows, or no classes, which is feasible only for k = 0."""
     met = k == 0 if isinstance(k, Tensor) else torch.full((), k == 0, device=delta.device)
     return delta.copy_(torch.where(met, -torch.inf, torch.nan).expand_as(delta))
