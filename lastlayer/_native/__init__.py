@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -14,34 +15,9 @@ import torch
 _ISA = ("baseline", "AVX2", "AVX-512")
 
 
-class Call(ctypes.Structure):
-    """``struct call`` of `lml.c`."""
-
-    _fields_ = (
-        ("rows", ctypes.c_int64),
-        ("n", ctypes.c_int64),
-        ("logits", ctypes.c_void_p),
-        ("k", ctypes.c_void_p),
-        ("k_stride", ctypes.c_int64),
-        ("mask", ctypes.c_void_p),
-        ("mask_stride", ctypes.c_int64),
-        ("temperature", ctypes.c_double),
-        ("kind", ctypes.c_int),
-        ("threads", ctypes.c_int),
-        ("out", ctypes.c_void_p),
-        ("center", ctypes.c_void_p),
-        ("delta", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("grad_delta", ctypes.c_void_p),
-        ("grad_k", ctypes.c_void_p),
-        ("observed", ctypes.c_double),
-        ("index", ctypes.c_void_p),
-        ("m", ctypes.c_int64),
-        ("dense", ctypes.c_void_p),
-        ("dense_type", ctypes.c_int),
-        ("log_mass", ctypes.c_void_p),
-        ("pull", ctypes.c_void_p),
-    )
+# ``struct call`` of `lml.c`, in native alignment: rows, n, logits, k, k_stride, mask, mask_stride, temperature, kind,
+# threads, out, center, delta, grad, grad_delta, grad_k, observed, index, m, dense, dense_type, log_mass, pull.
+CALL = struct.Struct("@qqPPqPqdiiPPPPPPdPqPiPP0P")
 
 
 def unavailable(device: torch.device) -> str:
@@ -72,11 +48,11 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "it was not built: the installation found no C compiler that could"
     try:
         found = ctypes.CDLL(str(path))
-        if found.lastlayer_call_size() != ctypes.sizeof(Call):
+        if found.lastlayer_call_size() != CALL.size:
             return None, f"{path.name} is of another version; install the package again"
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error})"
-    found.lastlayer_run.argtypes = (ctypes.POINTER(Call), ctypes.c_int, ctypes.c_int)
+    found.lastlayer_run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
     return found, ""
 
 

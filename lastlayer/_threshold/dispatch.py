@@ -106,8 +106,6 @@ def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
         if x.dtype == torch.float64:
             return "the kernels are for float32, bfloat16 and float16"
         return _triton.unavailable(x.device)
-    if x.dtype not in (torch.float32, torch.float64):
-        return "the compiled kernel is for float32 and float64"
     return _native.missing if x.is_cpu else _native.unavailable(x.device)
 
 

@@ -423,3 +423,20 @@ def test_registered_operators(masked):
     check(ops.lml_loss_forward, arguments)
     _, *rows = ops.lml_loss_forward(*arguments)
     check(ops.lml_loss_backward, (x, mask, 1.0, 0.3, target, None, *rows, torch.ones(3), "native"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_goes_through_float32(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 33, generator=generator).to(dtype)
+    target = (torch.rand(7, 33, generator=generator) < 0.1).float()
+    upstream = torch.randn(7, 33, generator=generator).to(dtype)
+    found, exact = [], []
+    for part, results in ((x, found), (x.float(), exact)):
+        z = part.clone().requires_grad_()
+        y = plain.lml(z, 3.5, impl="native")
+        loss = lml_loss(z, target, 3.5, observed=0.3, reduction="sum", impl="native")
+        results += [y, *torch.autograd.grad(y, z, upstream.to(z.dtype)), *torch.autograd.grad(loss, z)]
+    for ours, wanted in zip(found, exact, strict=True):
+        assert ours.dtype == dtype
+        assert torch.equal(ours, wanted.to(dtype))  # the same arithmetic, rounded once

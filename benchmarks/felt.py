@@ -1,0 +1,251 @@
+"""Speed as it is felt: wall time per call, the first call, and shapes that vary, beside torch's own in the same run.
+
+``python -m benchmarks.felt [--device cpu|cuda] [--parts PATTERN] [--json FILE]``
+
+`benchmarks.run` measures the device; here the clock on the wall counts, with everything that Python does around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lastlayer as ll
+from benchmarks.run import machine
+
+Thunk = Callable[[], Any]
+OTHERS = {  # every other projection and loss, as a function of logits, multi-hot target, one class per row
+    "lml_at_most": lambda x, y, t: ll.lml_at_most(x, 5).sum(),
+    "capped_softmax": lambda x, y, t: ll.capped_softmax(x, 5).square().sum(),
+    "capped_sparsemax": lambda x, y, t: ll.capped_sparsemax(x, 5).square().sum(),
+    "subset_marginals": lambda x, y, t: ll.subset_marginals(x, 5).square().sum(),
+    "lml_fenchel_young_loss": lambda x, y, t: ll.lml_fenchel_young_loss(x, y, 5),
+    "truncated_entropy_loss": lambda x, y, t: ll.loss.truncated_entropy_loss(x, t, 5),
+    "smooth_topk_svm_loss": lambda x, y, t: ll.loss.smooth_topk_svm_loss(x, t, 5),
+    "two_way_loss": lambda x, y, t: ll.two_way_loss(x, y),
+    "asymmetric_loss": lambda x, y, t: ll.asymmetric_loss(x, y),
+    "binary_loss": lambda x, y, t: ll.binary_loss(x, y),
+    "warp_loss": lambda x, y, t: ll.loss.warp_loss(x, y),
+    "quasibinary_loss": lambda x, y, t: ll.loss.quasibinary_loss(x, y),
+}
+FIRST = """
+import time, torch, lastlayer as ll
+device = torch.device("cuda"); torch.zeros(1, device=device).sum().item(); import triton
+x = torch.randn({rows}, {n}, device=device, dtype=torch.{dtype}, requires_grad={grad})
+t = torch.randint({n}, ({rows},), device=device); y = (torch.rand({rows}, {n}, device=device) < 0.01).float()
+ll.lml  # imported
+F = torch.nn.functional
+start = time.perf_counter()
+out = {call}
+if {grad}: out.backward(torch.ones_like(out))
+torch.cuda.synchronize(); print(time.perf_counter() - start)
+"""
+
+
+def both(function: Callable[[Tensor], Tensor], x: Tensor) -> Thunk:
+    """Forward and backward, as a training step calls them."""
+
+    def run() -> None:
+        x.grad = None
+        out = function(x)
+        out.backward(torch.ones_like(out) if out.ndim else None)
+
+    return run
+
+
+def wall(thunks: dict[str, Thunk], device: torch.device, seconds: float) -> dict[str, float]:
+    """Microseconds per call of each function, called in turn; of five rounds the median."""
+    for thunk in thunks.values():
+        for _ in range(60):  # past the calls after which a kernel is made for a shape
+            thunk()
+    times: dict[str, list[float]] = {name: [] for name in thunks}
+    for _ in range(5):
+        for name, thunk in thunks.items():
+            sync(device)
+            start, calls = time.perf_counter(), 0
+            while time.perf_counter() - start < seconds / 5:
+                for _ in range(10):
+                    thunk()
+                calls += 10
+            sync(device)
+            times[name].append(1e6 * (time.perf_counter() - start) / calls)
+    return {name: sorted(found)[2] for name, found in times.items()}
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def data(rows: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, n, generator=generator).mul(2).to(device, dtype)
+    y = torch.zeros(rows, n).scatter_(1, torch.randint(n, (rows, 5), generator=generator), 1.0).to(device)
+    return x, y, torch.randint(n, (rows,), generator=generator).to(device)
+
+
+def row(name: str, rows: int, n: int, ours: float, base: float, against: str, unit: str = "us") -> dict[str, Any]:
+    return {
+        "name": name,
+        "rows": rows,
+        "n": n,
+        unit: round(ours, 1),
+        f"against_{unit}": round(base, 1),
+        "ratio": round(ours / base, 2),
+        "against": against,
+    }
+
+
+def eager(device: torch.device, seconds: float, compiled: bool) -> list[dict[str, Any]]:
+    """`lml` and `lml_loss` beside softmax, cross-entropy and BCE."""
+    shapes = [(32, 100), (256, 1000)] if device.type == "cuda" else [(1, 100), (32, 1000), (256, 100), (256, 1000)]
+    return [line for shape in shapes for line in eager_at(*shape, device, seconds, compiled)]
+
+
+def eager_at(rows: int, n: int, device: torch.device, seconds: float, compiled: bool) -> list[dict[str, Any]]:
+    make: Callable[..., Any] = torch.compile if compiled else lambda function: function
+    word = "compiled " if compiled else ""
+    x, y, t = data(rows, n, device)
+    z = x.clone().requires_grad_()
+    lml, softmax = make(lambda x: ll.lml(x, 5)), make(lambda x: torch.softmax(x, -1))
+    pairs: list[tuple[str, Thunk, Thunk, str]] = [
+        ("lml", lambda: lml(x), lambda: softmax(x), "softmax"),
+        ("lml, both ways", both(lml, z), both(softmax, z), "softmax, both ways"),
+        (
+            "lml_loss, both ways",
+            both(make(lambda x: ll.lml_loss(x, t, 5)), z),
+            both(make(lambda x: F.cross_entropy(x, t)), z),
+            "cross_entropy, both ways",
+        ),
+        (
+            "lml_loss multi-hot, both ways",
+            both(make(lambda x: ll.lml_loss(x, y, 5, observed=0.5)), z),
+            both(make(lambda x: F.binary_cross_entropy_with_logits(x, y)), z),
+            "BCE, both ways",
+        ),
+    ]
+    found = []
+    for name, ours, base, against in pairs:
+        times = wall({"ours": ours, "base": base}, device, seconds)
+        found.append(row(f"{word}{name}", rows, n, times["ours"], times["base"], f"{word}{against}"))
+    return found
+
+
+def half(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+    """Half precision beside float32."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        x, _, _ = data(256, 1000, device, dtype)
+        w = x.float()
+        times = wall({"ours": lambda: ll.lml(x, 5), "base": lambda: ll.lml(w, 5)}, device, seconds)  # noqa: B023
+        found.append(row(f"lml {str(dtype)[6:]}", 256, 1000, times["ours"], times["base"], "lml float32"))
+    return found
+
+
+def others(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+    """Every other projection and loss, both ways, beside BCE."""
+    x, y, t = data(256, 1000, device)
+    z = x.requires_grad_()
+    base = both(lambda x: F.binary_cross_entropy_with_logits(x, y), z)
+    found = []
+    for name, function in OTHERS.items():
+        ours = both(lambda x, f=function: f(x, y, t), z)
+        times = wall({"ours": ours, "base": base}, device, seconds)
+        found.append(row(f"{name}, both ways", 256, 1000, times["ours"], times["base"], "BCE, both ways"))
+    return found
+
+
+def first_calls() -> list[dict[str, Any]]:
+    """Seconds of a first call in a new process with an empty cache, both ways where there is a gradient."""
+    calls = {
+        "lml": ("ll.lml(x, 5)", False),
+        "lml, both ways": ("ll.lml(x, 5)", True),
+        "lml_loss, both ways": ("ll.lml_loss(x, t, 5)", True),
+        "lml_loss multi-hot, both ways": ("ll.lml_loss(x, y, 5, observed=0.5)", True),
+    }
+    found = []
+    for name, (call, grad) in calls.items():
+        for rows, n, dtype in (
+            (256, 1000, "float32"),
+            (256, 1000, "bfloat16"),
+            (64, 20000, "float32"),
+            (64, 100000, "float32"),
+        ):
+            with tempfile.TemporaryDirectory() as cache:
+                code = FIRST.format(rows=rows, n=n, dtype=dtype, call=call, grad=grad)
+                env = {**os.environ, "TRITON_CACHE_DIR": cache}
+                out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+            found.append(
+                {"name": f"first call, {name}", "rows": rows, "n": n, "dtype": dtype, "s": round(float(out.stdout), 2)}
+            )
+    return found
+
+
+def many_sizes(device: torch.device) -> list[dict[str, Any]]:
+    """Seconds for 500 different n between 2 and 5,000, forward and backward, with an empty cache."""
+    sizes = random.Random(0).sample(range(2, 5001), 500)
+    found = []
+    from lastlayer._triton import launch
+
+    calls = {
+        "lml": lambda x, t: ll.lml(x, 1.5).square().sum(),
+        "lml_loss": lambda x, t: ll.lml_loss(x, t, 1.5),
+    }
+    for name, call in calls.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            before, start = len(launch._compiled), time.perf_counter()
+            for n in sizes:
+                x = torch.randn(64, n, device=device, dtype=dtype, requires_grad=True)
+                call(x, torch.zeros(64, dtype=torch.int64, device=device)).backward()
+            torch.cuda.synchronize()
+            seconds, kernels = time.perf_counter() - start, len(launch._compiled) - before
+            found.append(
+                {"name": f"500 sizes, {name}", "dtype": str(dtype)[6:], "s": round(seconds, 1), "kernels": kernels}
+            )
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", default="", metavar="PATTERN", help="only the parts whose name matches")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    options = parser.parse_args(argv)
+    device = torch.device(options.device)
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "eager": lambda: eager(device, options.seconds, False),
+        "half": lambda: half(device, options.seconds),
+        "others": lambda: others(device, options.seconds),
+        "compiled": lambda: eager(device, options.seconds, True),
+    }
+    if device.type == "cuda":
+        parts |= {"first": first_calls, "many": lambda: many_sizes(device)}
+    found: list[dict[str, Any]] = []
+    for name, part in parts.items():
+        if re.search(options.parts, name):
+            for line in part():
+                found.append(line)
+                print(json.dumps(line), flush=True)
+            if options.json:
+                record = {"machine": machine(device), "rows": found}
+                Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
