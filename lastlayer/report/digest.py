@@ -17,6 +17,11 @@ WORDS = {
     "ece": ("ECE", "gap between confidence and accuracy; lower is better"),
     "map": ("mAP", "mean average precision over labels"),
     "map_sample": ("mAP by row", "mean average precision over rows"),
+    "set_f1": ("set F1", "F1 of each row's label set, averaged over rows"),
+    "micro_f1": ("micro F1", "F1 of all labels of all rows together"),
+    "macro_f1": ("macro F1", "F1 of each label, averaged over labels"),
+    "hamming": ("Hamming loss", "share of wrong decisions, one per row and label; lower is better"),
+    "exact_match": ("exact match", "share of rows whose label set is exactly right"),
 }
 
 
@@ -41,7 +46,7 @@ def _run(run: Run, analysis: numbers.Analysis | None) -> dict[str, Any]:
     out["history"] = run.history
     out["errors"] = {k: v for k, v in run.errors.items() if k != "format"} if run.errors else None
     out["errors_note"] = ""
-    out |= dict.fromkeys(("curve", "reliability", "together"))
+    out |= dict.fromkeys(("curve", "reliability", "together", "sets"))
     if analysis is not None:
         assert run.held is not None
         if run.errors is None:
@@ -50,6 +55,7 @@ def _run(run: Run, analysis: numbers.Analysis | None) -> dict[str, Any]:
         out["curve"] = numbers.curve(run.held)
         out["reliability"] = numbers.reliability(run.held, at[-1] if at else 5, len(run.labels))
         out["together"] = numbers.together(run)
+        out["sets"] = numbers.sets(run)
     return out
 
 
@@ -66,7 +72,7 @@ def meaning(metric: str) -> str:
 
 def lower_is_better(metric: str) -> bool:
     """Whether a small value is a good one."""
-    return metric.partition("@")[0] == "ece"
+    return metric.partition("@")[0] in ("ece", "hamming")
 
 
 def percent(found: dict[str, Any] | None) -> str:

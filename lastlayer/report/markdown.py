@@ -25,6 +25,8 @@ def markdown(found: dict[str, Any], *, labels: int = 20) -> str:
     heads = [text(run["name"]) for run in runs]
     lines += ["## Metrics", "", "Value and 95 % interval over rows.", ""]
     lines += _table(["metric", *heads], [[words.title(m), *_values(runs, m)] for m in names])
+    if any(run["sets"] for run in runs):
+        lines += ["## Label sets", "", "Of the sets that are predicted.", "", *_sets(runs, heads)]
     if found["comparison"]:
         lines += _comparison(found["comparison"], heads)
     for run in runs:
@@ -44,6 +46,13 @@ def _values(runs: list[dict[str, Any]], metric: str) -> list[str]:
     leader = words.best(runs, metric) if len(runs) > 1 else None
     cells = [words.percent(run["metrics"].get(metric)) for run in runs]
     return [f"**{cell}**" if i == leader else cell for i, cell in enumerate(cells)]
+
+
+def _sets(runs: list[dict[str, Any]], heads: list[str]) -> list[str]:
+    sets = [(run["sets"] or {}).get("predicted") or {} for run in runs]
+    names = dict.fromkeys(name for one in sets for name in one)
+    rows = [[words.title(m), *(f"{100 * one[m]:.1f}\u00a0%" if m in one else "-" for one in sets)] for m in names]
+    return _table(["metric", *heads], rows)
 
 
 def _comparison(found: dict[str, Any], heads: list[str]) -> list[str]:

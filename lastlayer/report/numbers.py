@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lastlayer import _check
 from lastlayer.metrics.calibration import reliability_bins
 from lastlayer.metrics.errors import error_kinds, label_set_errors
+from lastlayer.metrics.sets import exact_match, hamming_loss, label_set_f1
 from lastlayer.runs.contents import Held, Run
 
 CELLS = 8_000_000  # entries of a matrix of rows by labels that the error analysis may hold
@@ -106,6 +108,32 @@ def _f1(precision: float | None, recall: float | None) -> float | None:
     if recall is None:  # no true label to find
         return None if precision is None else 0.0
     return 2 * precision * recall / (precision + recall) if precision and recall else 0.0
+
+
+def sets(run: Run) -> dict[str, dict[str, float]]:
+    """The metrics of label sets: of those predicted and, where stored, of the labels with probability 0.5 or more."""
+    assert run.held is not None
+    held, n = run.held, len(run.labels)
+    rows = [held.index[a:b] for a, b in zip(held.indptr[:-1], held.indptr[1:], strict=True)]
+    lists = np.full((len(rows), max((len(row) for row in rows), default=0) + 1), -1)
+    for line, row in zip(lists, rows, strict=True):
+        line[: len(row)] = row
+    target = _check.label_lists(torch.from_numpy(lists))
+    out = {"predicted": _sets(torch.from_numpy(held.taken()), target, n)}
+    if held.probability is not None:
+        out["half"] = _sets(torch.from_numpy(np.nan_to_num(held.probability) >= 0.5), target, n)
+    return out
+
+
+def _sets(predicted: torch.Tensor, target: Any, n_labels: int) -> dict[str, float]:
+    averages = {"set_f1": "samples", "micro_f1": "micro", "macro_f1": "macro"}
+    n = n_labels if predicted.dtype == torch.int64 else None
+    found = {
+        name: label_set_f1(predicted, target, average=average, n_classes=n)  # type: ignore[arg-type]
+        for name, average in averages.items()
+    }
+    found |= {"hamming": hamming_loss(predicted, target, n_classes=n), "exact_match": exact_match(predicted, target)}
+    return {name: round(float(value), 6) for name, value in found.items()}
 
 
 class Analysis:

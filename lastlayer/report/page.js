@@ -1,4 +1,4 @@
-// Second half of the page's script: the sections, made of what plots.js draws.
+// Last part of the page's script: the sections, made of what plots.js draws; labels.js has those about single labels.
 function curves() {
   if (!byId("curves")) return;
   for (const name of ["recall", "precision"]) {
@@ -39,14 +39,16 @@ function gains() {
   const top = Math.max(1e-9, ...some.flatMap(([errors]) => errors.kinds.map((kind) => kind.gain)));
   kinds.sort((a, b) => gain(some[0][0], b) - gain(some[0][0], a));
   figure.querySelector("figcaption").textContent = `Gain of ${some[0][0].metric === "f1" ? "F1" : some[0][0].metric} if a kind of error were mended, points`;
-  if (some.length > 1) figure.append(make("ul", {class: "keys"}, ...some.map(([, i]) => make("li", {}, make("span", {class: `dot c${i % 8}`, "aria-hidden": "true"}), runs[i].name))));
-  plot(figure, (width) => {
-    const thick = some.length > 1 ? 11 : 20, group = some.length * (thick + 2) + 14, left = 112, right = 52;
+  const off = new Set();
+  if (some.length > 1) figure.append(keys(some.map(([, i]) => ({name: runs[i].name, icon: make("span", {class: `dot c${i % 8}`, "aria-hidden": "true"})})), off, () => drawn.redraw()));
+  const drawn = plot(figure, (width) => {
+    const shown = some.filter(([, i]) => !off.has(runs[i].name));
+    const thick = some.length > 1 ? 11 : 20, group = Math.max(shown.length, 1) * (thick + 2) + 14, left = 112, right = 52;
     const height = kinds.length * group + 6;
     const svg = draw("svg", {class: "plot", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "gain by kind of error; the table below has the numbers"});
     kinds.forEach((name, row) => {
       svg.append(draw("text", {class: "name", x: left - 10, y: row * group + (group - 10) / 2 + 4, "text-anchor": "end"}, name));
-      some.forEach(([errors, i], j) => {
+      shown.forEach(([errors, i], j) => {
         const value = gain(errors, name), y = row * group + j * (thick + 2), length = Math.max(value, 0) / top * (width - left - right);
         const bar = draw("rect", {x: left, y, width: Math.max(length, 1.5), height: thick, rx: 2, paint: {fill: i}});
         const kind = errors.kinds.find((one) => one.name === name);
@@ -84,10 +86,11 @@ function errors() {
   for (const one of found.confusions.slice(0, 12)) {
     const fill = make("i");
     fill.style.width = `${100 * one.count / most}%`;
-    list.append(make("li", {}, make("span", {}, one.predicted_name, make("em", {}, " in place of "), one.truth_name),
+    list.append(make("li", {}, make("span", {}, brief(one.predicted_name), make("em", {}, " in place of "), brief(one.truth_name)),
       make("b", {}, count(one.count)), make("span", {class: "track"}, fill)));
   }
   if (!found.confusions.length) list.append(make("li", {}, "None."));
+  if (found.confusions.length > 12) list.append(make("li", {}, make("em", {}, `The 12 most frequent of ${count(found.confusions.length)} pairs that were counted.`)));
 }
 
 function together() {
@@ -108,9 +111,15 @@ function together() {
         make("tbody", {}, ...pairs.map((pair) => make("tr", {}, make("th", {scope: "row"}, `${pair.first_name} + ${pair.second_name}`), make("td", {}, count(pair.true)), make("td", {}, count(pair.predicted)))))))));
   } else byId("pair-plot").append(make("p", {class: "how"}, "No pair differs."));
   if (heat && heat.labels.length > 1) {
-    byId("heat-plot").append(make("p", {class: "how"}, "Below the diagonal: the data. Above: the predictions. The stronger the colour, the more of the rows with either label have both; a model that has learnt which labels come together is symmetric."));
+    byId("heat-plot").append(make("p", {class: "how"}, "Below the diagonal: the data. Above: the predictions. The stronger the colour, the more of the rows with either label have both; a model that has learnt which labels come together is symmetric."
+      + (runs[chosen].labels.all > heat.labels.length ? ` The ${heat.labels.length} most frequent of ${count(runs[chosen].labels.all)} labels are shown.` : "")));
     plot(byId("heat-plot"), (width) => heatPlot(heat, width));
   } else byId("heat-plot").append(make("p", {class: "how"}, "Fewer than two labels occur."));
+}
+// Two names in a given number of letters: each is shortened by itself, and a short one leaves its room to the other.
+function both(a, b, letters) {
+  const [n, m] = [[...a].length, [...b].length], half = Math.floor(letters / 2);
+  return `${shorten(a, Math.max(half, letters - m))} + ${shorten(b, Math.max(half, letters - n))}`;
 }
 function pairPlot(pairs, width) {
   const step = 42, height = pairs.length * step + 22, right = 40, top = Math.max(1, ...pairs.flatMap((p) => [p.predicted, p.true]));
@@ -120,8 +129,8 @@ function pairPlot(pairs, width) {
     svg.append(draw("line", {class: "rule", x1: sx(v), x2: sx(v), y1: 0, y2: height - 18}), draw("text", {x: sx(v), y: height - 4, "text-anchor": "middle"}, count(v)));
   }
   pairs.forEach((pair, i) => {
-    const y = i * step + 28, letters = Math.floor((width - 16) / 6.6);
-    svg.append(draw("text", {class: "name", x: 8, y: y - 12}, shorten(`${pair.first_name} + ${pair.second_name}`, letters)));
+    const y = i * step + 28, letters = Math.floor((width - 16) / 6.6) - 3;
+    svg.append(draw("text", {class: "name", x: 8, y: y - 12}, both(pair.first_name, pair.second_name, letters)));
     const group = draw("g", {}, draw("line", {class: "join", x1: sx(pair.true), x2: sx(pair.predicted), y1: y, y2: y}),
       draw("circle", {cx: sx(pair.predicted), cy: y, r: 5.5, paint: {fill: 1}}),
       draw("circle", {class: "hollow", cx: sx(pair.true), cy: y, r: 5.5, paint: {stroke: 0}}),
@@ -194,87 +203,6 @@ function differences() {
   }
 }
 
-// ---- tables of many rows: sorted, searched, a page at a time
-function pager(holder, size, redraw) {
-  const state = {page: 0, total: 0};
-  const back = make("button", {type: "button", onclick: () => { state.page--; redraw(); }}, "Previous");
-  const on = make("button", {type: "button", onclick: () => { state.page++; redraw(); }}, "Next");
-  const text = make("span", {role: "status"});
-  holder.append(back, text, on);
-  state.slice = (items) => {
-    const pages = Math.max(1, Math.ceil(items.length / size));
-    state.page = Math.max(0, Math.min(state.page, pages - 1));
-    back.disabled = state.page === 0;
-    on.disabled = state.page >= pages - 1;
-    const from = state.page * size, part = items.slice(from, from + size);
-    text.textContent = items.length ? `${count(from + 1)}–${count(from + part.length)} of ${count(items.length)}` : "nothing found";
-    return part;
-  };
-  return state;
-}
-
-const COLUMNS = [["name", "Label"], ["support", "Support"], ["f1", "F1"], ["precision", "Precision"], ["recall", "Recall"],
-  ["average_precision", "AP"], ["threshold", "Threshold"], ["predicted", "Taken"], ["train", "Train rows"]];
-// A long name may break after its separators.
-const breakable = (text) => make("span", {class: "name"}, ...text.split(/(?<=[:/_.-])(?=[^:/_.-])/).flatMap((part, i) => i ? [make("wbr"), part] : [part]));
-function labelTable() {
-  const table = byId("label-table"), search = byId("label-search"), rule = byId("label-rule");
-  const sort = {key: "support", down: true};
-  let shown = null;
-  const pages = pager(byId("label-pager"), 25, () => refresh());
-  const column = (key) => {
-    const labels = runs[chosen].labels, half = rule.value && ["precision", "recall", "f1"].includes(key);
-    if (half) return labels[`half_${key}`];
-    return rule.value && key === "predicted" ? undefined : labels[key];
-  };
-  const head = make("tr"), body = make("tbody");
-  table.append(make("thead", {}, head), body);
-  function heads() {
-    shown = COLUMNS.filter(([key]) => column(key));
-    if (!shown.some(([key]) => key === sort.key)) Object.assign(sort, {key: shown.some(([key]) => key === "support") ? "support" : "name", down: true});
-    head.replaceChildren(...shown.map(([key, text]) => make("th", {scope: "col", "data-key": key, "aria-sort": sort.key === key ? (sort.down ? "descending" : "ascending") : null},
-      make("button", {type: "button", onclick: () => {
-        Object.assign(sort, {down: sort.key === key ? !sort.down : key !== "name", key});
-        pages.page = 0;
-        refresh();
-        head.querySelector(`[data-key="${key}"] button`).focus();
-      }}, text))));
-  }
-  function refresh() {
-    heads();
-    const labels = runs[chosen].labels, wanted = search.value.trim().toLowerCase(), values = column(sort.key);
-    const items = labels.name.map((_, i) => i).filter((i) => !wanted || names[labels.name[i]].toLowerCase().includes(wanted));
-    const value = sort.key === "name" ? (i) => names[labels.name[i]] : (i) => values[i];
-    items.sort((a, b) => {
-      const x = value(a), y = value(b);
-      if (x === null || y === null) return (x === null) - (y === null) || a - b; // what does not exist comes last
-      const order = typeof x === "string" ? x.localeCompare(y, "en") : x - y;
-      return (sort.down ? -order : order) || a - b;
-    });
-    body.replaceChildren(...pages.slice(items).map((i) => make("tr", {}, ...shown.map(([key]) => {
-      if (key === "name") return make("th", {scope: "row"}, breakable(names[labels.name[i]]));
-      const v = column(key)[i];
-      if (["train", "support", "predicted"].includes(key)) return make("td", {}, count(v));
-      if (key === "threshold") return make("td", {}, v === null ? "–" : v.toFixed(3));
-      const fill = make("i");
-      fill.style.width = `${100 * (v || 0)}%`;
-      return make("td", {}, percent(v), make("span", {class: "meter", "aria-hidden": "true"}, fill));
-    }))));
-    if (labels.all > labels.name.length) body.append(make("tr", {}, make("th", {scope: "row", colspan: shown.length}, `The ${count(labels.name.length)} most frequent of ${count(labels.all)} labels.`)));
-  }
-  const whole = () => {
-    const {labels} = runs[chosen];
-    rule.options[0].disabled = !labels.precision;
-    rule.options[1].disabled = !labels.half_precision;
-    if (rule.selectedOptions[0].disabled) rule.value = labels.precision ? "" : "half_";
-    pages.page = 0;
-    refresh();
-  };
-  search.addEventListener("input", whole);
-  rule.addEventListener("change", whole);
-  return whole;
-}
-
 function examples() {
   const list = byId("example-list");
   if (!list) return () => {};
@@ -308,7 +236,7 @@ function examples() {
   }
   function chip(kindOf, label, thousandth, error) {
     const words = {right: "right", wrong: "wrong", missed: "missed", next: "not taken"}[kindOf];
-    return make("span", {class: `chip ${kindOf}`, title: error >= 0 ? `${words}: ${data.kinds[error]}` : words}, names[label],
+    return make("span", {class: `chip ${kindOf}`, title: `${names[label].length > LONG ? names[label] + " \u2014 " : ""}${error >= 0 ? `${words}: ${data.kinds[error]}` : words}`}, shorten(names[label], LONG),
       thousandth === null || thousandth === undefined ? null : make("small", {}, (thousandth / 1000).toFixed(2)),
       make("span", {class: "hidden"}, `(${words}${error >= 0 ? ": " + data.kinds[error] : ""})`));
   }
@@ -332,20 +260,21 @@ function examples() {
       node.append(value.slice(from));
     };
     fill(long ? text.slice(0, 400) + "…" : text);
-    if (long) node.append(make("button", {type: "button", class: "more", onclick: () => { node.textContent = text; }}, "more"));
+    if (long) node.append(make("button", {type: "button", class: "more", onclick: () => { node.textContent = text; node.tabIndex = -1; node.focus(); }}, "more"));
     return node;
   }
   function refresh() {
     const wanted = search.value.trim().toLowerCase(), test = (FILTERS[kind.value] || FILTERS.all)[1], key = KEYS[order.value];
     const items = runs[chosen].examples.filter((one) => test(one) && (!wanted || matches(one, wanted)));
     items.sort((a, b) => key(a) - key(b) || a.x - b.x);
-    byId("example-count").textContent = `${count(items.length)} of ${count(runs[chosen].examples.length)} rows`;
+    const kept = runs[chosen].examples.length;
+    byId("example-count").textContent = `${count(items.length)} of ${count(kept)} rows${kept < runs[chosen].rows ? `; the page holds ${count(kept)} of the ${count(runs[chosen].rows)} held-out rows` : ""}`;
     list.replaceChildren(...pages.slice(items).map((one) => {
       const text = data.texts[one.x], wrong = errorsOf(one);
       const shown = all && all.checked ? runs.map((_, i) => i) : [chosen];
       return make("article", {}, make("h3", {}, text.id ?? `Row ${text.row}`, make("span", {}, `row ${text.row} · ${wrong === 0 ? "all right" : `${wrong} error${wrong > 1 ? "s" : ""}`}`)),
         body(text.text, wanted),
-        make("div", {class: "row"}, make("div", {class: "who"}, "True"), make("div", {}, ...one.t.map((label) => make("span", {class: "chip"}, names[label])), one.t.length ? null : make("em", {class: "who"}, "no labels"))),
+        make("div", {class: "row"}, make("div", {class: "who"}, "True"), make("div", {}, ...one.t.map((label) => make("span", {class: "chip", title: names[label].length > LONG ? names[label] : null}, shorten(names[label], LONG))), one.t.length ? null : make("em", {class: "who"}, "no labels"))),
         ...shown.map((i) => found[i].has(one.x) ? line(i, found[i].get(one.x)) : null));
     }));
   }
@@ -399,6 +328,11 @@ reliabilities();
 gains();
 history();
 const labels = labelTable(), explorer = examples();
+labelChanges();
+for (const [node, name] of [["all-metrics", "metrics"], ["set-metrics", "label sets"], ["kind-table", "errors"], ["difference-all", "differences"]]) {
+  const region = byId(node)?.closest(".scroll");
+  region?.after(csvOf(region, name));
+}
 function detail() {
   for (const node of document.querySelectorAll(".of")) node.textContent = many ? `: ${runs[chosen].name}` : "";
   errors();

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from lastlayer.report import digest as words
+from lastlayer.report import thresholds
 from lastlayer.report.numbers import KINDS, Analysis
 from lastlayer.runs.contents import Run
 
@@ -27,10 +28,10 @@ def page(runs: list[Run]) -> str:
 
     found, analyses = words.summarise(runs)
     folder = files("lastlayer.report")
-    style, early, plots, sections = (
-        (folder / name).read_text("utf-8") for name in ("page.css", "theme.js", "plots.js", "page.js")
+    style, early, *parts = (
+        (folder / name).read_text("utf-8") for name in ("page.css", "theme.js", "plots.js", "labels.js", "page.js")
     )
-    script = f'"use strict";\n(() => {{\n{plots}{sections}}})();\n'
+    script = f'"use strict";\n(() => {{\n{"".join(parts)}}})();\n'
     # Everything of the user's goes through autoescape, or through JSON that the script turns into text nodes.
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -40,12 +41,13 @@ def page(runs: list[Run]) -> str:
     return template.render(
         found=found,
         table=_table(found),
+        sets=_sets(found["runs"]),
         leader=words.leader(found["runs"]) or 0,
         settings=_settings(found["runs"]),
         commands=[_command(run) for run in found["runs"]],
         has={
             key: any(run[key] for run in found["runs"])
-            for key in ("curve", "reliability", "errors", "together", "history")
+            for key in ("curve", "reliability", "errors", "together", "history", "sets")
         },
         style=_safe(style),
         early=_safe(early),
@@ -109,6 +111,17 @@ def _table(found: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
+def _sets(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The table of label sets: for each metric one cell per run, for the predicted sets and for a threshold of 0.5."""
+    out = []
+    for metric in dict.fromkeys(name for run in runs for one in (run["sets"] or {}).values() for name in one):
+        cells = [{rule: one[metric] for rule, one in (run["sets"] or {}).items()} for run in runs]
+        known = [cell["predicted"] for cell in cells if "predicted" in cell]
+        best = (min if words.lower_is_better(metric) else max)(known) if len(runs) > 1 and known else None
+        out.append({"metric": metric, "lower": words.lower_is_better(metric), "cells": cells, "best": best})
+    return out
+
+
 def _settings(runs: list[dict[str, Any]]) -> list[tuple[str, list[str], bool]]:
     """Every field of the runs' settings: name, value for each run, whether they differ; those that differ first."""
     rows = []
@@ -147,6 +160,8 @@ def _data(runs: list[Run], found: dict[str, Any], analyses: list[Analysis | None
             {
                 "name": run.name,
                 "labels": _labels(run, numbers["labels"], names),
+                "thresholds": thresholds.curves(run, _order(run, numbers["labels"])),
+                "rows": len(run.held) if run.held is not None else 0,
                 "curve": numbers["curve"],
                 "reliability": numbers["reliability"],
                 "errors": numbers["errors"],
@@ -168,10 +183,15 @@ def _data(runs: list[Run], found: dict[str, Any], analyses: list[Analysis | None
     }
 
 
-def _labels(run: Run, found: dict[str, Any], names: _Names) -> dict[str, Any]:
+def _order(run: Run, found: dict[str, Any]) -> list[int]:
+    """The labels of the page, the most frequent first."""
     support = found["support"] or [0] * len(run.labels)
     said = found.get("predicted") or [0] * len(run.labels)
-    order = sorted(range(len(run.labels)), key=lambda c: (-(support[c] or 0), -said[c], c))[:LABELS]
+    return sorted(range(len(run.labels)), key=lambda c: (-(support[c] or 0), -said[c], c))[:LABELS]
+
+
+def _labels(run: Run, found: dict[str, Any], names: _Names) -> dict[str, Any]:
+    order = _order(run, found)
     out: dict[str, Any] = {"all": len(run.labels), "name": [names(run.labels[c]) for c in order]}
     for column in COLUMNS + HALF:
         if found.get(column):

@@ -1,4 +1,4 @@
-// First half of the page's script: text and shapes. `page.py` puts both halves into one function.
+// First part of the page's script: text and shapes. `page.py` puts all parts into one function.
 // Every text of the data becomes a text node: nothing in it is ever read as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs, names = data.names, many = runs.length > 1;
@@ -31,7 +31,11 @@ const percent = (value, digits = 1) => value === null || value === undefined ? "
 const count = (value) => value === null || value === undefined ? "–" : value.toLocaleString("en");
 const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "±") + Math.abs(100 * value).toFixed(1);
 const title = (metric) => data.titles[metric] || metric;
-const shorten = (text, most) => text.length > most ? text.slice(0, most - 1) + "…" : text;
+// A long name keeps both ends: names that begin alike differ at the end.
+const shorten = (text, most) => {
+  const letters = [...text], kept = Math.max(2, Math.floor(most) - 1);
+  return letters.length > kept + 1 ? letters.slice(0, Math.ceil(kept / 2)).join("") + "…" + letters.slice(-Math.floor(kept / 2)).join("") : text;
+};
 
 // ---- theme
 function theme() {
@@ -68,7 +72,11 @@ const observer = new ResizeObserver((entries) => {
 });
 function plot(figure, render) {
   const slot = figure.querySelector(".slot") || figure.appendChild(make("div", {class: "slot"}));
-  const state = {width: slot.clientWidth || 340, redraw: () => slot.replaceChildren(render(state.width))};
+  const state = {width: slot.clientWidth || 340, redraw: () => {
+    const focused = slot.contains(document.activeElement);
+    slot.replaceChildren(render(state.width));
+    if (focused) slot.firstElementChild.focus();
+  }};
   watched.set(slot, state);
   state.redraw();
   observer.observe(slot);
@@ -86,15 +94,24 @@ function marker(x, y, r, series) {
   paint(node, {fill: series});
   return node;
 }
-function keys(series) {
-  return make("ul", {class: "keys"}, ...series.map((one) => {
-    const icon = draw("svg", {viewBox: "0 0 22 12", class: "plot", "aria-hidden": "true"});
-    const line = draw("line", {x1: 0, x2: 22, y1: 6, y2: 6, class: one.limit ? "limit" : one.dash ? "line dash" : "line"});
-    if (!one.limit) paint(line, {stroke: one.color});
-    icon.append(line);
-    if (!one.limit && !one.bare) icon.append(marker(11, 6, 4, one.color));
-    return make("li", {}, icon, one.name);
+// A legend whose entries switch their part of the plot off and on; `off` holds the names that are off.
+function keys(items, off, redraw) {
+  return make("ul", {class: "keys"}, ...items.map(({name, icon}) => {
+    const button = make("button", {type: "button", "aria-pressed": String(!off.has(name)), title: "show or hide", onclick: () => {
+      if (!off.delete(name)) off.add(name);
+      button.setAttribute("aria-pressed", String(!off.has(name)));
+      redraw();
+    }}, icon, name);
+    return make("li", {}, button);
   }));
+}
+function lineIcon(one) {
+  const icon = draw("svg", {viewBox: "0 0 22 12", class: "plot", "aria-hidden": "true"});
+  const line = draw("line", {x1: 0, x2: 22, y1: 6, y2: 6, class: one.limit ? "limit" : one.dash ? "line dash" : "line"});
+  if (!one.limit) paint(line, {stroke: one.color});
+  icon.append(line);
+  if (!one.limit && !one.bare) icon.append(marker(11, 6, 4, one.color));
+  return icon;
 }
 function ticks(low, high, most) {
   const raw = (high - low) / Math.max(most, 1), power = 10 ** Math.floor(Math.log10(raw));
@@ -105,8 +122,8 @@ function ticks(low, high, most) {
 }
 
 // series: {name, color, points: [{x, y, low, high, r, text}], dash, limit, bare}
-function lines(figure, {series, xName, yName, x, y, format, whole, label}) {
-  const all = series.flatMap((one) => one.points.filter((p) => p.y !== null));
+function lines(figure, {series: every, xName, yName, x, y, format, whole, label}) {
+  const all = every.flatMap((one) => one.points.filter((p) => p.y !== null));
   if (!all.length) { figure.append(make("p", {class: "how"}, "Nothing was stored for this plot.")); return; }
   const xs = all.map((p) => p.x), ys = all.flatMap((p) => [p.y, p.low ?? p.y, p.high ?? p.y]);
   let [x0, x1] = x || [Math.min(...xs), Math.max(...xs)];
@@ -115,8 +132,10 @@ function lines(figure, {series, xName, yName, x, y, format, whole, label}) {
   if (y0 === y1) { y0 -= Math.abs(y0) * 0.1 || 0.1; y1 += Math.abs(y1) * 0.1 || 0.1; }
   const show = format || ((v, digits) => percent(v, digits));
   figure.querySelector(".keys")?.remove();
-  if (series.length > 1) figure.append(keys(series));
-  plot(figure, (width) => {
+  const hidden = new Set();
+  if (every.length > 1) figure.append(keys(every.map((one) => ({name: one.name, icon: lineIcon(one)})), hidden, () => drawn.redraw()));
+  const drawn = plot(figure, (width) => {
+    const series = every.filter((one) => !hidden.has(one.name));
     const height = Math.max(220, Math.min(320, width * 0.62)), left = 44, right = 14, top = 26, bottom = 40;
     const sx = (v) => left + (v - x0) / (x1 - x0) * (width - left - right);
     const sy = (v) => height - bottom - (v - y0) / (y1 - y0) * (height - top - bottom);
@@ -173,7 +192,7 @@ function lines(figure, {series, xName, yName, x, y, format, whole, label}) {
     return svg;
   });
   figure.querySelector("details")?.remove();
-  figure.append(figuresTable(series, xName, show));
+  figure.append(figuresTable(every, xName, show));
 }
 function figuresTable(series, xName, show) {
   const places = [...new Set(series.flatMap((one) => one.points.map((p) => p.x)))].sort((a, b) => a - b);
@@ -183,7 +202,30 @@ function figuresTable(series, xName, show) {
     details.append(make("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Numbers of the plot"}, make("table", {},
       make("thead", {}, make("tr", {}, make("th", {scope: "col"}, xName), ...series.map((one) => make("th", {scope: "col"}, one.name)))),
       make("tbody", {}, ...places.map((v) => make("tr", {}, make("th", {scope: "row"}, String(+v.toFixed(3))),
-        ...series.map((one) => make("td", {}, ((p) => p && p.y !== null ? p.text || show(p.y) : "–")(one.points.find((q) => q.x === v))))))))));
+        ...series.map((one) => make("td", {}, ((p) => p && p.y !== null ? p.text || show(p.y) : "–")(one.points.find((q) => q.x === v))))))))), csvOf(details, "numbers"));
   });
   return details;
+}
+
+// ---- tables as files: numbers as they are shown, or in full where the caller has them
+function csv(rows) {
+  const cell = (value) => {
+    if (value === null || value === undefined) return "";
+    if (typeof value === "number") return String(value);
+    const text = /^[=+@\t\r]|^-(?![\d.])/.test(value) ? `'${value}` : value; // a name is never a formula of a spreadsheet
+    return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  return rows.map((row) => row.map(cell).join(",")).join("\r\n") + "\r\n";
+}
+function csvButton(name, rows) {
+  return make("button", {type: "button", class: "save", onclick: () => {
+    const link = make("a", {download: `${name}.csv`, href: URL.createObjectURL(new Blob(["\ufeff", csv(rows())], {type: "text/csv"}))});
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  }}, "Save as CSV");
+}
+// The button of a table that stands in a node; what it saves are the cells' own texts.
+function csvOf(node, name) {
+  const text = (cell) => [...cell.childNodes].filter((part) => !part.classList?.contains("what")).map((part) => part.textContent.trim()).filter(Boolean).join(" ").replace(/\s+/g, " ");
+  return csvButton(name, () => [...node.querySelectorAll("tr")].map((row) => [...row.children].map(text)));
 }

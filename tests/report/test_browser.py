@@ -1,14 +1,20 @@
 """The page in a real browser; skipped where there is no Playwright or no Chromium."""
 
+import csv
+import itertools
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from report_tools import HOSTILE, make_run
 from tools import HUNG
 
 from lastlayer import report
+from lastlayer.report import numbers
+from lastlayer.runs.contents import read
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 FLAGS = [
@@ -89,6 +95,134 @@ def test_every_plot_is_drawn(browser, three):
         assert page.locator("#tip").is_hidden()
         page.locator("#recall-plot summary").click()
         assert page.locator("#recall-plot details tbody tr").count() == 8
+
+
+def test_a_legend_switches_a_run_off_and_on(browser, three):
+    with opened(browser, three) as page:
+        for plot, shapes in (("#recall-plot", "path.line"), ("#gain-plot", "rect")):
+            before = page.locator(f"{plot} .slot {shapes}").count()
+            key = page.locator(f"{plot} .keys button", has_text="fair")
+            key.focus()
+            page.keyboard.press("Enter")
+            assert key.get_attribute("aria-pressed") == "false"
+            assert page.locator(f"{plot} .slot {shapes}").count() == before * 2 // 3
+            assert page.evaluate("document.activeElement.textContent") == "fair"
+            page.keyboard.press("Enter")
+            assert page.locator(f"{plot} .slot {shapes}").count() == before
+
+
+def test_the_slider_counts_exactly(browser, one):
+    """At each position: rows with the label at this threshold, and how many of them are right."""
+    run = read([one.parent / "a"])[0]
+    with opened(browser, one) as page:
+        page.locator("#label-table .pick-label").nth(2).click()
+        name = page.locator("#threshold-label").inner_text()
+        label = run.labels.index(name)
+        score, true = run.held.probability[:, label], numbers.hot(run.held, 40)[:, label]
+        slider = page.locator("#threshold-slider")
+        assert int(slider.get_attribute("max")) == min(len(np.unique(score[true])), 41) - 1
+        for key in ("Home", "ArrowRight", "End"):
+            slider.press(key)
+            text = page.locator("#threshold-now").inner_text()
+            words = re.match(r"Threshold (\S+): (\d+) rows? gets? the label, (\d+) rightly; precision (\S+),", text)
+            said = int(words[2])
+            taken = np.argsort(-score, kind="stable")[:said]
+            assert float(words[1]) == pytest.approx(score[taken].min(), rel=1e-2)
+            assert int(words[3]) == true[taken].sum()
+            assert float(words[4]) == pytest.approx(100 * true[taken].mean(), abs=0.06)
+
+
+def saved(page, button):
+    with page.expect_download() as download:
+        button.click()
+    with open(download.value.path(), encoding="utf-8-sig", newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_tables_are_saved_as_csv(browser, tmp_path):
+    names = ["=HYPERLINK(1)", 'a "b", c', *(f"label{i}" for i in range(6))]
+    folders = [make_run(tmp_path / name, names=names, noise=noise) for name, noise in (("a", 0.1), ("b", 0.9))]
+    path = report.write(folders, tmp_path / "report.html")
+    found = report.summary(folders)["runs"]
+    with opened(browser, path) as page:
+        rows = saved(page, page.locator("#label-pager .save"))
+        assert rows[0][:2] == ["Label", "Support"]
+        table = {row[0]: row for row in rows[1:]}
+        assert set(table) == {"'=HYPERLINK(1)", *names[1:]}, "a name is no formula"
+        place = rows[0].index("F1")
+        for i, name in enumerate(names[1:], 1):
+            assert float(table[name][place]) == pytest.approx(found[0]["labels"]["f1"][i], abs=1e-4)
+        rows = saved(page, page.locator("#change-pager .save"))
+        assert rows[0] == ["Label", "Difference", "a", "b", "Support"]
+        a, b = (one["labels"]["f1"] for one in found)
+        assert {row[0]: float(row[1]) for row in rows[1:]}[names[1]] == pytest.approx(a[1] - b[1], abs=2e-4)
+        steps = [abs(float(row[1])) for row in rows[1:]]
+        assert steps == sorted(steps, reverse=True)
+        rows = saved(page, page.locator("#set-metrics >> xpath=../following-sibling::button[1]"))
+        assert rows[1][1].split()[0] == f"{100 * found[0]['sets']['predicted']['set_f1']:.1f}"
+
+
+def test_differences_by_label(browser, three):
+    with opened(browser, three) as page:
+        assert page.locator("#change-table thead th").all_inner_texts()[1:4] == ["Difference", "good", "fair"]
+        page.locator("#change-b").select_option("2")
+        page.locator("#change-order").select_option("worse")
+        shown = page.locator("#change-table tbody td:nth-child(2)").all_inner_texts()
+        values = [float(text.strip("▲▼ ±").replace("\u2212", "-").replace("+", "")) for text in shown]
+        assert values == sorted(values)
+        assert "good is better in" in page.locator("#change-count").inner_text()
+        page.locator("#change-least").fill("1000")
+        assert page.locator("#change-pager span").inner_text() == "nothing found"
+
+
+def test_long_names_keep_both_ends(browser, tmp_path):
+    names = [f"a very long name that begins like the others {'and goes on ' * 6}{i}" for i in range(8)]
+    path = report.write(make_run(tmp_path / "a", names=names), tmp_path / "report.html")
+    with opened(browser, path) as page:
+        shown = page.locator("#heat-plot text.name").all_text_contents()
+        assert len(set(shown)) == 8, "names that begin alike stay apart"
+        assert all("…" in text for text in shown)
+        chip = page.locator("article .chip").first
+        assert "…" in chip.inner_text()
+        assert chip.get_attribute("title").startswith("a very long name")
+
+
+def test_the_focus_is_kept_and_headings_are_in_order(browser, three):
+    with opened(browser, three) as page:
+        forward = page.locator("#example-pager button", has_text="Next")
+        forward.focus()
+        for _ in range(5):  # 60 rows, ten at a time
+            page.keyboard.press("Enter")
+        assert forward.is_disabled()
+        assert page.evaluate("document.activeElement.textContent") == "Previous"
+        levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map((h) => +h.tagName[1])")
+        assert levels[0] == 1
+        assert levels.count(1) == 1
+        assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
+
+
+def test_what_is_left_out_is_said(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("lastlayer.report.page.EXAMPLES", 50)
+    monkeypatch.setattr("lastlayer.report.thresholds.LABELS", 3)
+    path = report.write(make_run(tmp_path / "a", rows=80, labels=40), tmp_path / "report.html")
+    with opened(browser, path) as page:
+        assert page.locator("#example-count").inner_text() == "50 of 50 rows; the page holds 50 of the 80 held-out rows"
+        assert "The 16 most frequent of 40 labels are shown." in page.locator("#heat-plot .how").inner_text()
+        page.locator("#label-table .pick-label").nth(5).click()
+        assert "the 3 most frequent of 40 labels; this is none of them" in page.locator("#threshold-note").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(browser, one, three, scheme):
+    axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which brings axe-core")
+    source = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
+    for path in (one, three):
+        with opened(browser, path, scheme=scheme) as page:
+            page.evaluate(source)
+            found = page.evaluate("axe.run()")["violations"]
+            assert [
+                (v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")
+            ] == []
 
 
 def test_the_label_table_sorts_and_searches_by_keyboard(browser, one):
@@ -196,11 +330,13 @@ CONTRAST = """() => {
     }
     return [255, 255, 255];
   };
-  const texts = "h1, h2, p, th, td, a, label, .chip, .ci, .what, .count, summary, .up, .down, .same, svg text, button";
+  const texts = "h1, h2, h3, p, th, td, a, label, .chip, .ci, .what, .count, summary, .up, .down, .same, .soft, small, "
+    + "svg text, button";
   return [...document.querySelectorAll(texts)].filter((node) => {
     if (!node.textContent.trim() || node.disabled || node.closest("[hidden], .hidden, noscript, .skip")) return false;
     const style = getComputedStyle(node), b = light(behind(node));
-    const a = light(parse(node.namespaceURI.includes("svg") ? style.fill : style.color));
+    const back = behind(node), front = parse(node.namespaceURI.includes("svg") ? style.fill : style.color);
+    const a = light(front.slice(0, 3).map((v, i) => style.opacity * v + (1 - style.opacity) * back[i]));
     return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5;
   }).map((node) => `${node.tagName} ${node.textContent.slice(0, 40)}`);
 }"""

@@ -1,5 +1,6 @@
 """The numbers: against the library's own metrics, against brute force, and by hand."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,7 +10,7 @@ from report_tools import make_run
 
 import lastlayer as ll
 from lastlayer import report
-from lastlayer.report import compare, numbers
+from lastlayer.report import compare, numbers, thresholds
 from lastlayer.runs.contents import read
 
 
@@ -147,6 +148,56 @@ def test_together_by_brute_force(tmp_path):
             both, either = (sets[:, a] & sets[:, b]).sum(), (sets[:, a] | sets[:, b]).sum()
             assert found[f"{part}_rows"][i][j] == both
             assert found[part][i][j] == pytest.approx(both / max(either, 1), abs=1e-4)
+
+
+def test_label_sets_by_brute_force(tmp_path):
+    _, held, y, hot = held_of(make_run(tmp_path / "a"))
+    run = read([tmp_path / "a"])[0]
+    found = numbers.sets(run)
+    said = np.zeros((60, 8), dtype=bool)
+    for row, taken in enumerate(held.taken()):
+        said[row, taken[taken >= 0]] = True
+    for rule, sets in (("predicted", said), ("half", y.numpy() >= 0.5)):
+        right, size, true = (x.astype(float) for x in (sets & hot.numpy(), sets, hot.numpy()))
+        defined = (size + true).sum(1) > 0
+        rows = (2 * right.sum(1) / np.maximum((size + true).sum(1), 1))[defined]
+        expected = {
+            "set_f1": rows.mean(),
+            "micro_f1": 2 * right.sum() / (size + true).sum(),
+            "macro_f1": (2 * right.sum(0) / (size + true).sum(0)).mean(),
+            "hamming": (size != true).mean(),
+            "exact_match": (size == true).all(1).mean(),
+        }
+        assert found[rule] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_thresholds_by_brute_force(tmp_path, dense, monkeypatch):
+    run, held, _, hot = held_of(make_run(tmp_path / "whole", rows=200))
+    y = np.round(held.probability, 1)  # ties
+    stored = np.ones_like(y, dtype=bool)
+    if not dense:
+        order = np.argsort(-y, axis=1, kind="stable")[:, :4]
+        stored = np.zeros_like(stored)
+        np.put_along_axis(stored, order, True, 1)
+        top = {"top_index": order, "top_probability": np.take_along_axis(y, order, 1), "probability": None}
+    held = dataclasses.replace(held, **({"probability": y} if dense else top))
+    found = thresholds.curves(dataclasses.replace(run, held=held), [7, 0])
+    assert found["stored"] == (8 if dense else 4)
+    for label, flat in zip([7, 0], found["points"], strict=True):
+        true = hot[:, label].numpy()
+        points = []
+        for level in sorted(set(y[stored[:, label] & true, label]), reverse=True):
+            said = stored[:, label] & (y[:, label] >= level)
+            points += [level, said.sum(), (said & true).sum()]
+        assert flat == pytest.approx(points, rel=1e-3)
+    whole = [tuple(point) for point in np.reshape(found["points"][1], (-1, 3))]
+    monkeypatch.setattr(thresholds, "POINTS", 3)
+    few = thresholds.curves(dataclasses.replace(run, held=held), [0])["points"][0]
+    few = [tuple(point) for point in np.reshape(few, (-1, 3))]
+    support = int(hot[:, 0].sum())
+    assert {whole[0], whole[-1], max(whole, key=lambda p: p[2] / (p[1] + support))} <= set(few) <= set(whole)
+    assert len(few) <= 4
 
 
 def test_holm_by_hand():
