@@ -1,10 +1,15 @@
 """How fast linear models train: `LabelSetClassifier` beside scikit-learn's one-versus-rest logistic regression.
 
     python -m benchmarks.training [--data MULAN] [--json benchmarks/results/training-cpu.json]
+    python -m benchmarks.training --flat FOLDER [--peers PYTHON] [--json benchmarks/results/training-cpu.json]
 
 Both get the same sparse rows in one run, and one thread; rows a second are training rows over the processor time of
 one `fit`, which other programs of the machine disturb less than the time of the clock. P@1 on held-out rows stands
 beside it: a model that is fast because it learned nothing would show.
+
+The second form compares the exact solver (`fit_linear`) with scikit-learn's `LinearSVC` and PECOS without a tree, on
+the sets of `benchmarks.label_sets`; each program runs in a process of its own. `PYTHON` is that of an environment with
+libpecos. A label is predicted where its margin is positive. Macro-F1 is over all labels that training rows carry.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +31,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.multiclass import OneVsRestClassifier
 
 import lastlayer as ll
+from benchmarks.label_sets import SETS, Rows
+from benchmarks.xmc import run_one, write_rows
+
+FLAT_SETS = ("bibtex", "medical", "corel5k", "goemotions", "delicious", "debian tags")
+FLAT_PROGRAMS = ("lastlayer_flat", "linearsvc", "pecos_flat")
 
 
 def bibtex(folder: Path) -> tuple[Any, ...]:
@@ -70,12 +81,67 @@ def measure(name: str, model: Any, data: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
+def flat_quality(rows: Rows, scores: np.ndarray) -> dict[str, float]:
+    """Precision and recall of the best labels, and F1 of the labels with a positive margin, in percent."""
+    target = rows.yt.toarray() > 0
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :5]
+    hit = np.take_along_axis(target, best, 1)
+    said = scores > 0
+    right, wrong, missed = ((a & b).sum(0) for a, b in ((said, target), (said, ~target), (~said, target)))
+    known = np.diff(rows.y.tocsc().indptr) > 0
+    f1 = 2 * right / np.maximum(2 * right + wrong + missed, 1)
+    out = {"P@1": hit[:, 0].mean(), "R@5": (hit.sum(1) / target.sum(1)).mean()}
+    out["micro-F1"] = 2 * right.sum() / max(2 * right.sum() + wrong.sum() + missed.sum(), 1)
+    out["macro-F1"] = f1[known].mean()
+    return {name: round(100 * float(value), 2) for name, value in out.items()}
+
+
+def flat(folder: Path, peers: str | None, names: list[str], save: Any) -> None:
+    """Measure the exact solver and its peers, set by set."""
+    programs = [name for name in FLAT_PROGRAMS if peers is not None or name != "pecos_flat"]
+    for name in names:
+        rows = SETS[name](folder)
+        with tempfile.TemporaryDirectory() as place:
+            write_rows(rows, Path(place))
+            for program in programs:
+                found = run_one(program, Path(place), peers if program == "pecos_flat" else None)
+                row: dict[str, Any] = {"case": name, "rows": rows.x.shape[0], "labels": rows.y.shape[1]}
+                row["program"] = program
+                if "failed" in found:
+                    row["failed"] = found["failed"]
+                else:
+                    row |= flat_quality(rows, found["scores"])
+                    row |= {
+                        "train s": round(found["train"], 2),
+                        "peak MB with imports and rows": round(found["peak_mb"]),
+                    }
+                    row["peak MB of training"] = round(found["peak_mb"] - found["start_mb"])
+                print(*row.values(), sep="  ", flush=True)
+                save(row)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with bibtex.npz; without it that case is left out")
     parser.add_argument("--rows", type=int, nargs="*", default=[10_000, 100_000], help="of the synthetic sets")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--flat", type=Path, metavar="FOLDER", help="compare the exact solver on the sets in it")
+    parser.add_argument("--peers", help="the Python of an environment with libpecos")
+    parser.add_argument("--sets", nargs="*", default=list(FLAT_SETS), help="of the comparison of exact solvers")
+    parser.add_argument("--json", type=Path, help="results are merged into this file")
     arguments = parser.parse_args(argv)
+    kept = json.loads(arguments.json.read_text()) if arguments.json is not None and arguments.json.exists() else {}
+    if arguments.flat is not None:
+
+        def save(row: dict[str, Any]) -> None:
+            others = [
+                one for one in kept.get("flat", []) if (one["case"], one["program"]) != (row["case"], row["program"])
+            ]
+            kept["flat"] = [*others, row]
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
+
+        flat(arguments.flat, arguments.peers, arguments.sets, save)
+        return
     cases = {} if arguments.data is None else {"bibtex": bibtex(arguments.data)}
     cases.update({f"synthetic {rows:,} x 50 labels": synthetic(rows) for rows in arguments.rows})
     torch.set_num_threads(1)
@@ -98,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
             "torch": torch.__version__,
             "scikit-learn": sklearn.__version__,
         }
-        arguments.json.write_text(json.dumps({"machine": machine, "training": rows}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(kept | {"machine": machine, "training": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

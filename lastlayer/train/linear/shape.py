@@ -97,27 +97,37 @@ def label_vectors(x: Any, labels: LabelRows) -> Any:
     Of each label the 2,048 largest features are kept, so the memory grows with the labels.
     """
     sparse = sp.issparse(x)
-    squares = np.asarray(x.multiply(x).sum(1)).ravel() if sparse else np.square(x, dtype=np.float64).sum(1)
-    scale = (1 / np.sqrt(np.maximum(squares, 1e-30))).astype(np.float32)
+    scale = (1 / _lengths(x)).astype(np.float32)
     members = sp.csr_matrix((scale[labels.rows], labels.rows, labels.start), (labels.n_labels, x.shape[0]))
     if not sparse:
-        return _unit(np.asarray(members @ x, np.float32))
+        return unit_rows(np.asarray(members @ x, np.float32))
     work = np.append(0, np.cumsum(np.diff(x.indptr).astype(np.int64)[labels.rows]))[labels.start]
     blocks = []
     first = 0
     while first < labels.n_labels:
         last = max(first + 1, int(np.searchsorted(work, work[first] + PRODUCTS)))
-        blocks.append(_largest(_unit((members[first:last] @ x).tocsr()), FEATURES))
+        blocks.append(_largest(unit_rows((members[first:last] @ x).tocsr()), FEATURES))
         first = last
     return sp.vstack(blocks, "csr") if blocks else sp.csr_matrix((0, x.shape[1]), dtype=np.float32)
 
 
-def _unit(vectors: Any) -> Any:
-    if sp.issparse(vectors):
-        lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(1)).ravel())
-        vectors.data /= np.repeat(np.maximum(lengths, 1e-30), np.diff(vectors.indptr)).astype(np.float32)
-        return vectors
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-30)
+def unit_rows(x: Any) -> Any:
+    """Return the rows at unit length, rows of zeros as they are; a sparse matrix shares its indices with the answer."""
+    if not sp.issparse(x):
+        return (x / _lengths(x)[:, None]).astype(np.float32)
+    values = x.data / np.repeat(_lengths(x), np.diff(x.indptr))
+    return sp.csr_matrix((values.astype(np.float32), x.indices, x.indptr), shape=x.shape)
+
+
+def _lengths(x: Any) -> np.ndarray:
+    """Return the length of each row, in float64; 1 for rows of zeros."""
+    if sp.issparse(x):
+        row = np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
+        squares = np.bincount(row, np.square(x.data, dtype=np.float64), x.shape[0])
+    else:
+        squares = np.square(x, dtype=np.float64).sum(1)
+    lengths = np.sqrt(squares)
+    return np.where(lengths > 0, lengths, 1.0)
 
 
 def _largest(matrix: sp.csr_matrix, most: int) -> sp.csr_matrix:

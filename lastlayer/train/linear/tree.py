@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from lastlayer.train.linear import monotone
 from lastlayer.train.linear.beam import LINKS, FittedTree, search
 from lastlayer.train.linear.rows import LabelRows, check_labels, check_row_weight, check_rows
-from lastlayer.train.linear.shape import TreeShape, cluster, label_vectors
+from lastlayer.train.linear.shape import TreeShape, cluster, label_vectors, unit_rows
 from lastlayer.train.linear.solver import (
     Impl,
     LinearWeights,
@@ -57,6 +57,7 @@ class TreeSettings:
         observed: For incomplete labels, the share of the true labels that the rows carry: one number, or one per
             label. Rows that carry a label then count :math:`2 / p - 1` times (Qaraei et al. 2021).
         tail: Above 0, rare labels count more: the inverse propensity (Jain et al. 2016) to this power.
+        normalize: Whether rows are scaled to unit length, in training and in prediction.
         seed: Of the clusters, the solver and the rows that are held out.
         threads: The number of threads; None is one per processor.
         impl: ``"native"``, ``"numpy"`` or ``"auto"``.
@@ -75,6 +76,7 @@ class TreeSettings:
     calibration: float = 0.2
     observed: Any = None
     tail: float = 0.0
+    normalize: bool = True
     seed: int = 0
     threads: int | None = None
     impl: Impl = "auto"
@@ -172,7 +174,7 @@ class LinearTree:
         op = "LinearTree.fit"
         settings = settings or TreeSettings()
         settings.check(op)
-        x = _rows(op, x)
+        x = _rows(op, x, normalize=settings.normalize)
         labels = check_labels(op, y, x.shape[0], n_labels)
         row_weight = check_row_weight(op, row_weight, x.shape[0])
         if x.shape[0] == 0 or labels.n_labels == 0:
@@ -224,8 +226,8 @@ class LinearTree:
             raise ValueError(f"{op}: `k` must be at least 1, got {k}.")
         if beam is not None and beam < 1:
             raise ValueError(f"{op}: `beam` must be at least 1, got {beam}.")
-        rows = sp.csr_matrix(_rows(op, x, self.n_features))
         settings = self.settings
+        rows = sp.csr_matrix(_rows(op, x, self.n_features, normalize=settings.normalize))
         index, score = search(
             self.trees,
             rows,
@@ -292,13 +294,13 @@ class LinearTree:
 _STORED = ("indptr", "indices", "values", "intercept", "passes")
 
 
-def _rows(op: str, x: Any, n_features: int | None = None) -> Any:
-    """Check the rows, in float32; values that overflow are infinite then, and refused."""
+def _rows(op: str, x: Any, n_features: int | None = None, *, normalize: bool) -> Any:
+    """Check the rows, in float32, and scale them; values that overflow float32 are refused as infinite."""
     if getattr(x, "dtype", None) == np.float64:
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)
     x = check_rows(op, x, n_features)
-    return x if x.dtype == np.float32 else x.astype(np.float32)
+    return unit_rows(x) if normalize else x
 
 
 def _observed(op: str, observed: Any, n_labels: int) -> np.ndarray | None:

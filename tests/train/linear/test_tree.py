@@ -74,7 +74,9 @@ def test_label_vectors_are_means_of_unit_rows():
 def test_every_node_is_the_exact_solution_on_its_rows(loss):
     x, y = made_up()
     close = {"C": 0.1, "tolerance": 1e-4, "max_passes": 3000}
-    settings = TreeSettings(trees=1, leaf=6, branching=2, loss=loss, threshold=0.0, calibration=0, **close)
+    settings = TreeSettings(
+        trees=1, leaf=6, branching=2, loss=loss, threshold=0.0, calibration=0, normalize=False, **close
+    )
     tree = LinearTree.fit(x, y, settings).trees[0]
     labels = check_labels("t", y, x.shape[0])
     problems = tree.shape.problems(labels, x.shape[0])
@@ -106,7 +108,7 @@ def test_the_plain_search_finds_the_same_labels(trees, beam):
 @built
 def test_a_wide_beam_gives_the_product_along_every_path():
     x, y = made_up()
-    tree = LinearTree.fit(x, y, TreeSettings(trees=1, leaf=6, branching=2, calibration=0))
+    tree = LinearTree.fit(x, y, TreeSettings(trees=1, leaf=6, branching=2, calibration=0, normalize=False))
     one = tree.trees[0]
     z = 3 * ((x @ one.weights.matrix().T).toarray() + one.weights.intercept) + 1
     p, owner = 1 / (1 + np.exp(-z)), one.shape.owner()
@@ -132,6 +134,15 @@ def test_the_tree_learns_and_its_probabilities_are_calibrated():
     assert (np.diff(p, axis=1) <= 0).all()
     odds = tree.decision_function(x[:500], 3)[1]
     np.testing.assert_allclose(1 / (1 + np.exp(-odds)), p, rtol=1e-5)
+
+
+def test_the_length_of_rows_does_not_matter():
+    x, y = made_up()
+    longer = sp.diags(np.linspace(0.01, 100, 300).astype(np.float32)) @ x
+    one, other = (LinearTree.fit(rows, y, SMALL).probabilities(x.toarray() * 7) for rows in (x, longer))
+    np.testing.assert_allclose(one, other, atol=0.02)
+    flat = LinearTree.fit(x, y, TreeSettings(normalize=False, calibration=0))
+    assert np.abs(flat.probabilities(x) - flat.probabilities(x * 7)).max() > 0.1
 
 
 def test_the_map_recovers_probabilities_and_increases():
@@ -188,7 +199,9 @@ def test_incomplete_and_rare_labels_raise_the_weight_of_positive_rows():
     cases = [({"observed": 0.4}, 4.0), ({"observed": share}, 2 / share - 1), ({"tail": 0.5}, np.sqrt(rare))]
     cases.append(({"tail": 1.0, "observed": 0.5}, 3 * rare))
     for change, weight in cases:
-        tree = LinearTree.fit(x, y, TreeSettings(leaf=24, calibration=0, threshold=0, tolerance=1e-3, C=0.1, **change))
+        tree = LinearTree.fit(
+            x, y, TreeSettings(leaf=24, calibration=0, normalize=False, threshold=0, tolerance=1e-3, C=0.1, **change)
+        )
         alone = fit_linear(x, y, positive_weight=weight, tolerance=1e-3, C=0.1)
         found = tree.trees[0].weights.matrix()[np.argsort(tree.trees[0].shape.child)]
         np.testing.assert_allclose(found.toarray(), alone.matrix().toarray(), atol=2e-3)
@@ -310,3 +323,26 @@ def test_no_rows():
 def test_auto_takes_trees_for_thousands_of_labels():
     assert not choose_tree(3999)
     assert choose_tree(4000)
+
+
+@built
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["loky", "dask"])
+def test_processes_of_joblib_and_dask_give_the_same_model(backend):
+    joblib = pytest.importorskip("joblib")
+    x, y = made_up(rows=400)
+    alone = LinearTree.fit(x, y, SMALL)
+    if backend == "dask":
+        distributed = pytest.importorskip("distributed")
+        with (
+            distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster_,
+            distributed.Client(cluster_),
+            joblib.parallel_config(backend="dask"),
+        ):
+            shared = LinearTree.fit(x, y, SMALL, parallel=joblib.Parallel())
+    else:
+        shared = LinearTree.fit(x, y, SMALL, parallel=joblib.Parallel(n_jobs=2, backend="loky"))
+    assert np.array_equal(alone.knots, shared.knots)
+    for a, b in zip(alone.trees, shared.trees, strict=True):
+        for name in ("indptr", "indices", "values", "intercept"):
+            assert np.array_equal(getattr(a.weights, name), getattr(b.weights, name))
