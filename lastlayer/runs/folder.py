@@ -59,6 +59,8 @@ under a temporary name, flushed to disk and renamed, so a reader finds a whole f
     {"mean", "deviation", "values"}}, "data": {"path", "fingerprint", "source"}}``; and the probabilities of each row by
     the run that has not seen it: ``probability`` (rows, n_labels) float32, or for more than 50 million the best 50 of
     each row with their labels, ``index`` int64, padded with -1.
+``model_card.md``
+    Data, counts, metrics, intended use and limits in Markdown, for people. Nothing reads it.
 ``done.json``
     Written last: ``{"format": 1, "seconds"}``. A run without it is not finished.
 """
@@ -84,7 +86,7 @@ FOLDERS = ("checkpoints", "csv", "tensorboard", "folds")
 FILES = (
     "environment.json", "data.json", "labels.json", "features.json", "weights.safetensors", "count.safetensors",
     "history.csv", "metrics.json", "predictions.safetensors", "examples.json", "errors.json", "report.html",
-    "folds.json", "out_of_fold.safetensors",
+    "folds.json", "out_of_fold.safetensors", "model_card.md",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from lastlayer.data import DataError, LabelData, hide_labels, single_positive, s
 from lastlayer.runs import RunError, RunFolder, write_atomically
 from lastlayer.runs.lock import NAME as LOCK
 from lastlayer.runs.lock import locked
-from lastlayer.train import checkpoint
+from lastlayer.train import card, checkpoint
 from lastlayer.train import measure as evaluation
 from lastlayer.train.config import Config, ConfigError, make
 from lastlayer.train.count import CountModel
@@ -275,6 +275,7 @@ def _finish(job: Job, model: TrainedModel, fitted: Fitted) -> None:
     run.write_json("metrics.json", {"part": part, **measured, **ends})
     run.write_tensors("predictions.safetensors", found.tensors())
     run.write_json("examples.json", {"rows": examples(parts[part])})
+    job.placement.once(lambda: card.write(run, model))
 
 
 def examples(data: LabelData) -> list[dict[str, Any]]:

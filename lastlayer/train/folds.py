@@ -15,6 +15,7 @@ import numpy as np
 
 from lastlayer.data import LabelData, fold_rows
 from lastlayer.runs import RunError, RunFolder
+from lastlayer.train import card
 from lastlayer.train.config import Config, ConfigError, make
 from lastlayer.train.engine import train
 from lastlayer.train.serve import load
@@ -77,6 +78,7 @@ def train_with_folds(
     found.found().save(run)
     about = {"path": path, "fingerprint": rows.fingerprint(), "source": rows.source}
     run.write_json(FILE, {"folds": folds, "rows": len(rows), "metrics": spread(measured), "data": about})
+    card.write(run, load(run.path))
     return run
 
 
