@@ -109,8 +109,7 @@ def main() -> None:
                 one[f"MAPIE, {grid} thresholds"] = measure(p, y, recall, mapie(grid), splits)
                 one[f"tune_recall, same splits as {grid}"] = measure(p, y, recall, ours, splits)
             results[f"{name}, {recall}"] = one
-            shown = {k: f"{v['recall']:.4f}±{v['error']:.4f} size {v['size']:.2f} ({v['splits']})" for k, v in one.items()
-                     if isinstance(v, dict)}  # fmt: skip
+            shown = {key: (round(v["recall"], 4), round(v["size"], 2)) for key, v in one.items() if isinstance(v, dict)}
             print(name, recall, len(p), shown, flush=True)
         if arguments.json:
             about = {"python": platform.python_version(), "torch": torch.__version__, "splits": SPLITS}
