@@ -6,10 +6,11 @@ JOBS ?= 2
 TORCH ?=
 # The versions of Triton to which the kernels are held, beside the one that is installed with everything else.
 TRITONS ?= 3.6.0 3.7.1
+KERNELS = tests/_triton tests/fuzz tests/loss/test_linear.py
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all test-triton check docs bench sanitize clean
+.PHONY: demo test test-all test-triton check docs bench sanitize fuzz clean
 
 demo: $(VENV)/.demo  ## the main job on data that ships with the package
 	$(BIN)/python -m lastlayer demo
@@ -21,9 +22,9 @@ test-all: $(VENV)/.dev  ## the longer tests, which `make test` leaves out
 	$(PYTEST) -m "slow and not kernels"
 
 test-triton: $(VENV)/.dev $(TRITONS:%=$(VENV)/triton/%)  ## all tests of the GPU kernels in Triton's interpreter, per version
-	TRITON_INTERPRET=1 $(PYTEST) -m kernels tests/_triton tests/loss/test_linear.py
+	TRITON_INTERPRET=1 $(PYTEST) -m kernels $(KERNELS)
 	for version in $(TRITONS); do \
-		PYTHONPATH=$(VENV)/triton/$$version TRITON_INTERPRET=1 $(PYTEST) -m kernels tests/_triton tests/loss/test_linear.py || exit 1; \
+		PYTHONPATH=$(VENV)/triton/$$version TRITON_INTERPRET=1 $(PYTEST) -m kernels $(KERNELS) || exit 1; \
 	done
 
 check: $(VENV)/.dev  ## format, lint, types
@@ -44,6 +45,11 @@ sanitize:  ## the C code under the address and undefined-behaviour sanitizers
 	$(CC) -std=gnu11 -g -O1 -Wall -Wextra -Werror -fno-math-errno -fno-trapping-math -fopenmp-simd -pthread \
 		-fsanitize=address,undefined -fno-sanitize-recover=all tests/_native/sanitize.c -o $(SANITIZED) -lm
 	$(SANITIZED)
+
+MINUTES ?= 1
+
+fuzz: $(VENV)/.dev  ## hostile rows for every projection and loss, against a reference, for MINUTES
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -W ignore -m fuzz --keep --minutes $(MINUTES)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -166,8 +166,8 @@ def bracket(x: Tensor, left: Feasible, shard: ClassShard | None) -> tuple[Start,
     lo = torch.where(solvable, (k - (upper_rank - 1)).log() - (n - k).log(), 0) - (upper - middle)
     hi = torch.where(solvable, k.log() - (lower_rank - k).log(), 0) + (middle - lower)
     center = middle - (lo + hi) / 2
-    slack = 8 * torch.finfo(x.dtype).eps * (1 + center.abs() + lo.abs() + hi.abs())
     moved = center - middle
+    slack = 8 * torch.finfo(x.dtype).eps * (1 + moved.abs() + lo.abs() + hi.abs())
     return Start(center, lo + moved - slack, hi + moved + slack), torch.cat([upper, lower], -1)
 
 

@@ -635,7 +635,7 @@ def bracket(upper, lower, k, n):
     lo = tl.log(k - (rank1 - 1)) - tl.log(n - k) - (upper - middle)
     hi = tl.log(k) - tl.log(rank2 - k) + (middle - lower)
     center = middle - (lo + hi) / 2
-    slack = (1 + tl.abs(center) + tl.abs(lo) + tl.abs(hi)) * (8 * EPS)
+    slack = (1 + tl.abs(center - middle) + tl.abs(lo) + tl.abs(hi)) * (8 * EPS)
     return center, lo + (center - middle) - slack, hi + (center - middle) + slack
 
 

@@ -231,11 +231,17 @@ def lml_fenchel_young_loss(
     # All ranks hold the same threshold: their gradients count as one.
     loss = total(loss, shard) + (count - size.squeeze(-1)) * replicate(torch.where(nu.isinf(), 0, nu), shard)
 
-    # At both ends the projection is a vertex, and the loss linear: <lml(x, k) - target, x>.
+    # At both ends the projection is a vertex, and the loss linear: <lml(x, k) - target, x>. It is infinite if a label
+    # is ruled out, or if a class at +inf is not a label.
     flat = torch.where(scores.isfinite(), scores, 0)
-    linear = labels.sum_over_positives(lambda s: s, flat) if labels.dense is None else (share * flat).sum(-1)
+    out, sure = (scores == -torch.inf).to(work), (scores == torch.inf).to(work)
+    if labels.dense is None:
+        linear, lost, met = (labels.sum_over_positives(lambda s: s, value) for value in (flat, out, sure))
+    else:
+        linear, lost, met = ((share * value).sum(-1) for value in (flat, out, sure))
     end = torch.where(nu > 0, flat.sum(-1), 0) - linear
-    loss = torch.where(nu.isinf(), total(end, shard), loss)
+    end, lost = total(end, shard), total(lost + sure.sum(-1) - met, shard)
+    loss = torch.where(nu.isinf(), torch.where(lost > 0, torch.inf, end), loss)
     return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 
 

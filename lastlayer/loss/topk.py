@@ -182,7 +182,8 @@ def topk_distillation_loss(
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over all rows.
 
     Returns:
-        The loss, of the dtype of `logits`. With ``k < n_classes`` it may be slightly negative.
+        The loss, of the dtype of `logits`. With ``k < n_classes`` it may be slightly negative. A row in which the
+        teacher rules every class out has loss 0.
 
     Example:
         >>> teacher = torch.tensor([[3.0, 1.0, 0.0]])
@@ -214,10 +215,14 @@ def topk_distillation_loss(
 
 
 def _log_softmax(x: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return the log of the softmax, ``-inf`` throughout a row without a class."""
+    peak = reduce(x.detach(), "max", shard)
+    some = peak != -torch.inf
+    x = torch.where(some, x, 0)
     if shard is None:
-        return x.log_softmax(-1)
-    x = x - reduce(x.detach(), "max", shard)
-    return x - reduce(x.exp(), "sum", shard).log()
+        return torch.where(some, x.log_softmax(-1), -torch.inf)
+    x = x - torch.where(some, peak, 0)
+    return torch.where(some, x - reduce(x.exp(), "sum", shard).log(), -torch.inf)
 
 
 def _places(op: str, k: Any, n: int | None) -> int:

@@ -185,9 +185,11 @@ def _search_sparsemax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | N
     for number in range(_PASSES):
         u = d - delta
         inside, full = (u > 0) & (u < 1), u >= 1
-        part, active, count = reduce([torch.where(inside, u, 0), inside.to(d.dtype), full.to(d.dtype)], "sum", shard)
-        excess = part + (count - k)
-        newton = delta + excess / active.clamp(min=1)
+        shares = [torch.where(inside, u, 0), torch.where(inside, d, 0), inside.to(d.dtype), full.to(d.dtype)]
+        part, scores, active, count = reduce(shares, "sum", shard)
+        excess, free = part + (count - k), active.clamp(min=1)
+        # From the scores themselves where they are near 0: a tiny k would be lost in a sum of u.
+        newton = torch.where(delta >= -1, (scores + (count - k)) / free, delta + excess / free)
         # The classes inside follow those at 1 in order, so two counts identify both.
         same = ((active == before[0]) & (count == before[1]) & (active > 0)) | (excess == 0)
         lo, hi = torch.where(excess > 0, delta, lo), torch.where(excess < 0, delta, hi)

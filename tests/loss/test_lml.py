@@ -392,3 +392,10 @@ def test_compile():
     torch.testing.assert_close(
         torch.autograd.grad(compiled(x), x), torch.autograd.grad(ll.lml_loss(x, LISTS, 2.0, observed=0.3), x)
     )
+
+
+@pytest.mark.parametrize("target", [torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0]])], ids=["multi-hot", "lists"])
+def test_a_label_that_is_ruled_out_has_an_infinite_fenchel_young_loss(target):
+    for x in ([-torch.inf, 1.0, -torch.inf], [-torch.inf, 1.0, 2.0]):  # the first projection is a vertex
+        assert ll.lml_fenchel_young_loss(torch.tensor([x]), target).item() == torch.inf
+    assert ll.lml_fenchel_young_loss(torch.tensor([[1.0, -torch.inf, -torch.inf]]), target).item() == 0

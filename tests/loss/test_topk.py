@@ -183,6 +183,16 @@ def test_distillation_gradient_is_the_students_alone():
     assert x.grad.isfinite().all()
 
 
+def test_distillation_of_a_row_without_a_class():
+    x = torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf], [0.5, 0.0]], requires_grad=True)
+    teacher = torch.tensor([[1.0, 0.0], [-torch.inf, -torch.inf], [-torch.inf, -torch.inf]])
+    loss = topk_distillation_loss(x, teacher, 2, reduction="none")
+    assert loss[1:].tolist() == [0, 0]
+    loss.sum().backward()
+    assert x.grad[0, 0] < 0
+    assert (x.grad[1:] == 0).all()
+
+
 LOSSES = [
     lambda x, y: truncated_entropy_loss(x, y, 2),
     lambda x, y: smooth_topk_svm_loss(x, y, 2),

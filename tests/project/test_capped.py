@@ -144,6 +144,9 @@ def test_edges(project):
     assert project(torch.tensor([5.0]), 1).tolist() == [1.0]
     torch.testing.assert_close(project(torch.tensor([[5.0]]), 0.25), torch.tensor([[0.25]]))
     assert project(torch.zeros(0, 4), 2).shape == (0, 4)
+    for k in (1e-30, 1e-18, 1e-9):
+        y = project(torch.tensor([[0.0, -40.0]]), torch.tensor([k]))
+        torch.testing.assert_close(y.sum(-1), torch.tensor([k]), rtol=1e-5, atol=0)
 
 
 @BOTH
