@@ -159,9 +159,10 @@ def _run(
             dense = dense.float() if dense.itemsize < 4 else dense.double()
         dense, dense_type = dense.contiguous(), _DENSE[dense.dtype]
     if operation in (_BACKWARD, _LOSS_BACKWARD):  # on tensors from outside; else they were made here
-        center, delta, grad, grad_delta, log_mass, pull = (
+        center, delta = (t.to(dtype).contiguous() for t in (center, delta))
+        grad, grad_delta, log_mass, pull = (
             t if t is None or (t.dtype == dtype and t.is_contiguous()) else t.to(dtype).contiguous()
-            for t in (center, delta, grad, grad_delta, log_mass, pull)
+            for t in (grad, grad_delta, log_mass, pull)
         )
     call = CALL.pack(
         rows, n, x.data_ptr(), k_address, k_stride, 0 if mask is None else mask.data_ptr(), mask_stride, temperature,
