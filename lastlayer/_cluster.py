@@ -57,15 +57,18 @@ def _updated(
 ) -> np.ndarray:
     """Distances of every cluster to the union of i and j, by Lance and Williams (1967)."""
     a, b = size[i], size[j]
+    union: np.ndarray
     if method == "single":
-        return np.minimum(to_i, to_j)
-    if method == "complete":
-        return np.maximum(to_i, to_j)
-    if method == "average":
-        return (a * to_i + b * to_j) / (a + b)
-    if method == "centroid":
-        return (a * to_i + b * to_j) / (a + b) - a * b * between / (a + b) ** 2
-    return ((size + a) * to_i + (size + b) * to_j - size * between) / (size + a + b)
+        union = np.minimum(to_i, to_j)
+    elif method == "complete":
+        union = np.maximum(to_i, to_j)
+    elif method == "average":
+        union = (a * to_i + b * to_j) / (a + b)
+    elif method == "centroid":
+        union = (a * to_i + b * to_j) / (a + b) - a * b * between / (a + b) ** 2
+    else:
+        union = ((size + a) * to_i + (size + b) * to_j - size * between) / (size + a + b)
+    return union
 
 
 def _refresh(distance: np.ndarray, nearest: np.ndarray, gap: np.ndarray, size: np.ndarray, i: int, j: int) -> None:
@@ -105,7 +108,8 @@ def k_means(points: np.ndarray, n_clusters: int, seed: int, restarts: int = 10) 
 
 def _squared_distances(points: np.ndarray, centers: np.ndarray) -> np.ndarray:
     square = (points**2).sum(1)[:, None] - 2 * points @ centers.T + (centers**2).sum(1)
-    return np.maximum(square, 0)
+    held: np.ndarray = np.maximum(square, 0)
+    return held
 
 
 def _spread(points: np.ndarray, n_clusters: int, random: np.random.Generator) -> np.ndarray:

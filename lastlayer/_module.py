@@ -51,7 +51,7 @@ class FunctionModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = {name: self._buffers[name] for name in self._options if name in self._buffers}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in before.items():
             moved = self._buffers[name]
             if value is not None and moved is not None and moved.dtype != value.dtype:

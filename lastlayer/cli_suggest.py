@@ -143,7 +143,10 @@ def _lines(found: Any, data: Any) -> list[dict[str, Any]]:
 def _write(out: Path, lines: list[dict[str, Any]], found: Any, data: Any) -> None:
     """Write suggestions.csv, suggestions.jsonl and rates.csv."""
     out.mkdir(parents=True, exist_ok=True)
-    safe = lambda value: reading.harmless(str(value or ""))  # noqa: E731
+
+    def safe(value: Any) -> str:
+        return reading.harmless(str(value or ""))
+
     with open(out / "suggestions.csv", "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

@@ -307,7 +307,8 @@ class LabelTree:
         """Return which classes are under which node: boolean, shape ``(n_nodes, n_classes)``."""
         begin, end = torch.tensor(self.spans)
         place = begin[self.leaves]
-        return (begin[:, None] <= place) & (place < end[:, None])
+        inside: Tensor = (begin[:, None] <= place) & (place < end[:, None])
+        return inside
 
     def leaves_under(self, node: int) -> tuple[int, ...]:
         """Return the classes under a node, in increasing order."""

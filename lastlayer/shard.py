@@ -23,7 +23,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -176,7 +176,15 @@ def all_ranks() -> Replicas | None:
     return Replicas() if several else None
 
 
-def reduce(values: Tensor | Sequence[Tensor], op: Op, shard: Ranks | None) -> Any:
+@overload
+def reduce(values: Tensor, op: Op, shard: Ranks | None) -> Tensor: ...
+
+
+@overload
+def reduce(values: Sequence[Tensor], op: Op, shard: Ranks | None) -> tuple[Tensor, ...]: ...
+
+
+def reduce(values: Tensor | Sequence[Tensor], op: Op, shard: Ranks | None) -> Tensor | tuple[Tensor, ...]:
     """Reduce ``(..., local classes)`` to ``(..., 1)`` over the classes of all ranks.
 
     A sequence of tensors is reduced with one collective and returned as a tuple. Sums are differentiable: the result
@@ -188,7 +196,8 @@ def reduce(values: Tensor | Sequence[Tensor], op: Op, shard: Ranks | None) -> An
         return tuple(parts) if several else parts[0]
     packed = torch.cat(parts, -1) if several else parts[0]
     packed = _SumOverRanks.apply(packed, shard.group) if op == "sum" else _all_reduce(packed, op, shard.group)
-    return packed.split(1, -1) if several else packed
+    result: Tensor | tuple[Tensor, ...] = packed.split(1, -1) if several else packed
+    return result
 
 
 def total(value: Tensor, shard: Ranks | None) -> Tensor:
@@ -391,7 +400,8 @@ def unwrap(
         shard = ClassShard(start, start + local.shape[dim], mesh.get_group(over[0]))
 
     def wrap(result: Tensor) -> Tensor:
-        return type(value).from_local(result, mesh, places, run_check=False, shape=shape, stride=stride)
+        whole: Tensor = type(value).from_local(result, mesh, places, run_check=False, shape=shape, stride=stride)
+        return whole
 
     return local, limited(shard, k), wrap
 

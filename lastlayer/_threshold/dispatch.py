@@ -11,8 +11,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -152,10 +151,22 @@ def direct(*values: Any) -> bool:
     return True
 
 
+class Kernels(Protocol):
+    """The functions of a module of kernels; the last three are those of the GPU."""
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...
+    def loss_forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+    def loss_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...
+    def loss_forward_with_grad(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+    def scale_rows_(self, grad: Tensor, factor: Tensor) -> Tensor: ...
+    def weight_of_mean(self, index: Tensor) -> Tensor: ...
+
+
 @functools.cache
-def kernels(impl: str) -> ModuleType:
+def kernels(impl: str) -> Kernels:
     """Import the kernels of an implementation."""
-    return importlib.import_module(f"lastlayer._{impl}.lml")
+    return cast(Kernels, importlib.import_module(f"lastlayer._{impl}.lml"))
 
 
 def forward(problem: Problem, kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,14 +174,18 @@ def forward(problem: Problem, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     x, k, mask, temperature, _, impl = problem
     if direct(x, k, mask):
         return kernels(impl).forward(x, k, mask, temperature, kind)
-    return torch.ops.lastlayer.lml_forward(x, sizes(k, x), mask, temperature, kind, impl)
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.lastlayer.lml_forward(
+        x, sizes(k, x), mask, temperature, kind, impl
+    )
+    return result
 
 
 def backward(impl: Impl, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits and `k` from a kernel."""
     if direct(*arguments):
         return kernels(impl).backward(*arguments)
-    return torch.ops.lastlayer.lml_backward(*arguments, impl)
+    grads: tuple[Tensor, Tensor] = torch.ops.lastlayer.lml_backward(*arguments, impl)
+    return grads
 
 
 def loss_forward(problem: Problem, rho: float, index: Tensor | None, dense: Tensor | None) -> tuple[Tensor, ...]:
@@ -178,11 +193,15 @@ def loss_forward(problem: Problem, rho: float, index: Tensor | None, dense: Tens
     x, k, mask, temperature, _, impl = problem
     if direct(x, k, mask, index, dense):
         return kernels(impl).loss_forward(x, k, mask, temperature, rho, index, dense)
-    return torch.ops.lastlayer.lml_loss_forward(x, sizes(k, x), mask, temperature, rho, index, dense, impl)
+    result: tuple[Tensor, ...] = torch.ops.lastlayer.lml_loss_forward(
+        x, sizes(k, x), mask, temperature, rho, index, dense, impl
+    )
+    return result
 
 
 def loss_backward(impl: Impl, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits and `k` from a kernel, for one upstream gradient per row."""
     if direct(*arguments):
         return kernels(impl).loss_backward(*arguments)
-    return torch.ops.lastlayer.lml_loss_backward(*arguments, impl)
+    grads: tuple[Tensor, Tensor] = torch.ops.lastlayer.lml_loss_backward(*arguments, impl)
+    return grads

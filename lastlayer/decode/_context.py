@@ -207,7 +207,7 @@ def _pull(data: Data, rows: Tensor | None, context: Context) -> Tensor:
         among, across = among + own.T @ own, across + own.T @ residual
     among = among + RIDGE * among.diagonal().mean().clamp(min=1e-12) * torch.eye(m, device=device)
     inverse = torch.linalg.inv(among.double())
-    pull = (inverse @ across.double()).float()
+    pull: Tensor = (inverse @ across.double()).float()
     within = -inverse / inverse.diagonal()
     within.fill_diagonal_(0)
     pull[:, frequent] = within.float()

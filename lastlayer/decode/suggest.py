@@ -312,4 +312,5 @@ def _rate(op: str, observed: Any, data: Data) -> Tensor | None:
         )
     if bool(((observed <= 0) | (observed > 1) | observed.isnan()).any()):
         raise ValueError(f"{op}: `observed` must be above 0 and at most 1, got {float(observed.flatten()[0]):.4g}.")
-    return observed.detach().float().to(data.scores.device).expand(data.n_classes)
+    rates: Tensor = observed.detach().float().to(data.scores.device).expand(data.n_classes)
+    return rates

@@ -88,7 +88,7 @@ class PrototypeHead(nn.Module):
 
     def predict(self, features: Tensor) -> Tensor:
         """Return probabilities, shape ``(*batch, n_classes)``."""
-        logits = self(features)
+        logits: Tensor = self(features)
         return logits.sigmoid() if self.multilabel else logits.softmax(-1)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any) -> None:
@@ -173,7 +173,8 @@ class ReciprocalPointHead(nn.Module):
 
     def predict(self, features: Tensor) -> Tensor:
         """Return probabilities of the known classes, shape ``(*batch, n_classes)``."""
-        return self(features).softmax(-1)
+        logits: Tensor = self(features)
+        return logits.softmax(-1)
 
     def known_score(self, features: Tensor) -> Tensor:
         """Return the largest distance, shape ``batch``: the larger, the more likely a known class."""

@@ -60,7 +60,8 @@ class QuasibinaryHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits, shape ``(*batch, n_classes)``."""
-        return self.linear(features)
+        logits: Tensor = self.linear(features)
+        return logits
 
     def loss(
         self,
@@ -95,7 +96,7 @@ class QuasibinaryHead(nn.Module):
 
     def predict(self, features: Tensor) -> Tensor:
         """Return probabilities between 0 and 1, shape ``(*batch, n_classes)``, in float32 or better."""
-        z = self(features)
+        z: Tensor = self(features)
         z = z.to(_check.work_dtype(z))
         return (z - self.log_normalizer.to(z)).clamp(max=0).exp()
 

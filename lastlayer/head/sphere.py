@@ -56,7 +56,8 @@ class SphericalHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits, shape ``(*batch, n + signs)``: those of the magnitudes, then of the sign classes."""
-        return self.linear(features)
+        logits: Tensor = self.linear(features)
+        return logits
 
     def loss(
         self,

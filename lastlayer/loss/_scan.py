@@ -80,7 +80,10 @@ class Layer:
         if self.kernels is not None:
             numbers = (rows.center, rows.delta, rows.log_mass, pulled, scale)
             lists = (rows.index, rows.labels, toward)
-            return self.kernels.grad_block(x, *numbers, *lists, first, rows.rho, torch.empty_like(x) if keep else x)
+            block: Tensor = self.kernels.grad_block(
+                x, *numbers, *lists, first, rows.rho, torch.empty_like(x) if keep else x
+            )
+            return block
         z = (x.to(self.work) - rows.center) + rows.delta
         depth = -z.abs()
         dx = (depth - 2 * depth.exp().log1p() - rows.log_mass).exp() * pulled
@@ -139,7 +142,8 @@ def series(name: str, terms: int, rho: float = 0.0) -> Tensor:
         "silent": lambda: w.log1p() - ((1 - rho) * w).log1p(),
         "leak": lambda: absence_slope(w.log(), rho),
     }[name]()
-    return torch.linalg.solve(t.unsqueeze(-1) ** power, values / w) / REACH**power
+    coefficients: Tensor = torch.linalg.solve(t.unsqueeze(-1) ** power, values / w) / REACH**power
+    return coefficients
 
 
 @functools.lru_cache(maxsize=64)

@@ -367,10 +367,13 @@ def _saved(ctx: Any) -> tuple[Problem, Labels, list[Tensor]]:
 def _by_kernel(problem: Problem, rho: float, labels: Labels) -> Tensor:
     """Return one loss per row."""
     if torch.compiler.is_compiling() or transformed():
-        return _LMLLoss.apply(*problem, rho, labels.index, labels.dense)[0]
-    if recorded(problem.x, problem.k):
-        return _LMLLossBackward.apply(*problem, rho, labels.index, labels.dense)[0]
-    return loss_forward(problem, rho, labels.index, labels.dense)[0]
+        function: Any = _LMLLoss
+    elif recorded(problem.x, problem.k):
+        function = _LMLLossBackward
+    else:
+        return loss_forward(problem, rho, labels.index, labels.dense)[0]
+    loss: Tensor = function.apply(*problem, rho, labels.index, labels.dense)[0]
+    return loss
 
 
 class _LMLReducedLoss(torch.autograd.Function):

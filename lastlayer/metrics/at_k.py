@@ -390,7 +390,8 @@ def propensity(label_counts: Tensor, n_rows: int, A: float = 0.55, B: float = 1.
     _check.number("propensity", "B", B, low=0)
     c = max(math.log(n_rows) - 1, 0) * (B + 1) ** A
     counts = label_counts if label_counts.dtype == torch.float64 else label_counts.float()
-    return 1 / (1 + c * (counts + B) ** -A)
+    probability: Tensor = 1 / (1 + c * (counts + B) ** -A)
+    return probability
 
 
 def _at_k(

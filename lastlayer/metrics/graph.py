@@ -165,7 +165,8 @@ def triplets(op: str, name: str, value: Any) -> Tensor:
     value = _integers(op, name, value)
     if value.ndim != 2 or value.shape[-1] != 3:
         raise ValueError(f"{op}: `{name}` must have shape (n, 3), got {tuple(value.shape)}.")
-    return value.long()
+    held: Tensor = value.long()
+    return held
 
 
 def find_new(
@@ -253,7 +254,8 @@ def _relations(op: str, name: str, value: Any) -> Tensor:
             f"{op}: `{name}` must hold relations (subject, object, predicate), shape (..., m, 3), "
             f"got shape {tuple(value.shape)}."
         )
-    return value.long()
+    held: Tensor = value.long()
+    return held
 
 
 def _integers(op: str, name: str, value: Any) -> Tensor:

@@ -451,4 +451,5 @@ class MeanMaxConfidence(Stream):
 
     def compute(self) -> Tensor:
         """Return the mean over all rows so far."""
-        return (self._state("peak") / self._state("rows").clamp(min=1)).to(torch.get_default_dtype())
+        mean: Tensor = (self._state("peak") / self._state("rows").clamp(min=1)).to(torch.get_default_dtype())
+        return mean

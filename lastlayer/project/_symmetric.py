@@ -61,7 +61,8 @@ def log_counts(x: Tensor, nu: Tensor, wanted: tuple[int, ...], signs: tuple[floa
     """Return ``sum(sign * log P(count))`` for the counts in `wanted`, shape ``(...)``."""
     # The compiler takes no Function that defines forward mode.
     function = _LogCounts if torch.compiler.is_compiling() else _LogCountsForwardMode
-    return function.apply(x, nu, wanted, signs)
+    result: Tensor = function.apply(x, nu, wanted, signs)
+    return result
 
 
 def slopes(x: Tensor, nu: Tensor, wanted: tuple[int, ...], signs: tuple[float, ...]) -> Tensor:
@@ -207,7 +208,8 @@ def _spectrum(level: Tensor) -> Tensor:
     if size <= _DIRECT:
         return level.new_empty(0)
     # In double precision the rounding of the transform, relative to the largest coefficient, does not show.
-    return torch.fft.rfft(level.double(), _fast_size(2 * size - 1))
+    spectrum: Tensor = torch.fft.rfft(level.double(), _fast_size(2 * size - 1))
+    return spectrum
 
 
 def _multiply(level: Tensor, spectrum: Tensor, longest: int) -> Tensor:
@@ -219,7 +221,8 @@ def _multiply(level: Tensor, spectrum: Tensor, longest: int) -> Tensor:
         windows = F.pad(b, (size - 1, length - size)).unfold(-1, size, 1)
         return (windows @ a.flip(-1).unsqueeze(-1)).squeeze(-1)
     a, b = _split_spectrum(spectrum)
-    return torch.fft.irfft(a * b, _fast_size(2 * size - 1))[..., :length]
+    product: Tensor = torch.fft.irfft(a * b, _fast_size(2 * size - 1))[..., :length]
+    return product
 
 
 def _correlate(outer: Tensor, level: Tensor, spectrum: Tensor) -> Tensor:

@@ -327,7 +327,8 @@ def _laplacian_solve(links: Tensor, kept: Tensor, closed: Tensor, right: Tensor,
     gauge = torch.where(closed & both, degree.mean((-2, -1), keepdim=True) / links.shape[-1], 0)
     degree = torch.where(kept & (degree > 0), degree * (1 + 1e-14), 1)
     matrix = torch.diag_embed(degree.squeeze(-1)) - torch.where(both, links, 0) + gauge
-    return torch.linalg.solve_ex(matrix, torch.where(kept, right, 0)).result
+    solution: Tensor = torch.linalg.solve_ex(matrix, torch.where(kept, right, 0)).result
+    return solution
 
 
 def _conjugate_gradients(held: Tensor, over_r: Tensor, c: Tensor, right: Tensor, shard: ClassShard | None) -> Tensor:
@@ -373,7 +374,8 @@ class _Duals(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if shard is not None:
             return _solve(x, live, sums, limits, at_most, shard)
-        return torch.ops.lastlayer.balanced_duals(x, live, sums, limits, at_most)
+        duals: tuple[Tensor, Tensor, Tensor] = torch.ops.lastlayer.balanced_duals(x, live, sums, limits, at_most)
+        return duals
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

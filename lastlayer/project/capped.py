@@ -115,7 +115,8 @@ def _apply(
     """Return ``(y, center, delta)`` with ``tau = center + delta``; gradients flow into `y` and `delta`."""
     # The compiler takes no Function that defines forward mode.
     function = _Capped if torch.compiler.is_compiling() else _CappedForwardMode
-    return function.apply(x, k, mask, temperature, shard, kind)
+    result: tuple[Tensor, Tensor, Tensor] = function.apply(x, k, mask, temperature, shard, kind)
+    return result
 
 
 def _forward(

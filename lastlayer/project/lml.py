@@ -220,12 +220,15 @@ def lml_at_most(
 def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
     if torch.compiler.is_compiling():  # the compiler takes no Function that defines forward mode
-        return _LML.apply(*problem, kind)
-    if transformed():
-        return _LMLForwardMode.apply(*problem, kind)
-    if recorded(problem.x, problem.k):
-        return _LMLBackward.apply(*problem, kind)
-    return _forward(problem, kind)  # without autograd's own overhead
+        function: Any = _LML
+    elif transformed():
+        function = _LMLForwardMode
+    elif recorded(problem.x, problem.k):
+        function = _LMLBackward
+    else:
+        return _forward(problem, kind)  # without autograd's own overhead
+    result: tuple[Tensor, Tensor, Tensor] = function.apply(*problem, kind)
+    return result
 
 
 def _forward(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,7 +59,8 @@ def _spread_over(op: str, name: str, value: Any, default: float, x: Tensor) -> T
 def threshold(terms: Terms, shard: ClassShard | None) -> Tensor:
     """Return nu ``(..., 1)``, differentiable in every term; ``-inf`` and ``+inf`` at the ends, NaN beyond."""
     function = _Threshold if torch.compiler.is_compiling() else _ThresholdForwardMode
-    return function.apply(*terms, shard)
+    nu: Tensor = function.apply(*terms, shard)
+    return nu
 
 
 def range_of_sums(terms: Terms, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
@@ -190,7 +191,8 @@ class _Threshold(torch.autograd.Function):
     def forward(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
         if shard is not None:
             return _solve(x, weight, lower, upper, k, shard)
-        return torch.ops.lastlayer.weighted_threshold(x, weight, lower, upper, k)
+        nu: Tensor = torch.ops.lastlayer.weighted_threshold(x, weight, lower, upper, k)
+        return nu
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

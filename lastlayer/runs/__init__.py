@@ -7,7 +7,15 @@ name is imported on first use.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lastlayer.runs.contents import Held as Held
+    from lastlayer.runs.contents import Run as Run
+    from lastlayer.runs.contents import read as read
+    from lastlayer.runs.files import RunError as RunError
+    from lastlayer.runs.files import write_atomically as write_atomically
+    from lastlayer.runs.folder import RunFolder as RunFolder
 
 _PLACES = {
     "Held": "contents",

@@ -143,7 +143,9 @@ def test_less_error_than_direct_regression():
 
 def test_messages():
     o, s, y = torch.randn(6, 3), torch.randn(6, 8), torch.randn(6, 3)
-    with pytest.raises(ValueError, match=r"spherical_loss: `sign_logits` must have shape \(6, 4\), a class for each"):
+    with pytest.raises(
+        ValueError, match=r"spherical_loss: `sign_logits` must have shape \(6, 4\), one class per choice"
+    ):
         spherical_loss(o, s, y, signed=(0, 1))
     with pytest.raises(ValueError, match=r"`target` must have the shape of `magnitude_logits` \(6, 3\), got \(6, 2\)"):
         spherical_loss(o, s, y[:, :2])
