@@ -120,7 +120,7 @@ def expect_balanced(case: Case, impl: str) -> Expected:
     # A probability near 1 keeps few digits of its logit: 1e-16 / (1 - y).
     near = 1e-15 / np.maximum(np.minimum(fine, 1 - fine), 1e-300)
     return {
-        "value": (fine, 4 * a * fine + 1e-38),
+        "value": (fine, 4 * a * fine + 16 * a),  # k and the capacities are rounded to the dtype of the logits
         "sum": (given["k"].numpy(), np.full(len(fine), 1e-9 * (1 + fine.shape[1]))),
         "columns": (none, none + 1e-9 * (1 + len(fine))),
         "gap": (none, 1e-9 * reach + 64 * near.max()),
