@@ -89,7 +89,8 @@ def measure(rows: Rows, name: str, folder: Path, peers: str | None) -> dict[str,
     }
 
 
-def run_set(title: str, rows: Rows, programs: list[str], peers: str | None, save: Any) -> dict[str, Any]:
+def run_set(title: str, rows: Rows, programs: list[str], peers: str | None, save: Any) -> None:
+    """Run the programs on one set; what others gave there before is kept."""
     shape = {"rows": rows.x.shape[0], "test rows": rows.xt.shape[0], "features": rows.x.shape[1]}
     out: dict[str, Any] = {**shape, "labels": rows.y.shape[1], "values in x": rows.x.nnz, "programs": {}}
     print(f"{title}: {out}", flush=True)
@@ -102,7 +103,6 @@ def run_set(title: str, rows: Rows, programs: list[str], peers: str | None, save
             out["programs"][program] = measure(rows, program, folder, peers)
             print(f"  {program}: {out['programs'][program]}", flush=True)
             save(title, out)
-    return out
 
 
 def machine() -> dict[str, Any]:
@@ -132,7 +132,8 @@ def main(argv: list[str] | None = None) -> None:
         results["sets"] = json.loads(arguments.json.read_text())["sets"]
 
     def save(title: str, out: dict[str, Any]) -> None:
-        results["sets"][title] = out
+        before = results["sets"].get(title, {"programs": {}})["programs"]
+        results["sets"][title] = {**out, "programs": before | out["programs"]}
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -55,7 +55,7 @@ class TreeSettings:
         calibration: The share of rows that are held out to calibrate the probabilities; all rows are fitted after that.
             0 leaves the scores as they are.
         observed: For incomplete labels, the share of the true labels that the rows carry: one number, or one per
-            label. Rows that carry a label then count :math:`2 / p - 1` times (Qaraei et al. 2021).
+            label. Probabilities are then those of the true labels: what the rows show, divided by this share.
         tail: Above 0, rare labels count more: the inverse propensity (Jain et al. 2016) to this power.
         normalize: Whether rows are scaled to unit length, in training and in prediction.
         seed: Of the clusters, the solver and the rows that are held out.
@@ -177,18 +177,21 @@ class LinearTree:
         x = _rows(op, x, normalize=settings.normalize)
         labels = check_labels(op, y, x.shape[0], n_labels)
         row_weight = check_row_weight(op, row_weight, x.shape[0])
-        if x.shape[0] == 0 or labels.n_labels == 0:
-            raise ValueError(f"{op}: `x` and `y` must have rows and labels, got {x.shape[0]} and {labels.n_labels}.")
-        observed = _observed(op, settings.observed, labels.n_labels)
+        _observed(op, settings.observed, labels.n_labels)
         group = _groups(op, groups, x.shape[0])
         if row_weight is not None and (row_weight == 0).any():
             kept = np.flatnonzero(row_weight)
             group = _groups(op, group[kept], len(kept))
             x, labels, row_weight = x[kept], labels.among(kept, x.shape[0]), row_weight[kept]
+        if x.shape[0] == 0 or labels.n_labels == 0:
+            raise ValueError(
+                f"{op}: `x` and `y` must have rows (of positive weight) and labels, got {x.shape[0]} and "
+                f"{labels.n_labels}."
+            )
         shapes = _shapes(op, x, labels, settings, hierarchy, parallel)
         held = _held_out(group, settings)
         report = _Progress(progress, sum(len(shape.child) for shape in shapes) * (len(held) + 1))
-        fitter = _Fitter(settings, observed, parallel, report)
+        fitter = _Fitter(settings, parallel, report)
         scores, hits = [], []
         for out in held:
             kept = np.setdiff1d(np.arange(x.shape[0]), out)
@@ -233,14 +236,15 @@ class LinearTree:
             rows,
             loss=settings.loss,
             n_labels=self.n_labels,
-            k=k,
+            k=k if np.ndim(settings.observed) == 0 else min(4 * k, self.n_labels),  # the order may change
             beam=beam or settings.beam,
             threads=threads or settings.threads or 0,
             impl=settings.impl,
         )
         odds = monotone.apply_map(self.knots, monotone.log_odds(score)).astype(np.float32)
         odds[index < 0] = -np.inf
-        return index, odds
+        share = _observed(op, settings.observed, self.n_labels)
+        return (index, odds) if share is None else _complete(index, odds, share, k)
 
     def probabilities(self, x: Any) -> np.ndarray:
         """Return the probabilities of all labels, ``(rows, n_labels)``; every node is visited."""
@@ -314,6 +318,18 @@ def _observed(op: str, observed: Any, n_labels: int) -> np.ndarray | None:
         wrong = share.ravel()[~((share > 0) & (share <= 1)).ravel()][0]
         raise ValueError(f"{op}: `observed` must be above 0 and at most 1, got {wrong}. Use 1 for complete labels.")
     return np.broadcast_to(share, (n_labels,))
+
+
+def _complete(index: np.ndarray, odds: np.ndarray, share: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Turn the odds of observed labels into those of true labels, whose probability is higher by 1 / share."""
+    p = np.minimum(1 / (1 + np.exp(-odds.astype(np.float64))) / share[index], 1 - 1e-7)
+    with np.errstate(divide="ignore"):
+        true = np.where(index < 0, -np.inf, np.log(p) - np.log1p(-p))
+    order = np.argsort(-true, axis=1, kind="stable")[:, :k]
+    out = np.full((len(index), k), -1), np.full((len(index), k), -np.inf, np.float32)
+    out[0][:, : order.shape[1]] = np.take_along_axis(index, order, 1)
+    out[1][:, : order.shape[1]] = np.take_along_axis(true, order, 1)
+    return out
 
 
 def _shapes(
@@ -423,7 +439,6 @@ class _Fitter:
     """Fits the classifiers of trees whose shapes are known."""
 
     settings: TreeSettings
-    observed: np.ndarray | None
     parallel: Any
     report: _Progress
 
@@ -435,7 +450,7 @@ class _Fitter:
         solver = settings.solver() if self.parallel is None else replace(settings.solver(), threads=1)
         for shape in shapes:
             problems = shape.problems(labels, x.shape[0])
-            weighting = Weighting(row_weight, self._positive_weight(shape, problems, labels, x.shape[0]), 1.0)
+            weighting = Weighting(row_weight, self._positive_weight(shape, labels, x.shape[0]), 1.0)
             (found,) = solve_problems(
                 x,
                 problems,
@@ -453,40 +468,18 @@ class _Fitter:
             self.report.end(len(shape.child))
         return trees
 
-    def _positive_weight(self, shape: TreeShape, problems: Problems, labels: LabelRows, n_rows: int) -> Any:
-        """Return the weight of positive rows for each child: for incomplete labels, and for rare ones."""
-        settings, weight = self.settings, np.ones(len(shape.child))
-        label = shape.child >= 0
-        if self.observed is not None:
-            weight = 2 / np.maximum(_seen(shape, problems, labels, self.observed), 1e-3) - 1
-        if settings.tail:
-            weight[label] *= inverse_propensity(labels.counts(), n_rows)[shape.child[label]] ** settings.tail
+    def _positive_weight(self, shape: TreeShape, labels: LabelRows, n_rows: int) -> Any:
+        """Return the weight of positive rows for each child: larger for rare labels."""
+        label, weight = shape.child >= 0, np.ones(len(shape.child))
+        if self.settings.tail:
+            rare = inverse_propensity(labels.counts(), n_rows)
+            weight[label] = rare[shape.child[label]] ** self.settings.tail
         return weight
 
 
 def inverse_propensity(counts: np.ndarray, n_rows: int) -> np.ndarray:
     """Return the inverse propensity of each label by its number of rows (Jain et al. 2016, A = 0.55, B = 1.5)."""
     return 1 + max(np.log(max(n_rows, 1)) - 1, 0) * 2.5**0.55 * (counts + 1.5) ** -0.55
-
-
-def _seen(shape: TreeShape, problems: Problems, labels: LabelRows, observed: np.ndarray) -> np.ndarray:
-    """Return for each child the chance that a row that belongs to it is seen to do so.
-
-    A row belongs to a node by any of its labels there. With m labels on average and the share p of them observed, the
-    chance is about ``1 - (1 - p)^m``.
-    """
-    counts = labels.counts().astype(np.float64)
-    total, shown = np.zeros(len(shape.child)), np.zeros(len(shape.child))  # labels of rows below the child; times p
-    label, place = shape.child >= 0, np.zeros(shape.n_nodes, int)
-    place[~shape.child[~label]] = np.flatnonzero(~label)  # which child each node is
-    total[label], shown[label] = counts[shape.child[label]], (counts * observed)[shape.child[label]]
-    for node in range(shape.n_nodes - 1, 0, -1):  # a node comes before its children
-        children = slice(int(shape.child_start[node]), int(shape.child_start[node + 1]))
-        total[place[node]], shown[place[node]] = total[children].sum(), shown[children].sum()
-    rows = np.maximum(problems.labels.counts(), 1)
-    p = np.where(total > 0, shown / np.maximum(total, 1), 1.0)
-    many = np.where(label, 1.0, np.maximum(total / rows, 1.0))
-    return 1 - (1 - p) ** many
 
 
 def _settle(shape: TreeShape, problems: Problems, intercept: np.ndarray, loss: str) -> np.ndarray:

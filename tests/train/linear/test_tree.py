@@ -11,7 +11,7 @@ from lastlayer._native import linear as native
 from lastlayer.train.linear import LinearTree, TreeSettings, choose_tree, fit_linear, monotone
 from lastlayer.train.linear.rows import check_labels
 from lastlayer.train.linear.shape import TreeShape, cluster, label_vectors
-from lastlayer.train.linear.tree import _held_out, _seen
+from lastlayer.train.linear.tree import _held_out
 
 built = pytest.mark.skipif(bool(native.unavailable()), reason=f"no compiled solver: {native.unavailable()}")
 SMALL = TreeSettings(trees=2, leaf=4, branching=2, threads=1)
@@ -191,27 +191,35 @@ def test_threads_and_workers_change_nothing():
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)
 
 
-def test_incomplete_and_rare_labels_raise_the_weight_of_positive_rows():
+def test_rare_labels_raise_the_weight_of_positive_rows():
     x, y = made_up(rows=120)
     counts = np.bincount(np.concatenate(y), minlength=24)
     rare = 1 + (np.log(120) - 1) * 2.5**0.55 * (counts + 1.5) ** -0.55
-    share = np.linspace(0.2, 1, 24)
-    cases = [({"observed": 0.4}, 4.0), ({"observed": share}, 2 / share - 1), ({"tail": 0.5}, np.sqrt(rare))]
-    cases.append(({"tail": 1.0, "observed": 0.5}, 3 * rare))
-    for change, weight in cases:
-        tree = LinearTree.fit(
-            x, y, TreeSettings(leaf=24, calibration=0, normalize=False, threshold=0, tolerance=1e-3, C=0.1, **change)
-        )
-        alone = fit_linear(x, y, positive_weight=weight, tolerance=1e-3, C=0.1)
-        found = tree.trees[0].weights.matrix()[np.argsort(tree.trees[0].shape.child)]
-        np.testing.assert_allclose(found.toarray(), alone.matrix().toarray(), atol=2e-3)
+    close = {"tolerance": 1e-3, "C": 0.1}
+    for tail in (0.5, 1.0):
+        settings = TreeSettings(leaf=24, calibration=0, threshold=0, normalize=False, tail=tail, **close)
+        tree = LinearTree.fit(x, y, settings)
+        alone = fit_linear(x, y, positive_weight=rare**tail, **close)
+        np.testing.assert_allclose(tree.trees[0].weights.matrix().toarray(), alone.matrix().toarray(), atol=2e-3)
 
 
-def test_a_node_of_several_labels_is_seen_more_often_than_each():
-    shape = TreeShape.from_parents([4, 4, 5, 5, 6, 6, -1])
-    labels = check_labels("t", [[0, 1]] * 30 + [[2]] * 30, 60, 4)
-    seen = _seen(shape, shape.problems(labels, 60), labels, np.full(4, 0.5))
-    assert seen.tolist() == [0.75, 0.5, 0.5, 0.5, 0.5, 1.0]  # two labels of each row; one; the last label has no rows
+@pytest.mark.parametrize("share", [0.5, "each"])
+def test_probabilities_of_incomplete_labels_are_those_of_the_true_labels(share):
+    x, y = made_up(rows=3000)
+    rng = np.random.default_rng(1)
+    shares = np.full(24, 0.5) if share == 0.5 else rng.uniform(0.3, 1, 24)
+    seen = [[label for label in row if rng.random() < shares[label]] for row in y]
+    settings = TreeSettings(trees=2, leaf=6, branching=2, observed=0.5 if share == 0.5 else shares)
+    tree = LinearTree.fit(x[1000:], seen[1000:], settings, n_labels=24)
+    index, p = tree.predict_proba(x[:1000], 3)
+    hit = np.array([np.isin(row, labels) for row, labels in zip(index, y[:1000], strict=True)])
+    plain = LinearTree(tree.trees, SMALL, 24, tree.knots).predict_proba(x[:1000], 3)[1]
+    assert monotone.calibration_error(p.ravel(), hit.ravel()) < 0.07
+    assert monotone.calibration_error(plain.ravel(), hit.ravel()) > 0.15
+    assert (np.diff(p, axis=1) <= 0).all()
+    every = tree.probabilities(x[:50])
+    np.testing.assert_allclose(np.sort(every)[:, :-4:-1], p[:50], atol=1e-3)  # few labels per tree are summed
+    assert tree.predict_proba(x[:2], 30)[0].shape == (2, 30)
 
 
 def test_a_hierarchy_is_used_as_it_is():
@@ -313,9 +321,11 @@ def test_features_must_be_finite(value):
 
 
 def test_no_rows():
-    with pytest.raises(ValueError, match=r"LinearTree.fit: `x` and `y` must have rows and labels, got 0 and 0\."):
+    with pytest.raises(ValueError, match=r"LinearTree.fit: `x` and `y` must have rows .* and labels, got 0 and 0\."):
         LinearTree.fit(np.zeros((0, 3)), [], SMALL)
     x, y = made_up(rows=30)
+    with pytest.raises(ValueError, match="must have rows"):
+        LinearTree.fit(x, y, SMALL, row_weight=np.zeros(30))
     index, p = LinearTree.fit(x, y, SMALL).predict_proba(x[:0], 4)
     assert index.shape == p.shape == (0, 4)
 
