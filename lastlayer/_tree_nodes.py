@@ -67,7 +67,7 @@ def by_log_negation(log_p: Tensor, levels: Levels) -> Tensor:
 
 
 def _climb(leaf: Tensor, levels: Levels, step: Step) -> Tensor:
-    """Combine the values of the children at every node, from the bottom; returns a value a node."""
+    """Combine the values of the children at every node, from the bottom; return one value per node."""
     rows: list[Tensor] = []
     below: Tensor | None = None
     parent = levels.place

@@ -1,4 +1,4 @@
-"""Binary ranking problems: one a class (over the rows) or one a row (over the classes), a few at a time."""
+"""Binary ranking problems: one per class (over the rows) or one per row (over the classes), a few at a time."""
 
 from __future__ import annotations
 

@@ -52,14 +52,14 @@ class Ranking:
 
 
 def cuts(op: str, k: Any, batch: torch.Size, device: torch.device) -> Cuts:
-    """Check `k`: a whole number, a sequence of them (several results), or a tensor of one a row."""
+    """Check `k`: a whole number, a sequence of them (several results), or a tensor with one per row."""
     if isinstance(k, Tensor):
         if k.is_floating_point() or k.is_complex() or k.dtype == torch.bool:
             raise TypeError(f"{op}: `k` must be of an integer dtype, got a tensor of {k.dtype}. Use `k.long()`.")
         if not _check._broadcasts(k.shape, batch):
             raise ValueError(
-                f"{op}: `k` as a tensor must hold one number a row, shape {tuple(batch)}, got shape {tuple(k.shape)}. "
-                "For several k at once give a list."
+                f"{op}: `k` as a tensor must hold one number per row, shape {tuple(batch)}, got shape {tuple(k.shape)}."
+                " For several k at once give a list."
             )
         if not _ranked.readable(k):
             raise TypeError(f"{op}: `k` must be a number where its values cannot be read (meta tensors, traces, vmap).")

@@ -34,7 +34,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class ErrorKind:
-    """One kind of error: how many, and the gain of the metric if these alone were mended."""
+    """One kind of error: how many, and the gain of the metric if only these were corrected."""
 
     name: str
     false_alarms: int
@@ -77,7 +77,7 @@ class LabelSetErrors:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def to_markdown(self) -> str:
-        """Return the kinds of errors as a Markdown table, the dearest first."""
+        """Return the kinds of errors as a Markdown table, the costliest first."""
         total = max(self.n_false_alarms + self.n_misses, 1)
         lines = [
             f"| error | false alarms | misses | share of errors | gain of {self.metric} |",
@@ -121,8 +121,8 @@ def label_set_errors(
     Args:
         scores: Shape ``(..., n_classes)``.
         target: In any of the three forms.
-        k: The predictions are the `k` best classes, one number or one a row.
-        threshold: The predictions are the classes above it, if there is no `k`; one number or one a class.
+        k: The predictions are the `k` best classes, one number or one per row.
+        threshold: The predictions are the classes above it, if there is no `k`; one number or one per class.
         predicted: The predictions as index lists padded with -1, such as those of a decoder, in place of both.
         tree: Tells siblings from others; classes are its leaves.
         metric: ``"f1"``, ``"jaccard"`` and ``"exact"`` (means over rows; 1 for a row rightly left empty),
@@ -275,12 +275,12 @@ def _said(
     if k is not None:
         cuts = _ranking.cuts(op, k, batch, x.device)
         if cuts.several:
-            raise TypeError(f"{op}: `k` must be one number, or a tensor of one a row, got {k!r}.")
+            raise TypeError(f"{op}: `k` must be one number, or a tensor with one per row, got {k!r}.")
         return _best(x, cuts.at.expand(len(x), 1).squeeze(-1))
     if isinstance(threshold, Tensor):
         if threshold.shape not in (torch.Size([]), torch.Size([n])):
             raise ValueError(
-                f"{op}: `threshold` must be one number or one a class ({n}), got shape {tuple(threshold.shape)}."
+                f"{op}: `threshold` must be one number or one per class ({n}), got shape {tuple(threshold.shape)}."
             )
         return x.to(_check.work_dtype(x)) > threshold.to(x.device)
     return x > _check.number(op, "threshold", threshold)
@@ -292,7 +292,7 @@ def _hot(index: Tensor, n: int) -> Tensor:
 
 
 def _best(x: Tensor, counts: Tensor) -> Tensor:
-    """The best classes of each row, as many as it says."""
+    """Return the best classes of each row, as many as its count."""
     most = int(counts.max()) if counts.numel() else 0
     _, index = _ranked.top_k(x, most)
     inside = torch.arange(most, device=x.device) < counts[:, None]
@@ -305,7 +305,7 @@ def _names(op: str, names: Sequence[str] | None, tree: LabelTree | None, n: int)
     if names is None:
         return list(tree.class_names) if tree is not None else [str(c) for c in range(n)]
     if len(names) != n:
-        raise ValueError(f"{op}: `names` must hold one name a class ({n}), got {len(names)}.")
+        raise ValueError(f"{op}: `names` must hold one name per class ({n}), got {len(names)}.")
     return [str(name) for name in names]
 
 

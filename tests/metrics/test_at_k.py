@@ -422,7 +422,7 @@ def test_a_million_classes_are_never_made_dense(monkeypatch):
         ({"k": "3"}, TypeError, "`k` must be a number or a list of numbers, got str"),
         ({"k": True}, TypeError, "`k` must be a number or a list of numbers, got bool"),
         ({"k": torch.tensor([1.0, 2.0])}, TypeError, "`k` must be of an integer dtype, got a tensor of torch.float32"),
-        ({"k": torch.tensor([1, 2, 3])}, ValueError, r"one number a row, shape \(2,\), got shape \(3,\)"),
+        ({"k": torch.tensor([1, 2, 3])}, ValueError, r"one number per row, shape \(2,\), got shape \(3,\)"),
         ({"empty": "none"}, ValueError, "`empty` must be one of 'skip', 'zero', 'one', got 'none'."),
         ({"average": "rows"}, ValueError, "`average` must be one of 'samples'"),
         ({"indices": torch.ones(2, 3)}, TypeError, "`indices` must be a tensor of an integer dtype"),

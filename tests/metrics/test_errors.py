@@ -194,10 +194,14 @@ def test_edges():
             ValueError,
             "label_set_errors: `predicted` must hold classes below n_classes=4, got 4",
         ),
-        ({"k": [1, 2]}, TypeError, r"`k` must be one number, or a tensor of one a row, got \[1, 2\]"),
-        ({"threshold": torch.zeros(3)}, ValueError, r"`threshold` must be one number or one a class \(4\), got shape"),
+        ({"k": [1, 2]}, TypeError, r"`k` must be one number, or a tensor with one per row, got \[1, 2\]"),
+        (
+            {"threshold": torch.zeros(3)},
+            ValueError,
+            r"`threshold` must be one number or one per class \(4\), got shape",
+        ),
         ({"metric": "auc"}, ValueError, "`metric` must be one of 'f1', 'micro_f1'"),
-        ({"names": ["a"]}, ValueError, r"`names` must hold one name a class \(4\), got 1"),
+        ({"names": ["a"]}, ValueError, r"`names` must hold one name per class \(4\), got 1"),
         (
             {"tree": LabelTree.from_parents([-1])},
             ValueError,
