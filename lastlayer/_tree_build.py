@@ -53,7 +53,7 @@ def items(below: Any) -> list[tuple[str, Any]]:
 
 
 def leaf_order(nested: Any) -> list[str]:
-    """The leaves in the order in which they stand."""
+    """Return the leaves in the order in which they occur."""
     out: list[str] = []
     stack = list(reversed(items(nested)))
     while stack:

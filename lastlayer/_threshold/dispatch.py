@@ -1,4 +1,4 @@
-"""What a call asks for, which implementation takes it and why another does not, and how a kernel is called.
+"""What a call needs, which implementation takes it and why another does not, and how a kernel is called.
 
 A kernel reads memory, so it is called directly only on plain tensors while nothing watches the call. In every other
 case (tracing, a dispatch mode, a tensor subclass) the registered operator of `operators.py` is called instead: the

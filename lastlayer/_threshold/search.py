@@ -28,7 +28,7 @@ class Feasible(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a search begins: in the middle of the bounds ``lo <= nu + center <= hi``, which is 0 but for rounding."""
+    """Where a search begins: in the middle of the bounds ``lo <= nu + center <= hi``, 0 up to rounding."""
 
     center: Tensor
     lo: Tensor

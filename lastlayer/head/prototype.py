@@ -60,7 +60,7 @@ class PrototypeHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the prototypes anew."""
+        """Draw the prototypes again."""
         for points in (self.weight, self.absent):
             if points is not None:
                 nn.init.normal_(points, std=0.005)
@@ -143,7 +143,7 @@ class ReciprocalPointHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the points anew and set the distances to 0."""
+        """Draw the points again and set the distances to 0."""
         nn.init.normal_(self.points, std=0.1)
         nn.init.zeros_(self.radius)
 

@@ -48,7 +48,7 @@ def assume_negative_loss(
         label_smoothing: :math:`\varepsilon`.
         negative_weight: :math:`w`, at least 0.
         weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms.
-        pos_weight: The same for the terms of labels alone; a number serves all classes.
+        pos_weight: The same, only for the terms of labels; one number applies to all classes.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row, the sum over its classes; ``"mean"`` is over the rows with a known
@@ -104,7 +104,7 @@ def expected_positive_loss(
             known class, 0 without one.
 
     Returns:
-        The loss, of the dtype of `logits`. A row without labels has the second term alone.
+        The loss, of the dtype of `logits`. A row without labels has only the second term.
 
     Example:
         >>> expected_positive_loss(torch.zeros(1, 4), torch.tensor([0]), k=1)  # log(2) / 4 + (2 - 1)^2 / 16
@@ -278,7 +278,7 @@ def entropy_max_loss(
         pseudo_target: Probabilities for entries that were not observed, of the shape of `logits`, negative where there
             is none. The paper takes the model's own, after some epochs, for the lowest scores of each class.
         weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms.
-        pos_weight: The same for the terms of labels alone; a number serves all classes.
+        pos_weight: The same, only for the terms of labels; one number applies to all classes.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row, the sum over its classes; ``"mean"`` is over the rows with a known
@@ -342,7 +342,7 @@ def hill_loss(
         margin: How far labels must be beyond 0.
         gamma: The focal exponent of the labels, at least 0.
         weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms.
-        pos_weight: The same for the terms of labels alone; a number serves all classes.
+        pos_weight: The same, only for the terms of labels; one number applies to all classes.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row, the sum over its classes; ``"sum"`` is the sum over all entries, as

@@ -71,7 +71,7 @@ def lml_loss(
         mask: Boolean, True where a class takes part.
         weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms. With
             it or `pos_weight` the loss is computed in plain torch.
-        pos_weight: The same for the first sum alone; a number serves all classes.
+        pos_weight: The same, only for the first sum; one number applies to all classes.
         sample_weight: One weight per row, shape ``batch``, without a gradient; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows that contribute: those with a label, soft
@@ -110,7 +110,7 @@ def lml_loss(
     else:
         loss = _by_kernel(problem, rho, labels)
     contributes = _contributes(labels, rho, loss.dtype, problem.shard)
-    loss = torch.where(contributes, loss, 0)  # a row that contributes nothing has no loss, whatever its logits
+    loss = torch.where(contributes, loss, 0)  # a row that does not contribute has no loss, even if it is NaN
     return _rows.leave(op, loss, reduction, contributes, logits.dtype, sample_weight)
 
 

@@ -187,7 +187,7 @@ def asymmetric_loss(
         clip: :math:`c`, from 0 to below 1.
         detach_weight: Whether the focal weights are constants for the gradient.
         weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms.
-        pos_weight: The same for the positive terms alone; a number serves all classes.
+        pos_weight: The same, only for the positive terms; one number applies to all classes.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row, the sum over its classes; ``"sum"`` is the sum over all entries, as
@@ -323,7 +323,7 @@ def binary_loss(
             labels), one class per row, or index lists padded with -1.
         label_smoothing: :math:`\varepsilon`, the part moved to an even chance.
         weight: One weight :math:`w` per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`.
-        pos_weight: The same, :math:`w^+`, for the positive terms alone; a number serves all classes. Above 1 it
+        pos_weight: The same, :math:`w^+`, only for the positive terms; one number applies to all classes. Above 1 it
             raises recall at the cost of precision.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.

@@ -97,7 +97,7 @@ def rml_loss(
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a known class, 0 without one.
 
     Returns:
-        The loss, of the dtype of `logits`. A row without positives has the loss of its negatives alone.
+        The loss, of the dtype of `logits`. A row without positives has only the loss of its negatives.
 
     Example:
         >>> rml_loss(torch.tensor([[3.0, -3.0]]), torch.tensor([0]))

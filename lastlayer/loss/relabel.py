@@ -54,7 +54,7 @@ def splc_loss(
         epoch: The current epoch, from 0; the default corrects.
         change_epoch: The first epoch that corrects.
         weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms.
-        pos_weight: The same for the terms of observed labels alone; a number serves all classes.
+        pos_weight: The same, only for the terms of observed labels; one number applies to all classes.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row, the sum over its classes; ``"sum"`` is the sum over all entries, as
@@ -114,7 +114,7 @@ def large_loss(
         rate: As in :func:`large_loss_corrections`.
         epoch: As in :func:`large_loss_corrections`.
         weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`, for its terms.
-        pos_weight: The same for the terms of observed labels alone; a number serves all classes.
+        pos_weight: The same, only for the terms of observed labels; one number applies to all classes.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row, the sum over its classes; ``"mean"`` is over the rows with a known

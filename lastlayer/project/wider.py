@@ -94,7 +94,7 @@ def _with_weights(
 
 def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: ClassShard | None) -> Tensor:
     if kind != "y":
-        raise ValueError(f"{op}: `groups` are for `lml` alone.")
+        raise ValueError(f"{op}: `groups` must be None, got a tensor. Only `lml` takes groups.")
     if given.groups is None or given.group_limit is None:
         missing, there = ("groups", "group_limit") if given.groups is None else ("group_limit", "groups")
         raise ValueError(f"{op}: `{missing}` must be given with `{there}`.")
