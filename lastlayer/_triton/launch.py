@@ -12,7 +12,8 @@ from torch import Tensor
 from lastlayer._triton import INTERPRETED
 
 # Since Triton 3.4 a compiled kernel takes all arguments, constants too, in the order of its signature.
-_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4) and not INTERPRETED
+_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6) and not INTERPRETED
+_runtime = getattr(getattr(triton, "knobs", None), "runtime", None)  # profilers hang their hooks there
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
@@ -30,19 +31,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, num_warps=num_warps, **constants)
-    case = (id(kernel), device, num_warps, *constants.items(), *map(_case, args))
-    found = _compiled.get(case)
+    case = [id(kernel), device, num_warps, *constants.values()]
+    for value in args:
+        if isinstance(value, Tensor):
+            case += (value.dtype, value.data_ptr() & 15)
+        elif isinstance(value, int):
+            case.append((value == 1) + 2 * (value % 16 == 0) + 4 * (value.bit_length() > 31))
+        else:
+            case.append(type(value))
+    key = tuple(case)
+    found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, num_warps=num_warps, **constants)
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        _compiled[case] = compiled, last, kernel  # the kernel is kept alive, as its id is in the key
-    else:
-        found[0][(*grid, 1, 1)[:3]](*args, *found[1])
-
-
-def _case(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16
-    if isinstance(value, int):
-        return value == 1, value % 16 == 0, value.bit_length() > 31
-    return type(value)
+        _compiled[key] = compiled, last, kernel  # which stays alive: its id is in the key
+        return
+    compiled, last, _ = found
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    given = (*args, *last)
+    # As `compiled[grid](*given)`, which asks for the device and prepares the kernel each time.
+    metadata = compiled.launch_metadata((x, y, z), stream, *given)
+    hooks = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *given)

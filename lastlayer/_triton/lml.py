@@ -111,13 +111,13 @@ def forward(
     rows = center.numel()
     if rows == 0 or n == 0:
         return out, center.zero_(), end_of_no_classes_(delta, k)
-    given = Rows(x.view(rows, n), k, mask, temperature)
     if n > shapes.LONGEST:
-        solve_long(given, out, center, delta, None, kind)
+        solve_long(Rows(x.view(rows, n), k, mask, temperature), out, center, delta, None, kind)
     else:
-        p = shapes.plan(n, shapes.FORWARD[x.element_size()], x.element_size())
+        p = shapes.plan(n, shapes.FORWARD, x.element_size())
+        given = Rows(x.view(rows, n), k, mask, temperature, p.align)
         launch(
             _resident, (shapes.cdiv(rows, p.rows),), *given.head, out, center, delta, rows, *given.tail,
-            **p.tiles, KIND=kind, MASKED=given.masked, TOL=given.tolerance, ALIGN=given.align, num_warps=p.warps,
+            **p.tiles, KIND=kind, MASKED=given.masked, TOL=given.tolerance, num_warps=p.warps,
         )  # fmt: skip
     return out, center, delta

@@ -359,20 +359,19 @@ def backward(
     rows = dk.numel()
     if rows == 0 or n == 0:
         return dx, dk.zero_()
-    given = Rows(x.view(rows, n), None, mask, temperature)
+    p = shapes.plan(n, shapes.BACKWARD, x.element_size()) if n <= LONGEST else None
+    given = Rows(x.view(rows, n), None, mask, temperature, p and p.align)
     g = x if grad_out is None else grad_out.contiguous()
     gd = center if grad_delta is None else grad_delta.contiguous()
     kind = "nu" if grad_out is None else kind
     pointers = (*given.head, g, gd, center.contiguous(), delta.contiguous(), dx, dk)
     common: dict[str, Any] = {"KIND": kind, "GIVEN": grad_delta is not None, "MASKED": given.masked}
-    common["ALIGN"] = given.align
-    if n <= LONGEST:
-        p = shapes.plan(n, shapes.BACKWARD[x.element_size()], x.element_size())
+    if p is not None:
         grid = (shapes.cdiv(rows, p.rows),)
         launch(_resident, grid, *pointers, rows, *given.tail, **p.tiles, num_warps=p.warps, **common)
         return dx, dk
     tile, options = shapes.stream(x.element_size(), shapes.is_split(rows, n))
-    common |= {"BLOCK": shapes.BLOCK, **tile, **options}
+    common |= {"ALIGN": given.align, "BLOCK": shapes.BLOCK, **tile, **options}
     if not shapes.is_split(rows, n):
         launch(_streamed, (rows,), *pointers, *given.tail, **common)
         return dx, dk

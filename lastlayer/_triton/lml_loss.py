@@ -369,7 +369,7 @@ def _known(
             tl.store(dk_ptr + row, tl.load(w_ptr + row * w_row) * pull * (exp(-peak) / mass))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "n_labels"])
 def _one_over_rows(i_ptr, out_ptr, rows, n_labels, BLOCK: tl.constexpr):
     """1 over the number of rows with a label, in one program."""
     found = tl.zeros((BLOCK,), tl.int32)
@@ -383,7 +383,7 @@ def _one_over_rows(i_ptr, out_ptr, rows, n_labels, BLOCK: tl.constexpr):
     tl.store(out_ptr, 1.0 / tl.maximum(tl.sum(found, 0), 1).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "n"])
 def _scale(g_ptr, f_ptr, total, n, f_row, STEPS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
     """Multiply a stretch of the rows by their factors, unless all of those are 1."""
     first = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
@@ -460,20 +460,20 @@ def _forward(
         center.zero_(), loss.zero_(), pull.zero_()
         end_of_no_classes_(delta, k)
         return loss, center, delta, mass.fill_(torch.inf), pull, grad
-    given = Rows(x.view(rows, n), k, mask, temperature)
     if n > shapes.LONGEST:
-        solve_long(given, x.new_empty(0), center, delta, mass, "nu")
+        solve_long(Rows(x.view(rows, n), k, mask, temperature), x.new_empty(0), center, delta, mass, "nu")
         rows_of = (center, delta, mass, pull)
         _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *rows_of)
         return loss, center, delta, mass, pull, grad
     target = _Target(x, index, dense)
     factor, step = (center, 0) if weight is None else _per_row(weight, loss.shape)
-    p = shapes.plan(n, shapes.LOSS[x.element_size()], x.element_size())
+    p = shapes.plan(n, shapes.LOSS if dense is None else shapes.DENSE, x.element_size())
+    given = Rows(x.view(rows, n), k, mask, temperature, p.align)
     launch(
         _resident, (shapes.cdiv(rows, p.rows),),
         *given.head, target.index, target.dense, factor, grad, loss, center, delta, mass, pull, rows, *given.tail,
         step, target.n_labels, observed,
-        **p.tiles, ALIGN=given.align, RHO=observed > 0, GRAD=weight is not None, MASKED=given.masked,
+        **p.tiles, RHO=observed > 0, GRAD=weight is not None, MASKED=given.masked,
         TOL=given.tolerance_of_mass, num_warps=p.warps, **target.options,
     )  # fmt: skip
     return loss, center, delta, mass, pull, grad
@@ -562,11 +562,13 @@ def scale_rows_(grad: Tensor, factor: Tensor) -> Tensor:
     n = grad.shape[-1]
     if grad.numel() == 0:
         return grad
+    if factor.ndim == 0 and grad.numel() <= 1 << 20:  # so small that the launch is what takes time
+        return grad.mul_(factor)
     flat, step = _per_row(factor, grad.shape[:-1])
     block, steps = 1024, 32
     stretch = block * steps
     launch(
         _scale, (shapes.cdiv(grad.numel(), stretch),), grad, flat, grad.numel(), n, step,
-        STEPS=steps, BLOCK=block, SPAN=shapes.power_of_2(stretch // n + 2), num_warps=4,
+        STEPS=steps, BLOCK=block, SPAN=shapes.power_of_2(stretch // n + 2) if step else 1, num_warps=4,
     )  # fmt: skip
     return grad

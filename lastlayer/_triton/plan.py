@@ -6,10 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lastlayer._triton import INTERPRETED
+
 LONGEST = 32768  # classes of a row held in the registers of one program
 CHUNK = 32768  # classes per program of a row that is split over programs
 SAMPLE = 8192  # classes of a long row from which its search starts
 BLOCK = 1024  # classes at a time where a long row is settled
+# A length that a function meets in so many calls in succession, or so often in all, is worth kernels of its own.
+PATIENCE = 1 if INTERPRETED else 3
+OFTEN = 64
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Plan:
 
     rows: int
     warps: int
+    align: int  # the length of a row is a multiple of it
     tiles: dict[str, int]
 
 
@@ -71,23 +77,74 @@ LOSS: dict[int, Table] = {
     4: ((256, 32), (768, 16), (8192, 64), (20480, 128), (LONGEST, 64)),
     2: ((256, 32), (768, 16), (8192, 32), (12288, 40), (20480, 128), (LONGEST, 64)),
 }
+DENSE: dict[int, Table] = {  # a dense target has so much code per class that more of them take long to compile
+    4: ((256, 8), (16384, 16), (LONGEST, 32)),
+    2: ((256, 8), (16384, 16), (LONGEST, 32)),
+}
 BACKWARD: dict[int, Table] = {
     4: ((8192, 16), (12288, 64), (LONGEST, 20)),
     2: ((8192, 16), (12288, 40), (LONGEST, 20)),
 }
 
 
+class Seen:
+    """How often one function has met each length of rows."""
+
+    def __init__(self) -> None:
+        self.last, self.run = 0, 0
+        self.calls: dict[int, int] = {}
+
+    def often(self, n: int) -> bool:
+        """Count a call with rows of n classes; return whether that length is worth kernels of its own."""
+        self.run = self.run + 1 if n == self.last else 1
+        self.last = n
+        calls = self.calls[n] = self.calls.get(n, 0) + 1
+        return self.run >= PATIENCE or calls >= OFTEN
+
+
+_seen: dict[tuple[int, int], Seen] = {}
+
+
+def plan(n: int, tables: dict[int, Table], itemsize: int) -> Plan:
+    """Lay rows of n classes over threads; short rows share a warp.
+
+    A kernel takes a second or more to compile. A length that has been met rarely is therefore given one that serves
+    all lengths up to the next power of two and is a little slower; kernels of its own follow when they are worth it.
+    """
+    seen = _seen.get((id(tables), itemsize))
+    if seen is None:
+        seen = _seen[id(tables), itemsize] = Seen()
+    return exact(n, tables[itemsize], itemsize) if seen.often(n) else general(power_of_2(max(n, 32)))
+
+
 @functools.lru_cache(maxsize=1024)
-def plan(n: int, table: Table, itemsize: int) -> Plan:
-    """Lay rows of n classes over threads; short rows share a warp."""
+def exact(n: int, table: Table, itemsize: int) -> Plan:
+    """The plan for one length: aligned loads of several classes, and tiles that waste little."""
+    threads = _threads(n, table)
+    c = threads * vector(n, itemsize)
+    parts = tiles(n, c)
+    return _plan(threads, c, parts, alignment(n), full=c * sum(parts) == n)
+
+
+@functools.lru_cache(maxsize=64)
+def general(longest: int) -> Plan:
+    """The plan for all lengths up to a power of two: few classes per thread, which are quick to compile."""
+    threads = min(longest // 8, 1024)
+    return _plan(threads, threads, (longest // threads, 0, 0), 1, full=False)
+
+
+def _threads(n: int, table: Table) -> int:
     per_thread = next(per_thread for limit, per_thread in table if n <= limit)
     threads = 1
     while threads < 1024 and threads * per_thread < n:
         threads *= 2
-    c, rows, warps = threads * vector(n, itemsize), max(1, 32 // threads), max(1, threads // 32)
-    wa, wb, wc = tiles(n, c)
-    constants = {"R": rows, "C": c, "WA": wa, "WB": wb, "WC": wc}
-    return Plan(rows, warps, {**constants, "FULL": c * (wa + wb + wc) == n, "BLOCK": min(128 * warps, BLOCK)})
+    return threads
+
+
+def _plan(threads: int, c: int, parts: tuple[int, int, int], align: int, *, full: bool) -> Plan:
+    rows, warps = max(1, 32 // threads), max(1, threads // 32)
+    constants = {"R": rows, "C": c, "WA": parts[0], "WB": parts[1], "WC": parts[2], "ALIGN": align}
+    return Plan(rows, warps, align, {**constants, "FULL": full, "BLOCK": min(128 * warps, BLOCK)})
 
 
 def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:

@@ -11,12 +11,14 @@ from lastlayer._triton import plan as shapes
 class Rows:
     """Logits as rows of classes, with `k`, the mask and the temperature: pointers first, then sizes and strides."""
 
-    def __init__(self, x: Tensor, k: Tensor | float | None, mask: Tensor | None, temperature: float) -> None:
+    def __init__(
+        self, x: Tensor, k: Tensor | float | None, mask: Tensor | None, temperature: float, align: int | None = None
+    ) -> None:
         self.x = x
         self.count, self.n = x.shape
         flat, m_row, m_col = shapes.flat_mask(mask, x)
         self.masked = mask is not None
-        self.align = shapes.alignment(self.n)
+        self.align = shapes.alignment(self.n) if align is None else align
         self.head: tuple[Any, ...] = (x, flat)
         strides: tuple[int | None, ...] = (m_row, m_col)
         if isinstance(k, Tensor):

@@ -121,15 +121,19 @@ def _like(x: Tensor) -> Tensor:
 
 def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassShard | None) -> Tensor:
     """Which rows the mean is over: those with a label, and with `observed` those with a known class."""
-    if labels.index is not None and shard is None and rho == 0:
-        return (labels.index >= 0).any(-1)
-    found = reduce(labels.count().unsqueeze(-1).to(dtype), "sum", shard).squeeze(-1) > 0
-    if rho == 0:
-        return found
     if labels.dense is None:
-        return torch.ones_like(found)
-    known = (~(labels.dense < 0)).any(-1, keepdim=True)
-    return found | (reduce(known.to(dtype), "sum", shard).squeeze(-1) > 0)
+        assert labels.index is not None
+        if rho > 0:
+            return torch.ones(labels.index.shape[:-1], dtype=torch.bool, device=labels.index.device)
+        if shard is None:
+            return (labels.index >= 0).any(-1)
+        return reduce(labels.count().unsqueeze(-1).to(dtype), "sum", shard).squeeze(-1) > 0
+    if labels.n_classes == 0:
+        top = torch.full((*labels.dense.shape[:-1], 1), -1, dtype=dtype, device=labels.dense.device)
+    else:
+        top = labels.dense.amax(-1, keepdim=True).to(dtype)
+    top = reduce(top, "max", shard).squeeze(-1)
+    return ~(top < 0) if rho > 0 else ~(top <= 0)  # a row with nan contributes, so that it shows
 
 
 def _row_weights(

@@ -24,11 +24,17 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel):
         self.kernel = kernel
 
-    def __getitem__(self, grid):
-        return lambda *args: self.kernel.launched.append((grid, args))
+    def launch_metadata(self, grid, stream, *args):
+        return None
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
+        assert (stream, function, metadata) == ("stream", self.function, self.packed_metadata)
+        self.kernel.launched.append(((x, y, z), args))
 
 
 @pytest.fixture
@@ -36,6 +42,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(launcher, "_DIRECT", True)
     monkeypatch.setattr(launcher, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a tensor on the CPU
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     return Kernel()
 
 

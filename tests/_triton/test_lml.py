@@ -9,6 +9,7 @@ import pytest
 import torch
 from tools import DEVICE, assert_as_accurate
 
+from lastlayer._triton import plan
 from lastlayer.loss.lml import lml_loss
 from lastlayer.project.lml import lml, lml_threshold, log_lml
 
@@ -69,6 +70,27 @@ def launches(monkeypatch):
     for module in (forward, lml_backward, lml_loss, long):
         monkeypatch.setattr(module, "launch", spy)
     return names
+
+
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch):
+    """Kernels made for the length of the rows from the first call on."""
+    monkeypatch.setattr(plan, "PATIENCE", 1)
+
+
+@pytest.mark.parametrize("n", [3, 31, 100, 600])
+def test_kernels_that_serve_all_lengths_up_to_a_power_of_two(n, monkeypatch):
+    monkeypatch.setattr(plan, "PATIENCE", 10**9)
+    monkeypatch.setattr(plan, "OFTEN", 10**9)
+    logits, k = rows(n)
+    mask = torch.rand(n, device=DEVICE) < 0.9
+    check(lambda x, k, impl: lml(x, k, impl=impl), logits, k)
+    check(lambda x, k, impl: log_lml(x, k.clamp(max=mask.sum()), mask=mask, impl=impl), 30 * logits, k)
+    index = torch.randint(n, (4, 2), device=DEVICE)
+    dense = (torch.rand(4, n, device=DEVICE) < 0.1).float()
+    for target in (index, dense):
+        check(lambda x, k, impl, t=target: lml_loss(x, t, k, observed=0.4, reduction="none", impl=impl), logits, k)
+        check(lambda x, k, impl, t=target: lml_loss(x, t, k, observed=0.4, reduction="sum", impl=impl), logits, k)
 
 
 @pytest.mark.parametrize("n", [1, 5, 37, 100, 333])
