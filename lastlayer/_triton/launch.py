@@ -13,7 +13,7 @@ from lastlayer._triton import INTERPRETED
 
 # Since Triton 3.4 a compiled kernel takes all arguments, constants too, in the order of its signature.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6) and not INTERPRETED
-_runtime = getattr(getattr(triton, "knobs", None), "runtime", None)  # profilers hang their hooks there
+_runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)  # profilers hang their hooks there
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 

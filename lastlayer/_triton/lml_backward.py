@@ -360,7 +360,7 @@ def backward(
     if rows == 0 or n == 0:
         return dx, dk.zero_()
     p = shapes.plan(n, shapes.BACKWARD, x.element_size()) if n <= LONGEST else None
-    given = Rows(x.view(rows, n), None, mask, temperature, p and p.align)
+    given = Rows(x.view(rows, n), None, mask, temperature, None if p is None else p.align)
     g = x if grad_out is None else grad_out.contiguous()
     gd = center if grad_delta is None else grad_delta.contiguous()
     kind = "nu" if grad_out is None else kind
