@@ -146,12 +146,12 @@ def main(argv: list[str] | None = None) -> None:
     cases.update({f"synthetic {rows:,} x 50 labels": synthetic(rows) for rows in arguments.rows})
     torch.set_num_threads(1)
     small = synthetic(100)
-    ll.LabelSetClassifier(epochs=1).fit(small[0], small[1])  # imports are no part of training
+    ll.LabelSetClassifier(loss="lml", epochs=1).fit(small[0], small[1])  # imports are no part of training
     rows = []
     for case, data in cases.items():
         models = {
-            "LabelSetClassifier, lml": ll.LabelSetClassifier(random_state=0),
-            "LabelSetClassifier, binary": ll.LabelSetClassifier(loss="binary", random_state=0),
+            "LabelSetClassifier, lml": ll.LabelSetClassifier(loss="lml", random_state=0),
+            "LabelSetClassifier, binary": ll.LabelSetClassifier(loss="binary", solver="sgd", random_state=0),
             "one-vs-rest logistic regression": OneVsRestClassifier(LogisticRegression(solver="liblinear"), n_jobs=1),
         }
         for name, model in models.items():

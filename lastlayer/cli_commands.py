@@ -283,6 +283,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from lastlayer.capacity import report
 
     print(report(arguments))
+    if not arguments.json:
+        print(output.tree_line(arguments.labels, arguments.features))
     return 0
 
 

@@ -29,9 +29,14 @@ def progress() -> Iterator[Any]:
 
 
 def epoch_line(epochs: int) -> Callable[[dict[str, Any]], None]:
-    """Return a function that writes one line per epoch to the error stream."""
+    """Return a function that writes one line per epoch, or per candidate, to the error stream."""
 
     def say(line: dict[str, Any]) -> None:
+        if "candidate" in line:
+            ((name, value),) = [(k, v) for k, v in line.items() if k not in ("candidate", "epoch", "seconds")]
+            text = f"{line['candidate']}  {name} {value:.4f}  {line['seconds']:.1f} s"
+            print(text, file=sys.stderr, flush=True)
+            return
         shown = {k: v for k, v in line.items() if k not in ("epoch", "step", "lr", "seconds") and v is not None}
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         print(f"epoch {line['epoch'] + 1}/{epochs}  {values}  {line['seconds']:.1f} s", file=sys.stderr, flush=True)
@@ -43,6 +48,7 @@ def headline(metrics: dict[str, Any]) -> list[str]:
     """Return the columns of the table: those of the largest k, mAP and calibration."""
     last = max(int(n.partition("@")[2]) for n in metrics if n.startswith("recall@"))
     names = ["precision@1", f"precision@{last}", f"recall@{last}", f"ndcg@{last}", "map", f"ece@{last}"]
+    names += ["micro_f1", "macro_f1"]
     return [name for name in dict.fromkeys(names) if name in metrics]
 
 
@@ -94,7 +100,7 @@ def summary(run: Any) -> None:
     found, resolved = run.metrics(), run.read_json("data.json")["resolved"]
     k = "a number per row, predicted" if resolved.get("k_per_row") else f"{resolved['k']:.3g} labels per row"
     settings = [f"k: {k}", f"loss: {resolved['loss']}"]
-    if resolved.get("optimizer"):
+    if resolved.get("optimizer") and found.get("best_epoch") is not None:
         rate, decay = float(resolved["lr"]), float(resolved["weight_decay"])
         settings.append(f"{resolved['optimizer']}, learning rate {rate:g}, weight decay {decay:g}")
     print("; ".join(settings))
@@ -120,6 +126,16 @@ def folds(run: Any) -> None:
     _print(f"percent: mean and standard deviation over {found['folds']} folds", ["", *names], [["folds", *cells]])
 
 
+def tree_line(labels: int, features: int) -> str:
+    """Return whether a linear model on a CPU is flat or made of label trees, and why."""
+    from lastlayer.train.config import Config
+
+    flat = f"a flat one stores {labels * features:,} weights and scores every label of every row"
+    if Config().takes_tree(labels):
+        return f"linear model on a CPU    label trees (--tree auto): {flat}; trees score the labels of a few nodes"
+    return "linear model on a CPU    flat (--tree auto): label trees begin to save time at 4,000 labels"
+
+
 def examples(run: Any, most: int = 3) -> list[str]:
     """Return lines about the first held-out rows: text or name, predicted labels, true labels."""
     from lastlayer.runs.contents import Held
@@ -131,7 +147,8 @@ def examples(run: Any, most: int = 3) -> list[str]:
         text = " ".join(str(one.get("text") or one.get("id") or f"row {row}").split())
         text = text if len(text) <= WIDE else f"{text[: WIDE - 1]}…"
         size = held.size[row]
-        pairs = zip(held.top_index[row, :size], held.top_probability[row, :size], strict=True)
+        index, sure = held.listed(row)
+        pairs = zip(index[:size], sure[:size], strict=True)
         said = ", ".join(f"{names[label]} {p:.2f}" for label, p in pairs)
         true = ", ".join(names[label] for label in held.index[held.indptr[row] : held.indptr[row + 1]])
         out.append(f"  {text}\n    predicted: {said or '-'}   true: {true or '-'}")

@@ -15,7 +15,7 @@ from train_tools import make_rows
 
 from lastlayer.cli import main
 
-FAST = ["--epochs", "20", "--batch-size", "32", "--bootstrap", "20", "--quiet"]
+FAST = ["--loss=lml", "--epochs", "20", "--batch-size", "32", "--bootstrap", "20", "--quiet"]
 
 
 def write(path, data, header=True):
@@ -83,7 +83,7 @@ def test_every_flag_says_what_it_takes():
 
 def test_runs_are_numbered_resumed_listed_and_reported(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    argv = ["train", trained[1], "--epochs", "2", "--bootstrap", "0"]
+    argv = ["train", trained[1], "--loss", "lml", "--epochs", "2", "--bootstrap", "0"]
     assert main(argv) == 0
     said = capsys.readouterr()
     lines = [line for line in said.err.splitlines() if line.startswith("epoch ")]
@@ -221,7 +221,7 @@ def test_export(trained, capsys, tmp_path, kind):
     x = torch.from_numpy(model.features(make_rows(7, seed=8)).toarray())
     with torch.no_grad():
         logits = model.scorer.network(x)
-        expected, _ = probabilities(logits, model.resolved)
+        expected, _ = probabilities(logits, model.resolved, calibration=model.calibration.tensors(logits))
     if kind == "torch":
         found = torch.export.load(out).module()(x)
     else:
@@ -353,7 +353,8 @@ main(sys.argv[1:])
 
 
 def test_a_killed_command_leaves_a_checkpoint_and_damage_is_one_line(trained, tmp_path, capsys):
-    command = ["train", trained[1], "--out", str(tmp_path / "run"), "--epochs=50", "--batch-size=32", "--quiet"]
+    command = ["train", trained[1], "--out", str(tmp_path / "run"), "--loss=lml", "--epochs=50", "--batch-size=32"]
+    command.append("--quiet")
     done = subprocess.run([sys.executable, "-c", KILLED, *command], capture_output=True)
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / "run/checkpoints/last.ckpt").exists()

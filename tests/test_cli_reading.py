@@ -11,7 +11,7 @@ from train_tools import make_rows
 
 from lastlayer.cli import main
 
-FAST = ["--epochs", "5", "--batch-size", "32", "--bootstrap", "0", "--quiet"]
+FAST = ["--loss=lml", "--epochs", "5", "--batch-size", "32", "--bootstrap", "0", "--quiet"]
 
 
 def one_hot(path, data, delimiter=";"):

@@ -46,7 +46,7 @@ def fit_and_measure(
     train: LabelData, test: LabelData, loss: str, settings: dict[str, Any], epochs: int, seed: int
 ) -> dict[str, float]:
     torch.set_num_threads(1)
-    model = ll.LabelSetClassifier(loss=loss.split()[0], epochs=epochs, random_state=seed, **settings)
+    model = ll.LabelSetClassifier(loss=loss.split()[0], solver="sgd", epochs=epochs, random_state=seed, **settings)
     model.fit(train.features, indicator(train))
     scores = torch.from_numpy(model.decision_function(test.features))
     target = ll.label_lists(torch.from_numpy(test.padded(np.arange(len(test)))))

@@ -16,6 +16,9 @@ WORDS = {
     "ndcg": ("nDCG", "true labels among the best, the earlier the better"),
     "ece": ("ECE", "gap between confidence and accuracy; lower is better"),
     "map": ("mAP", "mean average precision over labels"),
+    "ece_label": ("ECE per label", "gap between confidence and accuracy, mean over labels; lower is better"),
+    "sample_f1": ("sample-F1", "mean F1 over rows"),
+    "hamming_loss": ("Hamming loss", "share of wrong decisions; lower is better"),
     "map_sample": ("mAP by row", "mean average precision over rows"),
     "set_f1": ("set F1", "F1 of each row's label set, averaged over rows"),
     "micro_f1": ("micro F1", "F1 of all labels of all rows together"),
@@ -72,7 +75,7 @@ def meaning(metric: str) -> str:
 
 def lower_is_better(metric: str) -> bool:
     """Whether a small value is a good one."""
-    return metric.partition("@")[0] in ("ece", "hamming")
+    return metric.partition("@")[0] in ("ece", "ece_label", "hamming", "hamming_loss")
 
 
 def percent(found: dict[str, Any] | None) -> str:

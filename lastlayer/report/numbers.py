@@ -86,9 +86,8 @@ def labels(run: Run) -> dict[str, Any]:
     out: dict[str, Any] = {"train": run.train_counts or None, "support": stored.get("support")}
     if run.held is not None:
         held = run.held
-        inside = np.arange(held.top_index.shape[1]) < held.size[:, None]
-        said = np.bincount(held.top_index[inside], minlength=n)
-        right = np.bincount(held.top_index[inside & held.hits], minlength=n)
+        said = np.bincount(held.top_index[held.inside], minlength=n)
+        right = np.bincount(held.top_index[held.inside & held.hits], minlength=n)
         support = np.bincount(held.index, minlength=n)
         out |= {"support": support.tolist(), "predicted": said.tolist()}
         out |= {"precision": _ratio(right, said), "recall": _ratio(right, support)}

@@ -205,7 +205,7 @@ def _examples(
     """For each row: x its text; t true; p, q labels and thousandths; n how many are put out; a kinds; m misses."""
     if run.held is None or analysis is None:
         return []
-    held, right, out = run.held, run.held.hits, []
+    held, out = run.held, []
     listed = run.examples or [{"row": i, "id": None, "text": None} for i in range(len(held))]
     for one in listed[:EXAMPLES]:
         row = one["row"]
@@ -214,7 +214,8 @@ def _examples(
         key = (row, _text(one.get("id")), _text(one.get("text")))
         true = held.index[held.indptr[row] : held.indptr[row + 1]].tolist()
         n = int(held.size[row])
-        best = held.top_index[row, : n + NEXT].tolist()
+        index, sure = held.listed(row)
+        best = index[: n + NEXT].tolist()
         missed = [c for c in true if c not in best[:n]]
         shown = dict(zip(held.top_index[row].tolist(), held.top_probability[row].tolist(), strict=True))
         if held.probability is not None:
@@ -224,9 +225,9 @@ def _examples(
                 "x": texts.setdefault(key, len(texts)),
                 "t": [names(run.labels[c]) for c in true],
                 "p": [names(run.labels[c]) for c in best],
-                "q": [round(1000 * v) for v in held.top_probability[row, : n + NEXT].tolist()],
+                "q": [round(1000 * v) for v in sure[: n + NEXT].tolist()],
                 "n": n,
-                "a": [-1 if ok else analysis.kind(row, c) for c, ok in zip(best[:n], right[row, :n], strict=True)],
+                "a": [-1 if c in true else analysis.kind(row, c) for c in best[:n]],
                 "m": [
                     [names(run.labels[c]), round(1000 * shown[c]) if c in shown else None, analysis.kind(row, c)]
                     for c in missed

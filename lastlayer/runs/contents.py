@@ -23,22 +23,36 @@ class Held:
     index: np.ndarray
     top_index: np.ndarray  # (n, m)
     top_probability: np.ndarray  # (n, m)
-    size: np.ndarray  # (n,), the size of the predicted label set
+    size: np.ndarray  # (n,), the size of the predicted label set, as far as it is among the best labels
     probability: np.ndarray | None  # (n, n_labels)
+    chosen: np.ndarray | None = None  # (n, m), which of the best labels are the set; None: the first `size`
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray]) -> Held:
         """Make it from the arrays of :meth:`RunFolder.predictions`."""
-        top, k = arrays["top_index"], arrays["k"]
-        size = np.clip(np.rint(np.nan_to_num(k, nan=1.0)), 1, max(top.shape[1], 1)).astype(np.int64)
-        return cls(
-            arrays["target_indptr"],
-            arrays["target_index"],
-            top,
-            np.nan_to_num(arrays["top_probability"]),
-            np.minimum(size, top.shape[1]),
-            arrays.get("probability"),
-        )
+        top, k, sure = arrays["top_index"], arrays["k"], np.nan_to_num(arrays["top_probability"])
+        if "set_index" in arrays:  # thresholds per label may take a label and leave out a more probable one
+            chosen = hits(top, arrays["set_indptr"], arrays["set_index"])
+            size = chosen.sum(1)
+        else:  # a run of an earlier version
+            size = np.clip(np.rint(np.nan_to_num(k, nan=1.0)), 1, max(top.shape[1], 1)).astype(np.int64)
+            chosen, size = None, np.minimum(size, top.shape[1])
+        return cls(arrays["target_indptr"], arrays["target_index"], top, sure, size, arrays.get("probability"), chosen)
+
+    @cached_property
+    def inside(self) -> np.ndarray:
+        """Which of the best labels are the predicted label set, ``(n, m)``."""
+        if self.chosen is not None:
+            return self.chosen
+        inside: np.ndarray = np.arange(self.top_index.shape[1]) < self.size[:, None]
+        return inside
+
+    @cached_property
+    def order(self) -> np.ndarray | None:
+        """The places of the best labels with those of the set first, ``(n, m)``; None if they are in that order."""
+        if bool((self.inside[:, 1:] <= self.inside[:, :-1]).all()):
+            return None
+        return np.argsort(~self.inside, axis=1, kind="stable")
 
     def __len__(self) -> int:
         return len(self.size)
@@ -48,10 +62,16 @@ class Held:
         """Whether each of the best labels is a true one, ``(n, m)``."""
         return hits(self.top_index, self.indptr, self.index)
 
+    def listed(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The best labels of a row and their probabilities, those of its predicted label set first."""
+        at = slice(None) if self.order is None else self.order[row]
+        return self.top_index[row, at], self.top_probability[row, at]
+
     def taken(self) -> np.ndarray:
         """The predicted label sets as index lists padded with -1."""
         most = int(self.size.max(initial=0))
-        return np.where(np.arange(most) < self.size[:, None], self.top_index[:, :most], -1)
+        top = self.top_index if self.order is None else np.take_along_axis(self.top_index, self.order, 1)
+        return np.where(np.arange(most) < self.size[:, None], top[:, :most], -1)
 
 
 @dataclass(frozen=True)

@@ -24,21 +24,32 @@ under a temporary name, flushed to disk and renamed, so a reader finds a whole f
     The weights of the best epoch, with the names of :class:`~lastlayer.train.LabelSetNetwork`.
 ``count.safetensors``
     Only with ``--k predicted``: the regression of the number of labels on the features.
+``calibration.safetensors``
+    ``slope`` and ``offset``, one number per label: the log-odds of a label are ``slope * score + offset``, and its
+    probability is their sigmoid. Not there if probabilities are not calibrated.
+``decision.json``
+    ``{"format": 1, "rule", "threshold", "rows"}``: how probabilities become label sets (``--decide``). A label is
+    predicted if its probability is above the threshold, which is one number or one per label; null for ``top_k``.
+``choice.json``
+    Only with the exact solver or ``--loss auto``: ``{"format": 1, "line", "monitor", "candidates": [{"candidate",
+    "loss", "thinned", "C", "value", "seconds", "left_out"}]}``, what was tried on held-out rows, best first.
 ``history.csv``
-    One line per epoch: ``epoch, step, lr, train_loss, valid_loss, <valid metrics>, seconds``. A cell without a value
-    is empty.
+    One line per epoch, or per candidate that was tried: ``epoch, step, lr, train_loss, valid_loss, <valid metrics>,
+    seconds``. A cell without a value is empty.
 ``metrics.json``
     ``{"format": 1, "part": "test" or "valid", "rows", "metrics": {name: {"value", "low", "high"}}, "best_epoch",
     "epochs", "notes": [...], "labels": {"support": [...], "precision": [...], "recall": [...], "threshold": [...],
     "average_precision": [...]}}``. Values are fractions; low and high are a 95 % bootstrap interval over rows. Names:
     ``precision@1``, ``recall@5``, ``ndcg@5``, ``map`` (mean over classes), ``map_sample``, ``ece`` (all pairs),
-    ``ece@5`` (the five most probable labels of each row). A missing number is null. The lists of ``labels`` have one
-    entry per class.
+    ``ece@5`` (the five most probable labels of each row), ``ece_label`` (mean over labels), and of the predicted label
+    sets ``micro_f1``, ``macro_f1``, ``sample_f1``, ``hamming_loss``, ``exact_match``. A missing number is
+    null. The lists of ``labels`` have one entry per class.
 ``predictions.safetensors``
     The held-out rows: ``row`` (n,) int64, the position in the held-out part; ``target_indptr`` (n+1,) and
     ``target_index`` int64, the true labels of row i being ``target_index[target_indptr[i]:target_indptr[i+1]]``;
     ``top_index`` (n, m) int64 and ``top_probability`` (n, m) float32, the m most probable labels, best first;
-    ``k`` (n,) float32, the expected number of labels; ``probability`` (n, n_labels) float32, only if it has at most 8
+    ``k`` (n,) float32, the expected number of labels; ``set_indptr`` (n+1,) and ``set_index`` int64, the predicted
+    label sets in the same form as the true ones; ``probability`` (n, n_labels) float32, only if it has at most 8
     million entries. Read them with :meth:`RunFolder.predictions`.
 ``examples.json``
     ``{"format": 1, "rows": [{"row", "id", "text"}]}``: up to 2000 held-out rows in the order of
@@ -85,8 +96,9 @@ from lastlayer.runs.files import RunError, damaged, missing, read_json, read_yam
 FOLDERS = ("checkpoints", "csv", "tensorboard", "folds")
 FILES = (
     "environment.json", "data.json", "labels.json", "features.json", "weights.safetensors", "count.safetensors",
-    "history.csv", "metrics.json", "predictions.safetensors", "examples.json", "errors.json", "report.html",
-    "folds.json", "out_of_fold.safetensors", "model_card.md",
+    "calibration.safetensors", "decision.json", "choice.json", "tree.json", "tree.safetensors", "history.csv",
+    "metrics.json", "predictions.safetensors", "examples.json", "errors.json", "report.html", "folds.json",
+    "out_of_fold.safetensors", "model_card.md",
 )  # fmt: skip
 
 
@@ -252,7 +264,11 @@ class RunFolder:
             raise damaged(path, "the shapes must agree in the number of rows and labels")
         if indptr[0] != 0 or indptr[-1] != len(index) or (np.diff(indptr) < 0).any():
             raise damaged(path, "`target_indptr` must grow from 0 to the number of true labels")
-        for name in ("target_index", "top_index"):
+        if "set_index" in found:
+            starts = found.get("set_indptr", indptr[:0])
+            if starts.shape != (n + 1,) or starts[0] != 0 or starts[-1] != len(found["set_index"]):
+                raise damaged(path, "`set_indptr` must grow from 0 to the number of predicted labels")
+        for name in ("target_index", "top_index", *(["set_index"] if "set_index" in found else [])):
             if ((found[name] < 0) | (found[name] >= n_labels)).any():
                 raise damaged(path, f"`{name}` must be between 0 and {n_labels - 1}")
         return found

@@ -52,6 +52,60 @@ def row_metrics(
     return out
 
 
+def set_counts(
+    set_indptr: np.ndarray, set_index: np.ndarray, indptr: np.ndarray, index: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of right, predicted and true labels of each row, ``(n, 3)``, and which predictions are right.
+
+    Args:
+        set_indptr: Where the predicted labels of each row start in `set_index`, ``(n + 1,)``.
+        set_index: The predicted labels of all rows.
+        indptr: Where the true labels of each row start in `index`, ``(n + 1,)``.
+        index: The true labels of all rows.
+    """
+    n = len(indptr) - 1
+    wide = int(max(set_index.max(initial=0), index.max(initial=0))) + 1
+    row = np.repeat(np.arange(n), np.diff(set_indptr))
+    right = np.isin(row * wide + set_index, np.repeat(np.arange(n), np.diff(indptr)) * wide + index)
+    counts = [np.bincount(row[right], minlength=n), np.diff(set_indptr), np.diff(indptr)]
+    return np.stack(counts, -1).astype(np.float64), right
+
+
+def set_rows(counts: np.ndarray, n_labels: int) -> dict[str, np.ndarray]:
+    """Return sample-F1, Hamming loss and exact match of each row; F1 is nan where there is nothing to find or say."""
+    right, said, true = counts.T
+    wrong = said + true - 2 * right
+    with np.errstate(invalid="ignore", divide="ignore"):
+        f1 = 2 * right / (said + true)
+    return {"sample_f1": f1, "hamming_loss": wrong / max(n_labels, 1), "exact_match": (wrong == 0).astype(np.float64)}
+
+
+def set_metrics(
+    set_indptr: np.ndarray, set_index: np.ndarray, indptr: np.ndarray, index: np.ndarray, n_labels: int
+) -> dict[str, float]:
+    """Return micro-, macro- and sample-F1, Hamming loss and exact match of label sets.
+
+    They are those of :mod:`lastlayer.metrics`: macro-F1 is the mean over the labels that some row has or is predicted
+    to have.
+
+    Example:
+        >>> found = set_metrics(np.array([0, 2]), np.array([0, 1]), np.array([0, 1]), np.array([1]), n_labels=3)
+        >>> {name: round(value, 3) for name, value in found.items()}
+        {'micro_f1': 0.667, 'macro_f1': 0.5, 'sample_f1': 0.667, 'hamming_loss': 0.333, 'exact_match': 0.0}
+    """
+    counts, right = set_counts(set_indptr, set_index, indptr, index)
+    sums = counts.sum(0)
+    each = [np.bincount(part, minlength=n_labels) for part in (set_index[right], set_index, index)]
+    under = each[1] + each[2]
+    macro = 2 * each[0][under > 0] / under[under > 0]
+    rows = set_rows(counts, n_labels)
+    return {
+        "micro_f1": float(2 * sums[0] / (sums[1] + sums[2])) if sums[1] + sums[2] else 0.0,
+        "macro_f1": float(macro.mean()) if len(macro) else 0.0,
+        **{name: float(np.nanmean(v)) if np.isfinite(v).any() else 0.0 for name, v in rows.items()},
+    }
+
+
 def _padded(indptr: np.ndarray, index: np.ndarray) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the rows with their true labels as index lists, each as wide as its own longest list."""
     n, at = len(indptr) - 1, 0

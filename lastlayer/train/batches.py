@@ -25,7 +25,10 @@ class Rows(Dataset):
 
     def __getitem__(self, rows: Any) -> dict[str, Any]:
         rows = np.asarray(rows, dtype=np.int64)
-        return {"input": rows_to_input(self.x, rows), "target": torch.from_numpy(self.labels.padded(rows))}
+        out = {"input": rows_to_input(self.x, rows), "target": torch.from_numpy(self.labels.padded(rows))}
+        if self.labels.weights is not None:
+            out["weight"] = torch.from_numpy(self.labels.weights[rows].astype(np.float32))
+        return out
 
 
 def rows_to_input(x: Any, rows: np.ndarray) -> Input:

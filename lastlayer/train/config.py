@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from lastlayer.runs.files import RunError, read_yaml
+from lastlayer.train.decision_rule import parse as parse_decision
 from lastlayer.train.losses import LOSSES, problem_with
 
 _LISTS = {"hidden": int, "at": int, "loggers": str}
@@ -23,10 +24,15 @@ _CHOICES = {
     "precision": ("32", "bf16", "16"),
     "accelerator": ("auto", "cpu", "gpu", "mps"),
     "probability": ("auto", "sigmoid", "lml"),
+    "solver": ("auto", "dual", "sgd"),
+    "label_weight": ("none", "balanced"),
+    "refit": ("auto", "true", "false"),
 }
 _RULES = {
     "k": ("a positive number", 1e-9, math.inf, ("auto", "predicted")),
     "observed": ("a number from 0 to below 1", 0.0, 1.0, ("auto",)),
+    "C": ("a positive number", 1e-300, math.inf, ("auto",)),
+    "tree": ("a number of trees", 1, 1000, ("auto", "off")),
     "lr": ("a positive number", 1e-300, math.inf, ("auto",)),
     "weight_decay": ("a number of at least 0", 0.0, math.inf, ("auto",)),
 }
@@ -57,7 +63,9 @@ class Config:
     """
 
     model: str = field(default="network", metadata={"help": "kind of model"})
-    loss: str = field(default="lml", metadata={"help": "name of the loss"})
+    loss: str = field(
+        default="auto", metadata={"help": "name of the loss; auto: the best of a few on validation rows, or lml"}
+    )
     loss_options: dict[str, Any] = field(default_factory=dict, metadata={"help": "options of the loss"})
     labels: str = field(default="complete", metadata={"help": "incomplete: a label that is not given may still apply"})
     k: str = field(
@@ -84,6 +92,33 @@ class Config:
     min_rows: int = field(default=2, metadata={"help": "smallest number of rows in which a word must occur (tfidf)"})
     scale: str = field(
         default="auto", metadata={"help": "scaling of given features; auto: l2 if sparse, standard if dense"}
+    )
+    solver: str = field(
+        default="auto",
+        metadata={
+            "help": "dual: exact, for squared_hinge and binary on linear models, which auto takes; sgd: minibatches"
+        },
+    )
+    C: str = field(
+        default="auto",
+        metadata={"help": "cost of errors for the exact solver; auto: the best of a path on validation rows"},
+    )
+    label_weight: str = field(
+        default="none", metadata={"help": "balanced: rows with and without a label weigh the same (exact solver)"}
+    )
+    refit: str = field(
+        default="auto",
+        metadata={"help": "fit again to training and validation rows after choosing; auto: with the exact solver"},
+    )
+    tree: str = field(
+        default="auto",
+        metadata={"help": "label trees: how many, or off; auto: 3 from 4,000 labels on, for linear models"},
+    )
+    hierarchy: str = field(default="", metadata={"help": "file of a tree of the labels, which is used as it is"})
+    calibrate: bool = field(default=True, metadata={"help": "calibrate the probability of each label on held-out rows"})
+    decide: str = field(
+        default="auto",
+        metadata={"help": "how probabilities become label sets; auto: micro_f1, or top_k if labels are incomplete"},
     )
     optimizer: str = field(
         default="auto", metadata={"help": "optimiser; auto: sgd for linear models on sparse rows, else adamw"}
@@ -127,18 +162,74 @@ class Config:
             raise ConfigError("`valid_fraction` and `test_fraction` must sum to less than 1.")
         if problem := problem_with(self.loss, self.loss_options):
             raise ConfigError(problem)
+        if self.decide != "auto":
+            try:
+                parse_decision(self.decide)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+        self._check_solver()
+
+    def _check_solver(self) -> None:
+        """Refuse settings that the exact solver cannot have."""
+        only = self.loss != "auto" and LOSSES[self.loss].exact == "only"
+        why = self.minibatches()
+        if only and why:
+            raise ConfigError(
+                f"`loss` must be binary, or another one that minibatches can train, {why}; got {self.loss!r}."
+            )
+        if why and (self.hierarchy or self.tree not in ("auto", "off")):
+            raise ConfigError(f"`tree` must be auto or off, and `hierarchy` left out, {why}.")
+        if self.solver == "dual" and why:
+            raise ConfigError(f"`solver` must be auto or sgd {why}, got 'dual'.")
+
+    def minibatches(self) -> str | None:
+        """Return why the model is trained by minibatches, in a few words; None if the exact solver takes part.
+
+        That solver fits ``squared_hinge`` and ``binary``, and the candidates of ``auto``, for linear models. Settings
+        of an optimiser are settings of minibatches.
+        """
+        if self.hidden:
+            return "with hidden layers"
+        if self.loss != "auto" and not LOSSES[self.loss].exact:
+            return f"for the loss {self.loss}"
+        if self.solver == "sgd":
+            return "with `solver` sgd"
+        if self.loss_options:
+            return "with `loss_options`"
+        if self.devices > 1 or self.accelerator not in ("auto", "cpu"):
+            return "on other devices than one CPU"
+        plain = Config.__dataclass_fields__
+        for name in ("optimizer", "lr", "weight_decay", "precision", "clip_norm", "patience"):
+            if getattr(self, name) != plain[name].default:
+                return f"with a given `{name}`"
+        return None
+
+    def takes_tree(self, n_labels: int) -> bool:
+        """Whether the model is made of label trees: one is given, or asked for, or the labels are very many."""
+        if self.minibatches():
+            return False
+        if self.hierarchy or self.tree != "auto":
+            return bool(self.hierarchy) or self.tree != "off"
+        from lastlayer.train.linear import choose_tree
+
+        return choose_tree(n_labels)
 
     def settled(self, sparse: bool) -> Config:
-        """Return the config with optimiser, learning rate and weight decay chosen.
+        """Return the config of minibatches with optimiser, learning rate and weight decay chosen.
 
         A linear model on sparse rows is trained by plain SGD. Adam moves the weights of rare features as far as those
         of common ones, so they fit noise (bibtex: recall@5 of held-out rows is 58 with AdamW, 66 with SGD).
         """
-        linear = sparse and not self.hidden and not LOSSES[self.loss].scale_falls
+        if self.loss != "auto" and LOSSES[self.loss].exact == "only":
+            return self
+        linear = sparse and not self.hidden and not (self.loss != "auto" and LOSSES[self.loss].scale_falls)
         optimizer = self.optimizer if self.optimizer != "auto" else "sgd" if linear else "adamw"
         rate, decay = ("10.0", "1e-05") if optimizer == "sgd" else ("0.005" if self.hidden else "0.05", "0.01")
         return dataclasses.replace(
             self,
+            solver="sgd",
+            tree="off",
+            hierarchy="",
             optimizer=optimizer,
             lr=rate if self.lr == "auto" else self.lr,
             weight_decay=decay if self.weight_decay == "auto" else self.weight_decay,
@@ -182,7 +273,7 @@ def make(values: dict[str, Any], where: str = "config") -> Config:
 def accepts(name: str) -> str:
     """Return what a field accepts, in a few words, for the help of its flag."""
     if name == "loss":
-        return ", ".join(LOSSES)
+        return ", ".join(["auto", *LOSSES])
     if name in _CHOICES:
         return ", ".join(_CHOICES[name])
     if name in _RULES:
@@ -194,7 +285,11 @@ def accepts(name: str) -> str:
     kind = get_type_hints(Config)[name]
     return {
         "hidden": "whole numbers, e.g. 256,128", "at": "whole numbers, e.g. 1,3,5", "loggers": "csv, tensorboard",
-        "loss_options": "name=value,name=value", "monitor": "auto, valid_loss, precision@K, recall@K, ndcg@K",
+        "loss_options": "name=value,name=value",
+        "monitor": "auto, valid_loss, precision@K, recall@K, ndcg@K, micro_f1, macro_f1, sample_f1, hamming_loss, "
+        "exact_match",
+        "hierarchy": "JSON, or lines of name and name above",
+        "decide": "auto, micro_f1, macro_f1, recall=P, precision=P, top_k",
     }.get(name, "true, false" if kind is bool else "a word")  # fmt: skip
 
 
@@ -205,6 +300,8 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         return _list(name, value)
     if name == "loss_options":
         return _options(value)
+    if name == "refit" and isinstance(value, bool):
+        value = str(value).lower()
     if name == "ngrams":
         return _ngrams(value)
     if kind is bool:

@@ -19,14 +19,19 @@ from lastlayer.runs.lock import NAME as LOCK
 from lastlayer.runs.lock import locked
 from lastlayer.train import card, checkpoint
 from lastlayer.train import measure as evaluation
+from lastlayer.train.calibrate import Calibration
 from lastlayer.train.config import Config, ConfigError, make
 from lastlayer.train.count import CountModel
+from lastlayer.train.decide import Decision
 from lastlayer.train.features import FeatureMap
+from lastlayer.train.held_out import HeldOut, decided
+from lastlayer.train.losses import LOSSES
 from lastlayer.train.placement import Placement, placement_of
 from lastlayer.train.resolved import Resolved
 from lastlayer.train.serve import Scorer, TrainedModel
 
-TRAINERS = {"network": "lastlayer.train.fit_network"}  # for each kind of model the module that trains it
+TRAINERS = {"network": "lastlayer.train.fit_network", "exact": "lastlayer.train.fit_linear",
+            "tree": "lastlayer.train.fit_tree"}  # fmt: skip
 EXAMPLES, LONGEST = 2000, 2000
 
 
@@ -67,8 +72,13 @@ class Fitted(NamedTuple):
     """What the training of a model returns."""
 
     scorer: Scorer
-    best_epoch: int
-    epochs: int
+    best_epoch: int | None
+    epochs: int | None
+    resolved: Resolved | None = None  # where training chose more of it
+    held: HeldOut | None = None  # scores of rows that the model had not seen; None: those of the validation part
+    notes: tuple[str, ...] = ()
+    calibrated: bool = False  # whether the scores are calibrated log-odds already
+    seen_valid: bool = False  # whether the model was fitted to the validation rows
 
 
 def prepare(parts: dict[str, LabelData], config: Config) -> dict[str, LabelData]:
@@ -142,6 +152,7 @@ def train(
     resolved = Resolved.of(config, parts["train"])
     if "valid" not in parts:
         resolved = replace(resolved, monitor="")
+    _check_weights(parts["train"], config, resolved, shard_classes)
     about = {**_about(parts, config, resolved), "read": read}
     placement.compare(about)
     with ExitStack() as stack:
@@ -151,12 +162,21 @@ def train(
         _describe(run, config, features, parts["train"], about)
         inputs = {name: features(data) for name, data in parts.items()}
         job = Job(run, config, resolved, features, parts, inputs, placement, last, progress, say)
-        fitted = importlib.import_module(TRAINERS[config.model]).fit(job)
+        kind = config.model
+        if placement.shard is None and config.minibatches() is None:
+            kind = "tree" if config.takes_tree(parts["train"].n_labels) else "exact"
+        fitted = importlib.import_module(TRAINERS[kind]).fit(job)
         if fitted is not None:
+            if fitted.resolved is not None:
+                job = replace(job, resolved=fitted.resolved)
+                about["resolved"].update(asdict(fitted.resolved), **dict.fromkeys(("optimizer", "lr", "weight_decay")))
+                run.write_json("data.json", about)
             count = placement.once(lambda: _count_model(job))
             model = TrainedModel(
-                fitted.scorer, features, parts["train"].label_names, config, resolved, {}, count, shard=placement.shard
-            )
+                fitted.scorer, features, parts["train"].label_names, config, job.resolved, {}, count,
+                shard=placement.shard,
+            )  # fmt: skip
+            model.calibration, model.decision = _decided(job, model, fitted)
             _finish(job, model, fitted)
             run.write_json("done.json", {"seconds": round(time.perf_counter() - begun, 2)})
         placement.once(lambda: None)  # the folder is whole on return, in every process
@@ -183,6 +203,27 @@ def _count_model(job: Job) -> CountModel | None:
     labels = job.parts["train"]
     counts = labels.row_counts() / (job.resolved.observed or 1.0)
     return CountModel.fit(job.inputs["train"], counts, labels.n_labels, seed=job.config.seed)
+
+
+def _decided(job: Job, model: TrainedModel, fitted: Fitted) -> tuple[Calibration | None, Decision]:
+    """Calibrate the probabilities and tune the thresholds on held-out rows."""
+    held = fitted.held
+    if held is None and "valid" in job.parts and job.placement.shard is None and not fitted.seen_valid:
+        held = HeldOut.of(model, job.inputs["valid"], job.parts["valid"])
+    return decided(held, replace(job.config, calibrate=False) if fitted.calibrated else job.config, job.resolved)
+
+
+def _check_weights(labels: LabelData, config: Config, resolved: Resolved, shard_classes: bool) -> None:
+    """Refuse row weights where they would have no effect."""
+    if labels.weights is None:
+        return
+    if shard_classes:
+        raise ConfigError("the rows have weights, which sharded classes do not use. Leave the column of weights out.")
+    if LOSSES[resolved.loss].needs_batch and config.minibatches():
+        raise ConfigError(
+            f"the rows have weights, which the loss {resolved.loss} does not use, since it compares rows with rows. "
+            "Choose another loss, or leave the column of weights out."
+        )
 
 
 def _check_devices(config: Config) -> None:
@@ -265,12 +306,18 @@ def _finish(job: Job, model: TrainedModel, fitted: Fitted) -> None:
     model.scorer.save(run)
     if model.count is not None:
         model.count.save(run)
+    if model.calibration is not None:
+        model.calibration.save(run)
+    if model.decision is not None:
+        model.decision.save(run)
     part = next((p for p in ("test", "valid") if p in parts), "train")
     found = evaluation.predict(model, inputs[part], parts[part])
     measured = evaluation.measure(found, job.resolved.at, resamples=config.bootstrap, seed=config.seed)
     unknown = {name: model.features.unknown_rows(x) for name, x in inputs.items()}
     said = [model.features.note(n, len(parts[name]), f"rows of the {name} part") for name, n in unknown.items()]
-    notes = [*evaluation.notes(config, part), *(note for note in said if note)]
+    said += [evaluation.calibration_note(model, inputs[part], {**measured, "labels": parts[part]}, job.resolved.at)]
+    said += [None if model.decision is None or model.decision.threshold is None else f"{model.decision.words()}."]
+    notes = [*evaluation.notes(config, part), *fitted.notes, *(note for note in said if note)]
     ends = {"best_epoch": fitted.best_epoch, "epochs": fitted.epochs, "notes": notes}
     run.write_json("metrics.json", {"part": part, **measured, **ends})
     run.write_tensors("predictions.safetensors", found.tensors())

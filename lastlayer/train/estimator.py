@@ -6,6 +6,7 @@ import copy
 import math
 import numbers
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,48 +20,73 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from lastlayer._check import label_lists
 from lastlayer.data import LabelData
 from lastlayer.data.labeldata import NumberNames
+from lastlayer.hierarchy import LabelTree
+from lastlayer.train import choose
 from lastlayer.train.batches import EpochBatches, rows_to_input
+from lastlayer.train.calibrate import Calibration
 from lastlayer.train.config import Config
 from lastlayer.train.count import CountModel
+from lastlayer.train.decide import Decision
 from lastlayer.train.features import FeatureMap
 from lastlayer.train.fit_network import quiet
+from lastlayer.train.held_out import HeldOut, decided
+from lastlayer.train.linear import LinearTree
+from lastlayer.train.linear.rows import check_row_weight
+from lastlayer.train.losses import LOSSES
 from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
 from lastlayer.train.network_scorer import build
 from lastlayer.train.placement import Placement
 from lastlayer.train.resolved import Resolved
+from lastlayer.train.serve import odds
+from lastlayer.train.tree_scorer import LISTED
 
 
 class LabelSetClassifier(ClassifierMixin, BaseEstimator):
     """Fit label sets, or single labels, with a linear model or a multi-layer network and any loss of the package.
 
-    With an indicator matrix or one list of labels a row it is a multi-label classifier; with one label a row an
-    ordinary one, trained for its top k. Inputs are dense or sparse. Rows without labels are allowed.
+    With an indicator matrix or one list of labels per row it is a multi-label classifier; with one label per row it is
+    an ordinary one, trained for its top k. Inputs are dense or sparse. Rows without labels are allowed.
 
     Args:
-        k: The expected number of labels a row, or ``"auto"``: the mean number of labels (1 for single labels; with
+        k: The expected number of labels per row, or ``"auto"``: the mean number of labels (1 for single labels; with
             incomplete labels the 90th percentile), or ``"predicted"``: a regression on the features predicts it for
             each row.
-        loss: A loss by name: ``"lml"``, ``"binary"``, ``"two_way"``, ``"asymmetric"``, ...
+        loss: A loss by name: ``"squared_hinge"``, ``"binary"``, ``"lml"``, ``"two_way"``, ``"asymmetric"``, ... By
+            default, ``"auto"``, a linear model for label sets takes the best of the first four on held-out rows;
+            networks and single labels take ``"lml"``.
         loss_options: Its options, a dictionary.
         labels: ``"complete"``, or ``"incomplete"``: a label that is not given may still apply.
         observed: The share of true labels that are observed, or ``"auto"``.
         hidden: Widths of hidden layers; none is a linear model.
         dropout: Dropout after hidden layers.
-        epochs: Passes over the rows, or ``"auto"``: 1600 over the root of their number, 50 at most (1,000 rows) and
-            8 at least (40,000).
+        solver: ``"dual"``, the exact solver for ``"squared_hinge"`` and ``"binary"`` on linear models; ``"sgd"``,
+            minibatches; or ``"auto"``: the former where it can be used and no setting of minibatches is given.
+        C: The cost of errors for the exact solver; ``"auto"`` is the best of a path on held-out rows.
+        label_weight: None, or ``"balanced"``: rows with and without a label weigh the same (exact solver).
+        tree: The number of label trees, or ``"off"``; ``"auto"`` is 3 from 4,000 labels on, for linear models. A
+            :class:`lastlayer.LabelTree` whose leaves are the labels is used as it is.
+        calibrate: Whether to calibrate the probability of each label on held-out rows (exact solver and ``"auto"``).
+        decide: How ``predict`` makes label sets: ``"micro_f1"``, ``"macro_f1"``, ``"recall=0.9"``, ``"precision=0.8"``
+            tune thresholds on held-out rows, ``"top_k"`` takes the expected number of labels; ``"auto"`` is
+            ``"micro_f1"`` where probabilities are calibrated and `k` is not given.
+        epochs: Passes over the rows by minibatches, or ``"auto"``: 1600 over the root of their number, 50 at most
+            (1,000 rows) and 8 at least (40,000).
         lr: The learning rate at its peak; ``"auto"`` follows the optimiser: 10, 0.05, or 0.005 with hidden layers.
         weight_decay: The weight decay, or ``"auto"``: 1e-5 with SGD, 0.01 (decoupled) with AdamW.
-        batch_size: Rows a step.
+        batch_size: Rows per step.
         optimizer: ``"adamw"``, ``"sgd"``, or ``"auto"``: SGD for linear models on sparse rows, else AdamW.
         schedule: ``"cosine"`` or ``"constant"``.
         scale: ``"auto"`` (standardise dense, normalise sparse rows), ``"standard"``, ``"l2"`` or ``"none"``.
-        threshold: ``predict`` returns labels at least so probable.
+        threshold: ``predict`` returns labels that are at least this probable; by default those that `decide` tuned,
+            or 0.5.
         random_state: Of the order of rows, dropout and first weights.
 
     Attributes:
         classes_: The labels: those of single labels and of lists, sorted; column numbers for an indicator.
         n_features_in_: The number of features.
-        k_: The number of labels a row that the model expects; None if it is predicted.
+        k_: The number of labels per row that the model expects; None if it is predicted.
+        loss_: The loss that was used, or chosen.
+        choice_: What was chosen and by how much, one line; empty if nothing was.
 
     Example:
         >>> import numpy as np
@@ -72,16 +98,29 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         [['a'], ['b']]
     """
 
+    loss_: str
+    choice_: str
+    resolved_: Resolved
+    calibration_: Calibration | None
+    decision_: Decision | None
+    tree_: LinearTree | None
+
     def __init__(
         self,
         k: float | str = "auto",
         *,
-        loss: str = "lml",
+        loss: str = "auto",
         loss_options: dict[str, Any] | None = None,
         labels: str = "complete",
         observed: float | str = "auto",
         hidden: Sequence[int] = (),
         dropout: float = 0.0,
+        solver: str = "auto",
+        C: float | str = "auto",
+        label_weight: str | None = None,
+        tree: Any = "auto",
+        calibrate: bool = True,
+        decide: str = "auto",
         epochs: int | str = "auto",
         lr: float | str = "auto",
         weight_decay: float | str = "auto",
@@ -89,7 +128,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         optimizer: str = "auto",
         schedule: str = "cosine",
         scale: str = "auto",
-        threshold: float = 0.5,
+        threshold: float | None = None,
         random_state: Any = None,
     ) -> None:
         self.k = k
@@ -99,6 +138,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         self.observed = observed
         self.hidden = hidden
         self.dropout = dropout
+        self.solver = solver
+        self.C = C
+        self.label_weight = label_weight
+        self.tree = tree
+        self.calibrate = calibrate
+        self.decide = decide
         self.epochs = epochs
         self.lr = lr
         self.weight_decay = weight_decay
@@ -115,23 +160,59 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         tags.input_tags.sparse = True
         return tags
 
-    def fit(self, X: Any, y: Any) -> LabelSetClassifier:
+    def fit(self, X: Any, y: Any, *, row_weight: Any = None) -> LabelSetClassifier:
         """Train from the beginning.
 
         Args:
             X: Features, dense or sparse, ``(n_samples, n_features)``.
-            y: An indicator matrix (dense or sparse), a list of label lists, or one label a row.
+            y: An indicator matrix (dense or sparse), a list of label lists, or one label per row.
+            row_weight: One number per row, at least 0; None for 1.
 
         Returns:
             Itself.
         """
         X, y = self._checked(X, y, reset=True)
         self._start(X, y, None)
-        self.n_iter_ = _epochs(X.shape[0]) if self.epochs == "auto" else self._config().epochs
         labels = self._labels(y)
-        self._train(X, labels, self.n_iter_)
+        if row_weight is not None:
+            labels = replace(labels, weights=check_row_weight("LabelSetClassifier", row_weight, X.shape[0]))
+        if self._is_exact() and self._config().takes_tree(labels.n_labels):
+            self._grow(X, labels)
+        elif self._is_exact():
+            self._choose(X, labels)
+        else:
+            self.n_iter_ = _epochs(X.shape[0]) if self.epochs == "auto" else self._config().epochs
+            if labels.weights is not None and LOSSES[self.loss_].needs_batch:
+                raise ValueError(f"LabelSetClassifier: `row_weight` must be None for the loss {self.loss_}.")
+            self._train(X, labels, self.n_iter_)
         self._fit_counts(X, labels)
         return self
+
+    def _is_exact(self) -> bool:
+        """Whether the exact solver takes part; single labels take the LML loss unless another is named."""
+        return self._config().minibatches() is None and (self.multilabel_ or self.loss != "auto")
+
+    def _grow(self, X: Any, labels: LabelData) -> None:
+        """Fit label trees, which calibrate their probabilities themselves."""
+        from lastlayer.train.fit_tree import settings_of
+
+        settings = settings_of(self._config(seed=self.seed_), self.resolved_)
+        given = self.tree if isinstance(self.tree, LabelTree) else None
+        x = self.features_.transform(X)
+        self.tree_ = LinearTree.fit(x, labels, settings, hierarchy=given, row_weight=labels.weights)
+        self.loss_, self.n_iter_ = settings.loss, 1
+
+    def _choose(self, X: Any, labels: LabelData) -> None:
+        """Choose the loss and C, fit all rows, calibrate and tune thresholds."""
+        config, x = self._config(seed=self.seed_), self.features_.transform(X)
+        pool = choose.Pool(x, labels, len(labels))
+        found = choose.choose(pool, config, self.resolved_, folds=True)
+        self.network_ = choose.fit(found.candidate, x, labels, config, found.resolved)
+        resolved = found.resolved if self.multilabel_ else replace(found.resolved, k=self.resolved_.k)
+        self.resolved_, self.loss_, self.choice_, self.n_iter_ = resolved, resolved.loss, found.line, 1
+        if self.multilabel_:
+            held = None if found.scores is None else HeldOut(found.scores, found.labels)  # type: ignore[arg-type]
+            self.calibration_, self.decision_ = decided(held, config, resolved)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> LabelSetClassifier:
         """Train for one more pass over some rows, at a constant learning rate; the optimiser keeps its state.
@@ -144,10 +225,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         Returns:
             Itself.
         """
-        first = not hasattr(self, "network_")
+        first = not hasattr(self, "resolved_")
+        if (self.loss if first else self.loss_) == "squared_hinge" or getattr(self, "tree_", None) is not None:
+            raise ValueError("LabelSetClassifier: partial_fit needs a loss of minibatches, such as lml or binary.")
         X, y = self._checked(X, y, reset=first)
         if first:
-            self._start(X, y, classes)
+            self._start(X, y, classes, minibatches=True)
         elif classes is not None and not np.array_equal(np.sort(np.asarray(classes)), np.sort(self.classes_)):
             raise ValueError("LabelSetClassifier: `classes` must be those of the first call to partial_fit.")
         labels = self._labels(y)
@@ -163,15 +246,30 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         return y[:, 1] if self._is_binary() else y
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return probabilities, ``(n_samples, n_labels)``: rows sum to 1 for single labels, to k with the LML loss."""
+        """Return probabilities, ``(n_samples, n_labels)``; rows sum to 1 for single labels.
+
+        They are calibrated on held-out rows where the exact solver or ``loss="auto"`` was used. With another loss that
+        only orders labels they sum to k.
+        """
         return self._log_odds(X)[0].sigmoid().numpy()
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return an indicator matrix of the labels at or above the threshold, or the best single label."""
-        odds = self._log_odds(X)[0]
+        """Return an indicator matrix of the labels above the threshold, or the best single label."""
+        odds, counts = self._log_odds(X)
         if not self.multilabel_:
             return self.classes_[odds.argmax(-1).numpy()]
-        return (odds.sigmoid() >= self.threshold).numpy().astype(self.y_dtype_)
+        y = odds.sigmoid()
+        level = None if self.decision_ is None else self.decision_.threshold
+        if self.threshold is not None:
+            said = y >= self.threshold
+        elif level is not None:
+            said = y > torch.from_numpy(np.asarray(level)).double()
+        elif self.decide == "top_k":
+            rank = odds.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+            said = rank < counts.round().clamp(min=1).unsqueeze(-1)
+        else:
+            said = y >= 0.5
+        return said.numpy().astype(self.y_dtype_)
 
     def predict_labels(self, X: Any, k: int | None = None) -> list[list[Any]]:
         """Return the names of the `k` best labels of each row, best first; None: as many as the row expects."""
@@ -225,6 +323,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
     def _config(self, **changes: Any) -> Config:
         k = self.k if isinstance(self.k, str) else float(self.k)
         return Config(
+            solver=self.solver, C=self.C, label_weight=self.label_weight or "none",  # type: ignore[arg-type]
+            calibrate=self.calibrate, decide=self.decide,
+            tree="1" if isinstance(self.tree, LabelTree) else str(self.tree),
             loss=self.loss, loss_options=self.loss_options or {}, labels=self.labels, k=k,  # type: ignore[arg-type]
             observed=self.observed, hidden=tuple(self.hidden), dropout=self.dropout,  # type: ignore[arg-type]
             epochs=1 if self.epochs == "auto" else self.epochs,  # type: ignore[arg-type]
@@ -233,7 +334,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
             **changes,
         )  # fmt: skip
 
-    def _start(self, X: Any, y: Any, classes: Any) -> None:
+    def _start(self, X: Any, y: Any, classes: Any, *, minibatches: bool = False) -> None:
         """Choose classes, scaling and k; make the network."""
         lists = isinstance(y, _Lists)
         self.multilabel_ = lists or type_of_target(y) == "multilabel-indicator"
@@ -257,10 +358,13 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         if not self.multilabel_ and self.k == "auto":
             resolved = Resolved(**{**vars(resolved), "k": 1.0})
         self.resolved_, self.k_ = resolved, None if resolved.k_per_row else resolved.k
-        self.network_ = build(config, self.features_, len(self.classes_), Placement())
-        LabelSetModule(self.network_, config, resolved, total_steps=1).start_at_frequencies(labels)
+        if minibatches or not self._is_exact():
+            self.network_ = build(config, self.features_, len(self.classes_), Placement())
+            LabelSetModule(self.network_, config, resolved, total_steps=1).start_at_frequencies(labels)
         self.optimizer_state_: dict[str, Any] | None = None
         self.count_: CountModel | None = None
+        self.calibration_, self.decision_, self.tree_ = None, None, None
+        self.loss_, self.choice_ = resolved.loss, ""
 
     def _fit_counts(self, X: Any, labels: LabelData) -> None:
         if self.resolved_.k_per_row and self.multilabel_:
@@ -309,11 +413,25 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=[np.float32, np.float64], reset=False)
         x = self.features_.transform(X)
+        if self.tree_ is not None:
+            index, z = self.tree_.decision_function(x, min(LISTED, self.tree_.n_labels))
+            odds_of = torch.full((x.shape[0], self.tree_.n_labels + 1), -torch.inf, dtype=torch.float64)
+            at = torch.from_numpy(np.where(index < 0, self.tree_.n_labels, index).astype(np.int64))
+            odds_of.scatter_(1, at, torch.from_numpy(np.asarray(z, np.float64)))
+            odds_of = odds_of[:, :-1]
+            return odds_of, odds_of.sigmoid().sum(-1)
         with torch.no_grad():
             rows: Any = rows_to_input(x, np.arange(x.shape[0]))
             rows = (rows[0], rows[1], rows[2].double()) if isinstance(rows, tuple) else rows.double()
-            logits = copy.deepcopy(self.network_).double()(rows) / self.resolved_.temperature
+            logits = copy.deepcopy(self.network_).double()(rows)
             count = None if self.count_ is None else torch.from_numpy(self.count_(x))
+            if self.calibration_ is not None:
+                slope, offset = self.calibration_.tensors(logits)
+                logits = odds(logits, self.resolved_)[0] * slope + offset
+                if count is None and isinstance(self.k, str):
+                    return logits, logits.sigmoid().sum(-1)
+                return logits, torch.full_like(logits[:, 0], self.resolved_.k) if count is None else count.double()
+            logits = logits / self.resolved_.temperature
             if self.multilabel_ and self.resolved_.probability == "sigmoid":
                 return logits, logits.sigmoid().sum(-1) if count is None else count.double()
             fixed = self.resolved_.k if self.multilabel_ else 1.0
@@ -327,7 +445,7 @@ def _epochs(rows: int) -> int:
 
 
 class _Lists:
-    """One list of labels a row."""
+    """One list of labels per row."""
 
     def __init__(self, rows: Sequence[Sequence[Any]]) -> None:
         self.rows = [list(row) for row in rows]

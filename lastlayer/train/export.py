@@ -22,13 +22,18 @@ class Exported(nn.Module):
         self.network, self.resolved, self.count = model.scorer.network, model.resolved, model.count
         if self.count is not None:
             self.count_weight = nn.Buffer(torch.from_numpy(self.count.weight))
+        self.calibrated = model.calibration is not None
+        if model.calibration is not None:
+            slope, offset = model.calibration.tensors(torch.zeros(()))
+            self.slope, self.offset = nn.Buffer(slope), nn.Buffer(offset)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(logits, probabilities)``, each ``(rows, n_labels)``."""
         logits, count = self.network(features), None
         if self.count is not None:
             count = (features @ self.count_weight + self.count.bias).expm1().clamp(self.count.low, self.count.high)
-        return logits, probabilities(logits, self.resolved, count)[0]
+        calibration = (self.slope, self.offset) if self.calibrated else None
+        return logits, probabilities(logits, self.resolved, count, calibration=calibration)[0]
 
 
 def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
@@ -50,7 +55,9 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
         raise RunError(f"{out}: already there. Choose another name.")
     model = load(run)
     if not isinstance(model.scorer, NetworkScorer):
-        raise RunError(f"{run}: a model of kind {model.config.model} cannot be exported, only a network can.")
+        raise RunError(
+            f"{run}: label trees have no ONNX or torch.export form. Use `lastlayer predict`, or train with --tree off."
+        )
     program = Exported(model).eval()
     rows = torch.export.Dim("rows", min=1, max=1 << 20)
     example = (torch.zeros(2, model.features.n_features),)

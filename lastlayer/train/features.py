@@ -73,6 +73,7 @@ class FeatureMap:
         x = data.features
         if x is None:
             raise DataError("the rows have neither texts nor features.")
+        _check_finite(x)
         scale = config.scale
         if isinstance(x, np.ndarray):
             if scale in ("auto", "standard"):
@@ -123,6 +124,7 @@ class FeatureMap:
 
     def transform(self, x: Any) -> Any:
         """Scale given features."""
+        _check_finite(x)
         if x.shape[1] != self.n_features:
             if self.kind == "dense" or (x.shape[1] > self.n_features and x[:, self.n_features :].nnz):
                 raise DataError(f"the run was trained on {self.n_features} features, the rows have {x.shape[1]}.")
@@ -172,6 +174,18 @@ class FeatureMap:
         data = np.array(count, dtype=np.float32)
         parts = (data, np.array(index, dtype=np.int32), np.array(ends, dtype=np.int64))
         return sp.csr_matrix(parts, shape=(len(texts), self.n_features))
+
+
+def _check_finite(x: Any) -> None:
+    """Refuse features that are not finite numbers."""
+    values = x if isinstance(x, np.ndarray) else x.data
+    if np.isfinite(values).all():
+        return
+    bad = int(np.flatnonzero(~np.isfinite(values.ravel()))[0])
+    row = bad // x.shape[1] if isinstance(x, np.ndarray) else int(np.searchsorted(x.indptr, bad, side="right")) - 1
+    raise DataError(
+        f"features must be finite, got {values.ravel()[bad]} in row {row}. Replace it, or leave the row out."
+    )
 
 
 def _unit_rows(x: Any) -> Any:

@@ -24,7 +24,7 @@ from lastlayer.train.features import FeatureMap
 from lastlayer.train.module import LabelSetData, LabelSetModule, TrainingError, not_finite
 from lastlayer.train.network_scorer import NetworkScorer, build
 from lastlayer.train.placement import Placement
-from lastlayer.train.resolved import Resolved
+from lastlayer.train.resolved import Resolved, lower_is_better
 
 
 def fit(job: Job) -> Fitted | None:
@@ -175,7 +175,7 @@ def _callbacks(config: Config, resolved: Resolved, run: RunFolder, history: Hist
         from pytorch_lightning.callbacks import RichProgressBar
 
         out.append(RichProgressBar(leave=False))
-    mode = "min" if resolved.monitor == "valid_loss" else "max"
+    mode = "min" if lower_is_better(resolved.monitor) else "max"
     if resolved.monitor and config.patience:
         out.append(
             EarlyStopping(

@@ -12,17 +12,18 @@ class Loss:
     """What the trainer must know about a loss.
 
     Args:
-        module: The module below ``lastlayer.loss`` that defines ``<name>_loss``.
+        module: The module below ``lastlayer.loss`` that defines ``<name>_loss``; empty if only the exact solver has it.
         k: Whether the loss takes the expected number of labels: not at all, as a real or as a whole number.
         probability: How logits become probabilities after training. ``"sigmoid"`` if the sigmoid of a logit estimates
             the probability of its label; ``"lml"`` if the loss only orders the labels of a row.
         options: The options that a user may set, with their defaults.
-        sharded: Whether the loss takes ``shard``, for classes that are split over processes.
+        sharded: Whether the trainer can split the classes over processes, for which the loss takes ``shard``.
         observed: Whether the loss takes ``observed``, the share of true labels that were recorded.
         every_row: Whether the mean is over all rows, or only over rows with a label.
         scale_falls: Whether the gradient shrinks as the number of labels grows, so that one learning rate of SGD
             cannot serve all problems.
         needs_batch: Whether the loss compares rows with rows, so that its value is not a mean over rows.
+        exact: Whether the exact solver of linear models minimises it: not, also, or only that solver.
     """
 
     module: str
@@ -34,6 +35,7 @@ class Loss:
     every_row: bool = False
     scale_falls: bool = False
     needs_batch: bool = False
+    exact: Literal["", "also", "only"] = ""
 
 
 _RENAMED = {("rml", "class_weight"): "unary_weight"}  # options of 0.1; the loss takes both
@@ -50,7 +52,7 @@ LOSSES = {
         sharded=True,
         every_row=True,
     ),
-    "binary": Loss("multilabel", probability="sigmoid", options=_SMOOTHING, sharded=True, every_row=True),
+    "binary": Loss("multilabel", probability="sigmoid", options=_SMOOTHING, sharded=True, every_row=True, exact="also"),
     "entropy_max": Loss("incomplete", probability="sigmoid", options={"alpha": 0.1, "beta": 0.02}),
     "expected_positive": Loss("incomplete", k="real", probability="sigmoid", scale_falls=True),
     "hill": Loss("incomplete", probability="sigmoid", options={"lamb": 1.5, "margin": 1.0, "gamma": 2.0}),
@@ -66,6 +68,7 @@ LOSSES = {
         probability="sigmoid",
         options={"threshold": 0.6, "margin": 1.0, "gamma": 2.0, "epoch": 1, "change_epoch": 1},
     ),
+    "squared_hinge": Loss("", probability="sigmoid", every_row=True, exact="only"),
     "truncated_entropy": Loss("topk", k="whole", sharded=True),
     "two_way": Loss(
         "multilabel",
@@ -84,8 +87,10 @@ def loss_function(name: str) -> Any:
 
 def problem_with(name: str, options: dict[str, Any]) -> str | None:
     """Return what is wrong with a loss and its options, as one line, or None."""
+    if name == "auto":
+        return "`loss_options` must be left out with the loss auto. Name the loss they are for." if options else None
     if name not in LOSSES:
-        return f"`loss` must be one of {', '.join(LOSSES)}, got {name!r}."
+        return f"`loss` must be one of auto, {', '.join(LOSSES)}, got {name!r}."
     allowed = LOSSES[name].options
     for option, value in options.items():
         option = _RENAMED.get((name, option), option)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lastlayer.data import DataError, LabelData
-from lastlayer.runs.rows import hits, row_metrics
+from lastlayer.runs.rows import hits, row_metrics, set_counts, set_metrics, set_rows
 from lastlayer.train.config import Config
-from lastlayer.train.serve import TrainedModel, load
+from lastlayer.train.serve import Batch, TrainedModel, load
 
 DENSE = 8_000_000  # entries of a matrix of probabilities that is kept whole
 TOP = 50  # labels per row whose probabilities are kept
@@ -29,6 +29,8 @@ class Predictions:
     k: Tensor  # (n,)
     probability: Tensor | None  # (n, n_labels), if it is small enough
     labels: LabelData
+    set_indptr: np.ndarray | None = None  # (n + 1,), where the predicted labels of each row start in `set_index`
+    set_index: np.ndarray | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what ``predictions.safetensors`` holds."""
@@ -40,6 +42,8 @@ class Predictions:
             "top_probability": self.top_probability,
             "k": self.k,
         }
+        if self.set_indptr is not None and self.set_index is not None:
+            out |= {"set_indptr": torch.from_numpy(self.set_indptr), "set_index": torch.from_numpy(self.set_index)}
         return out if self.probability is None else {**out, "probability": self.probability}
 
 
@@ -49,9 +53,10 @@ def predict(
     """Compute probabilities for rows of features, and keep those of the `top` best labels of each row."""
     n, n_labels = len(labels), len(model.labels)
     most, keep = min(top, n_labels), n * n_labels <= DENSE
-    index, value, counts, whole = [], [], [], []
+    index, value, counts, whole, sets = [], [], [], [], []
     for batch in model.batches(x, batch_size):
         places, best = model.best(batch, most)
+        sets += _sets(model, batch)
         index.append(places)
         value.append(best)
         counts.append(batch.k.float().cpu())
@@ -68,7 +73,16 @@ def predict(
         joined(counts, 0),
         joined(whole, 0, n_labels) if keep else None,
         labels,
+        np.concatenate([[0], np.cumsum([len(one) for one in sets], dtype=np.int64)]).astype(np.int64),
+        np.concatenate([*sets, np.zeros(0, np.int64)]),
     )
+
+
+def _sets(model: TrainedModel, batch: Batch) -> list[np.ndarray]:
+    """Return the label set of each row."""
+    found, _, sizes = model.chosen(batch)
+    lists = [row[:size] for row, size in zip(found.numpy(), sizes, strict=True)]
+    return [row[row >= 0] for row in lists]
 
 
 def measure(found: Predictions, at: tuple[int, ...], *, resamples: int = 200, seed: int = 0) -> dict[str, Any]:
@@ -81,6 +95,13 @@ def measure(found: Predictions, at: tuple[int, ...], *, resamples: int = 200, se
     top_index = found.top_index.numpy()
     each_row = row_metrics(top_index, labels.indptr, labels.indices, usable)
     metrics = _means(each_row, resamples, seed)
+    if found.set_indptr is not None and found.set_index is not None:
+        n_labels = labels.n_labels
+        sets = found.set_indptr, found.set_index, labels.indptr, labels.indices
+        whole, (counts, _) = set_metrics(*sets, n_labels), set_counts(*sets)
+        metrics["micro_f1"] = _micro(whole["micro_f1"], counts, resamples, seed)
+        metrics["macro_f1"] = _interval(whole["macro_f1"], torch.empty(0))
+        metrics |= _means(set_rows(counts, n_labels), resamples, seed)
     last = usable[-1]
     right = torch.from_numpy(hits(top_index[:, :last], labels.indptr, labels.indices))
     bins = _bins(found.top_probability[:, :last].double(), right)
@@ -92,6 +113,7 @@ def measure(found: Predictions, at: tuple[int, ...], *, resamples: int = 200, se
         hot = torch.zeros_like(y, dtype=torch.bool)
         hot[np.repeat(np.arange(n), labels.row_counts()), labels.indices] = True
         metrics["ece"] = _interval(label_calibration_error(y.double(), hot), torch.empty(0))
+        metrics["ece_label"] = _interval(label_calibration_error(y.double(), hot, per="class"), torch.empty(0))
         each = mean_average_precision(y, hot, average="none")
         value, draws = each.double().nanmean(), _weighted_map(y, hot, resamples, seed)
         # Rows drawn twice are easier to rank, and rare classes drop out: the draws tell the spread, not the place.
@@ -111,6 +133,13 @@ def _means(values: dict[str, np.ndarray], resamples: int, seed: int) -> dict[str
     over, under = drawn.chunk(2, -1)
     means = table.nan_to_num().sum(0) / seen.sum(0)
     return {name: _interval(means[i], (over / under)[:, i]) for i, name in enumerate(values)}
+
+
+def _micro(value: float, counts: np.ndarray, resamples: int, seed: int) -> dict[str, float]:
+    """Return micro-F1 with its interval, from the right, predicted and true labels of each row."""
+    table = torch.from_numpy(counts)
+    drawn = torch.cat([weights @ table for weights in _weights(len(table), resamples, seed)])
+    return _interval(value, 2 * drawn[:, 0] / (drawn[:, 1] + drawn[:, 2]))
 
 
 def _weights(n: int, resamples: int, seed: int) -> Iterator[Tensor]:
@@ -180,6 +209,25 @@ def _per_label(y: Tensor, hot: Tensor, each: Tensor) -> dict[str, Any]:
         "threshold": torch.where(support > 0, threshold, torch.nan).tolist(),
         "average_precision": each.tolist(),
     }
+
+
+def calibration_note(model: TrainedModel, x: Any, after: dict[str, Any], at: tuple[int, ...]) -> str | None:
+    """Return what calibration did to the calibration errors of rows that were measured with it."""
+    if model.calibration is None:
+        return None
+    labels = after["labels"]
+    raw = measure(predict(replace(model, calibration=None), x, labels), at, resamples=0)["metrics"]
+    names = [name for name in raw if name.startswith("ece")]
+    shown = [
+        f"{n.replace('ece_label', 'ece per label')} {_percent(raw[n])} before, {_percent(after['metrics'][n])} after"
+        for n in names
+    ]
+    own = "one slope and offset for all labels" if model.calibration.penalty == np.inf else "each label by itself"
+    return f"Calibrated on {model.calibration.rows} held-out rows, {own}: {'; '.join(shown)}."
+
+
+def _percent(found: dict[str, float]) -> str:
+    return f"{100 * found['value']:.2f} %"
 
 
 def notes(config: Config, part: str) -> list[str]:

@@ -20,7 +20,8 @@ from lastlayer.train.config import Config
 from lastlayer.train.losses import LOSSES, loss_function
 from lastlayer.train.network import Input, LabelSetNetwork
 from lastlayer.train.placement import Placement
-from lastlayer.train.resolved import Resolved
+from lastlayer.train.resolved import SET_METRICS, Resolved
+from lastlayer.train.serve import probabilities
 
 LOOK = 50  # steps between looks at the loss where looking takes time
 
@@ -123,6 +124,8 @@ class LabelSetModule(pl.LightningModule):
             self.arguments = (max(round(resolved.k), 1) if facts.k == "whole" else resolved.k,)
         self.optimizer_state: dict[str, Any] | None = None
         self._sums: dict[str, float] = {}
+        self._streams: dict[str, Any] = {}
+        self._measures_sets = self.placement.shard is None and resolved.monitor in SET_METRICS
         self._train_sum: Tensor | None = None
         self._train_steps = 0
 
@@ -133,11 +136,19 @@ class LabelSetModule(pl.LightningModule):
         with torch.no_grad():
             self.network.output_bias().copy_(self.placement.own(bias))
 
-    def loss(self, rows: Input, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of a batch and its logits."""
+    def loss(self, rows: Input, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the loss of a batch, with a weight for each row if there are any, and its logits."""
         logits = self.network(rows).float()
-        value = self.function(logits, label_lists(target), *self.arguments, **self.options)
-        return self._mean(value, target), logits
+        options = self.options if weight is None else {**self.options, "reduction": "none"}
+        value = self.function(logits, label_lists(target), *self.arguments, **options)
+        if weight is None:
+            return self._mean(value, target), logits
+        labelled = (target >= 0).any(-1)
+        every = LOSSES[self.resolved.loss].every_row or bool(self.options.get("observed"))
+        counted = labelled if self.only_labelled or not every else torch.ones_like(labelled)
+        total = (weight if every else weight * labelled).sum()
+        mean = torch.where(counted, value.float() * weight, 0).sum() / total.clamp(min=torch.finfo(torch.float32).tiny)
+        return mean, logits
 
     def loss_in_blocks(self, rows: Input, target: Tensor) -> Tensor:
         """Return the LML loss of a batch, as :meth:`loss` does, without holding its logits."""
@@ -171,7 +182,10 @@ class LabelSetModule(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch; dropout is seeded by the step, so that a resumed run repeats it."""
         self.seed_step(self.global_step)
-        value = self.placement.training_loss(self, batch["input"], batch["target"])
+        if "weight" in batch:
+            value = self.loss(batch["input"], batch["target"], batch["weight"])[0]
+        else:
+            value = self.placement.training_loss(self, batch["input"], batch["target"])
         kept = self.placement.mean_loss(value.detach())
         self._train_sum = kept if self._train_sum is None else self._train_sum + kept
         self._train_steps += 1
@@ -202,6 +216,7 @@ class LabelSetModule(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Reset the sums of the metrics."""
         self._sums = {"rows": 0.0, "labelled": 0.0, "valid_loss": 0.0}
+        self._streams = _set_streams(self.network.n_labels) if self._measures_sets else {}
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add a batch to the sums of the metrics."""
@@ -215,13 +230,18 @@ class LabelSetModule(pl.LightningModule):
             each = function(best.score.double(), label_lists(target), at, indices=best.index, reduction="none")
             for k, total in zip(at, each.nansum(0).tolist(), strict=True):
                 self._sums[f"{name}@{k}"] = self._sums.get(f"{name}@{k}", 0.0) + total
+        if self._measures_sets:
+            y = probabilities(logits, self.resolved)[0]
+            for stream in self._streams.values():
+                stream.update(y, label_lists(target))
 
     def validation_metrics(self) -> dict[str, float]:
         """Return the metrics of the validation rows: means over the rows that have a label."""
         sums = dict(self._sums)
         rows, labelled = sums.pop("rows"), sums.pop("labelled")
         loss = sums.pop("valid_loss") / max(rows, 1)
-        return {"valid_loss": loss, **{name: value / max(labelled, 1) for name, value in sums.items()}}
+        out = {"valid_loss": loss, **{name: value / max(labelled, 1) for name, value in sums.items()}}
+        return out | {name: float(stream.compute()) for name, stream in self._streams.items()}
 
     def on_validation_epoch_end(self) -> None:
         """Pass the metrics to callbacks and loggers."""
@@ -267,6 +287,20 @@ class LabelSetModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def _set_streams(n_labels: int) -> dict[str, Any]:
+    """Return the metrics of label sets: labels with a probability above 0.5."""
+    from lastlayer.metrics.stream_sets import ExactMatch, HammingLoss, LabelSetF1
+
+    options: dict[str, Any] = {"threshold": 0.5, "n_classes": n_labels}
+    return {
+        "micro_f1": LabelSetF1(average="micro", **options),
+        "macro_f1": LabelSetF1(average="macro", **options),
+        "sample_f1": LabelSetF1(average="samples", **options),
+        "hamming_loss": HammingLoss(**options),
+        "exact_match": ExactMatch(threshold=0.5),
+    }
+
+
 def fit_in_process(module: LabelSetModule, data: LabelSetData, epochs: int) -> torch.optim.Optimizer:
     """Take the steps of a Lightning Trainer on the CPU without its overhead; the weights are the same.
 
@@ -285,7 +319,7 @@ def fit_in_process(module: LabelSetModule, data: LabelSetData, epochs: int) -> t
             batch = data.train_rows[rows]
             module.seed_step(step)
             optimizer.zero_grad()
-            value, _ = module.loss(batch["input"], batch["target"])
+            value, _ = module.loss(batch["input"], batch["target"], batch.get("weight"))
             if not math.isfinite(value.item()):
                 raise TrainingError(not_finite(value.item(), f"epoch {epoch}, step {step}", module.config))
             value.backward()

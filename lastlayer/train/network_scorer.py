@@ -46,15 +46,19 @@ class NetworkScorer:
         run.write_tensors("weights.safetensors", self.placement.whole_weights(self.network))
 
 
-def build(config: Config, features: FeatureMap, n_labels: int, placement: Placement) -> LabelSetNetwork:
-    """Make the network of a run, unless it is too large."""
-    held = n_labels if placement.shard is None else placement.shard.size
-    size = LabelSetNetwork.count_parameters(features.n_features, held, config.hidden)
+def check_size(config: Config, features: FeatureMap, n_labels: int) -> None:
+    """Refuse a network that is too large."""
+    size = LabelSetNetwork.count_parameters(features.n_features, n_labels, config.hidden)
     if size > config.max_parameters:
         raise ConfigError(
             f"the network would have {size} parameters, `max_parameters` is {config.max_parameters}. Use fewer "
             "`n_features`, a hidden layer (`hidden: [256]`), or raise the bound."
         )
+
+
+def build(config: Config, features: FeatureMap, n_labels: int, placement: Placement) -> LabelSetNetwork:
+    """Make the network of a run, unless it is too large."""
+    check_size(config, features, n_labels if placement.shard is None else placement.shard.size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return LabelSetNetwork(

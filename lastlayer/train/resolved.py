@@ -11,6 +11,8 @@ from lastlayer.data import LabelData
 from lastlayer.train.config import Config, ConfigError
 from lastlayer.train.losses import LOSSES
 
+SET_METRICS = ("micro_f1", "macro_f1", "sample_f1", "hamming_loss", "exact_match")
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -46,6 +48,7 @@ class Resolved:
         90th percentile of the counts, and the observed share is the mean count divided by k.
         """
         counts, n = data.row_counts(), data.n_labels
+        loss = "lml" if config.loss == "auto" else config.loss  # the choice, if there is one, replaces it
         mean = float(counts.mean()) if len(counts) else 0.0
         incomplete = config.labels == "incomplete"
         guess = float(np.quantile(counts, 0.9)) if incomplete and len(counts) else mean
@@ -60,8 +63,8 @@ class Resolved:
             k=k,
             mean_count=min(max(mean / (observed or 1), 0.01), 0.99 * n),
             observed=observed,
-            loss=config.loss,
-            probability=LOSSES[config.loss].probability if config.probability == "auto" else config.probability,
+            loss=loss,
+            probability=LOSSES[loss].probability if config.probability == "auto" else config.probability,
             monitor=_monitor(config, at),
             at=at,
             temperature=float(config.loss_options.get("temperature", 1.0)),
@@ -82,7 +85,16 @@ def _monitor(config: Config, at: tuple[int, ...]) -> str:
     monitor = config.monitor
     if monitor == "auto":
         monitor = f"{'recall' if config.labels == 'incomplete' else 'ndcg'}@{at[-1]}"
-    allowed = [f"{m}@{a}" for m in ("precision", "recall", "ndcg") for a in at]
+    allowed = [f"{m}@{a}" for m in ("precision", "recall", "ndcg") for a in at] + list(SET_METRICS)
+    if monitor == "valid_loss" and not config.minibatches():
+        raise ConfigError(
+            "`monitor` must be a metric for the exact solver, whose losses differ in scale, got valid_loss."
+        )
     if monitor not in [*allowed, "valid_loss"]:
         raise ConfigError(f"`monitor` must be one of {', '.join(allowed)}, valid_loss, got {monitor!r}.")
     return monitor
+
+
+def lower_is_better(monitor: str) -> bool:
+    """Whether a small value of a metric is a good one."""
+    return monitor in ("valid_loss", "hamming_loss")

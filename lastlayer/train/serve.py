@@ -22,13 +22,18 @@ from lastlayer.runs import RunFolder
 from lastlayer.runs.files import RunError, damaged
 from lastlayer.runs.folder import finished
 from lastlayer.shard import ClassShard, gather, reduce
+from lastlayer.train.calibrate import Calibration
 from lastlayer.train.config import Config, make
 from lastlayer.train.count import CountModel
+from lastlayer.train.decide import Decision
 from lastlayer.train.features import FeatureMap
 from lastlayer.train.placement import Placement
 from lastlayer.train.resolved import Resolved
 
-KINDS = {"network": "lastlayer.train.network_scorer"}  # the module of each kind of model
+KINDS = {
+    "network": "lastlayer.train.network_scorer",
+    "tree": "lastlayer.train.tree_scorer",
+}  # the module of each kind of model
 
 
 class Scores(NamedTuple):
@@ -56,10 +61,10 @@ class Scorer(Protocol):
         """Write the model's files to a run folder."""
 
 
-def probabilities(
+def odds(
     logits: Tensor, resolved: Resolved, count: Tensor | None = None, *, shard: ClassShard | None = None
-) -> tuple[Tensor, Tensor]:
-    """Turn logits into probabilities.
+) -> tuple[Tensor, Tensor | None]:
+    """Turn logits into log-odds by the rule of the run.
 
     Args:
         logits: ``(rows, n_labels)``.
@@ -68,14 +73,49 @@ def probabilities(
         shard: This process's slice of the labels.
 
     Returns:
-        The probabilities, and the expected number of labels of each row.
+        The log-odds, and the number of labels of each row where the rule fixes it.
     """
-    from lastlayer.project.lml import lml
+    from lastlayer.project.lml import lml_threshold
 
     logits = logits / resolved.temperature if resolved.temperature != 1 else logits
     if resolved.probability == "sigmoid":
-        y = logits.sigmoid()
+        return logits, count
+    k = logits.new_full(logits.shape[:1], resolved.k) if count is None else count
+    impl: Any = "torch" if torch.compiler.is_compiling() else "auto"
+    return logits + lml_threshold(logits, k, shard=shard, impl=impl).unsqueeze(-1), k
+
+
+def probabilities(
+    logits: Tensor,
+    resolved: Resolved,
+    count: Tensor | None = None,
+    *,
+    calibration: tuple[Tensor, Tensor] | None = None,
+    shard: ClassShard | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Turn logits into probabilities.
+
+    Args:
+        logits: ``(rows, n_labels)``.
+        resolved: The rule, k and the temperature of the run.
+        count: The number of labels of each row, where it is predicted.
+        calibration: One slope and one offset per label for the log-odds.
+        shard: This process's slice of the labels.
+
+    Returns:
+        The probabilities, and the expected number of labels of each row. Without calibration the LML rule makes each
+        row sum to k; with it, the number is the sum of the row.
+    """
+    from lastlayer.project.lml import lml
+
+    if calibration is not None:
+        found, _ = odds(logits, resolved, shard=shard)  # what was calibrated; a predicted number is the set's size
+        y = (found * calibration[0] + calibration[1]).sigmoid()
         return y, reduce(y, "sum", shard).squeeze(-1) if count is None else count
+    if resolved.probability == "sigmoid":
+        y = odds(logits, resolved)[0].sigmoid()
+        return y, reduce(y, "sum", shard).squeeze(-1) if count is None else count
+    logits = logits / resolved.temperature if resolved.temperature != 1 else logits
     k = logits.new_full(logits.shape[:1], resolved.k) if count is None else count
     return lml(logits, k, shard=shard, impl="torch" if torch.compiler.is_compiling() else "auto"), k
 
@@ -98,8 +138,11 @@ class TrainedModel:
 
     Attributes:
         labels: The names of the labels, in the order of the columns of `predict_proba`.
-        thresholds: One probability per label, from which the label is best predicted: the one with the best F1 on the
-            held-out rows of the run. None where the run stored none; nan for a label that no held-out row has.
+        thresholds: One probability per label, above which `predict` takes the label (``--decide``). For the rule
+            ``top_k`` they are those with the best F1 on the held-out rows of the run, which `predict` does not use:
+            None where the run stored none; nan for a label that no held-out row has.
+        calibration: The slope and offset per label that make log-odds of scores, or None.
+        decision: The rule of ``--decide``, or None for a run of an earlier version.
         config: The settings of the run.
     """
 
@@ -111,6 +154,8 @@ class TrainedModel:
     reader: dict[str, Any]  # how the training rows were read
     count: CountModel | None = None
     thresholds: np.ndarray | None = None
+    calibration: Calibration | None = None
+    decision: Decision | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shard: ClassShard | None = None
     batch_size: int = 512
@@ -120,7 +165,8 @@ class TrainedModel:
 
         Args:
             rows: The rows.
-            k: The number of labels per row. By default it is the number that the run expects, at least 1.
+            k: The number of labels per row. By default the run decides (``--decide``): every label above its
+                threshold, or the number of labels that the run expects, at least 1.
             threshold: Instead of `k`: every label whose probability is at least this.
         """
         found = self.predict_pairs(rows, k=k, threshold=threshold)
@@ -139,11 +185,33 @@ class TrainedModel:
         if k is not None and k < 1:
             raise ValueError(f"predict: `k` must be at least 1, got {k}.")
         for batch in self.batches(x):
-            index, value = self.best(batch, self._width(batch, k, threshold))
-            sizes = self._sizes(batch.k, value, k, threshold)
+            index, value, sizes = self.chosen(batch, k, threshold)
             for labels, values, size in zip(index.tolist(), value.tolist(), sizes, strict=True):
                 found = zip(labels[:size], values[:size], strict=True)
                 yield [(self.labels[label], p) for label, p in found if label >= 0]
+
+    def chosen(
+        self, batch: Batch, k: int | None = None, threshold: float | None = None
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """Return the labels of each row and their probabilities, best first, and how many of them are its set."""
+        if k is None and threshold is None and self.decision is not None and self.decision.threshold is not None:
+            batch = self._above(batch, self.decision.threshold)
+            counts = (batch.probability > -torch.inf).sum(-1)
+            most = max(int(counts.max()), 1) if len(counts) else 1
+            return *self.best(batch, most), counts.tolist()
+        index, value = self.best(batch, self._width(batch, k, threshold))
+        return index, value, self._sizes(batch.k, value, k, threshold)
+
+    def _above(self, batch: Batch, threshold: np.ndarray) -> Batch:
+        """Return the batch with minus infinity for labels that are not above their threshold."""
+        level = torch.from_numpy(np.asarray(threshold)).to(batch.probability)
+        if batch.index is not None and level.ndim:
+            level = level[batch.index.clamp(min=0)]
+        y = torch.where(batch.probability > level, batch.probability, -torch.inf)
+        if batch.index is None:
+            return batch._replace(probability=y)
+        order = (y == -torch.inf).to(torch.uint8).argsort(dim=-1, stable=True)
+        return batch._replace(probability=y.gather(-1, order), index=batch.index.gather(-1, order))
 
     def predict_proba(self, rows: Any) -> np.ndarray:
         """Return the probability of each label, ``(rows, n_labels)`` float32; 0 for labels that were not scored."""
@@ -176,8 +244,19 @@ class TrainedModel:
                 count = None
                 if self.count is not None:
                     count = torch.from_numpy(self.count(part)).to(logits)
-                y, k = probabilities(logits, self.resolved, count, shard=self.shard)
+                calibration = None if self.calibration is None else self.calibration.tensors(logits)
+                if calibration is not None and index is not None:
+                    slope, offset = calibration
+                    calibration = slope[index.clamp(min=0)], offset[index.clamp(min=0)]
+                y, k = probabilities(logits, self.resolved, count, calibration=calibration, shard=self.shard)
+                if self.calibration is not None and self.fixed_k is not None:
+                    k = torch.full_like(k, self.fixed_k)
                 yield Batch(logits, y, k, index)
+
+    @property
+    def fixed_k(self) -> float | None:
+        """The number of labels per row that the user gave, or None."""
+        return None if self.config.k in ("auto", "predicted") else self.resolved.k
 
     def best(self, batch: Batch, most: int) -> tuple[Tensor, Tensor]:
         """Return the labels of the `most` largest probabilities of each row, best first, and these, on the CPU."""
@@ -262,7 +341,9 @@ def load(
         raise damaged(run / "data.json", error) from None
     placement = placement or Placement()
     placement.place(len(labels))
-    kind = importlib.import_module(KINDS[config.model])
+    kind = importlib.import_module(KINDS["tree" if (run / "tree.json").exists() else config.model])
+    decision = Decision.load(run, len(labels))
+    tuned = None if decision is None else decision.per_label(len(labels))
     model = TrainedModel(
         scorer=kind.load(run, config, features, len(labels), placement),
         features=features,
@@ -271,7 +352,9 @@ def load(
         resolved=resolved,
         reader=reader,
         count=CountModel.load(run) if resolved.k_per_row else None,
-        thresholds=_thresholds(run),
+        thresholds=_thresholds(run) if tuned is None else tuned,
+        calibration=Calibration.load(run, len(labels)),
+        decision=decision,
         shard=placement.shard,
     )
     return model if torch.device(device).type == "cpu" else model.to(device)

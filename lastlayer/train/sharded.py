@@ -132,7 +132,7 @@ class ShardedPlacement(Placement):
 
     def check(self, config: Config) -> None:
         """Raise a ConfigError for what cannot be split."""
-        if not LOSSES[config.loss].sharded:
+        if config.loss != "auto" and not LOSSES[config.loss].sharded:
             able = ", ".join(name for name, loss in LOSSES.items() if loss.sharded)
             raise ConfigError(f"`loss` must be one of {able} with sharded classes, got {config.loss!r}.")
         if config.devices != 1:

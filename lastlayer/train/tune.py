@@ -16,7 +16,7 @@ from lastlayer.data import LabelData
 from lastlayer.runs import RunError, RunFolder, write_atomically
 from lastlayer.train.config import Config, load, make
 from lastlayer.train.engine import OtherRunError, prepare, train
-from lastlayer.train.resolved import Resolved
+from lastlayer.train.resolved import Resolved, lower_is_better
 
 
 def propose(config: Config, number: int, losses: Sequence[str], k: float, sparse: bool) -> Config:
@@ -37,7 +37,7 @@ def propose(config: Config, number: int, losses: Sequence[str], k: float, sparse
 def score(run: RunFolder, monitor: str) -> tuple[float, int]:
     """Return the best value of the monitored metric on the validation rows, larger is better, and its epoch."""
     values = [(row.get(monitor), int(row["epoch"] or 0)) for row in run.history()]
-    sign = -1 if monitor == "valid_loss" else 1
+    sign = -1 if lower_is_better(monitor) else 1
     found = [(sign * v, e) for v, e in values if v is not None and math.isfinite(v)]
     return max(found, key=lambda pair: (pair[0], -pair[1])) if found else (-math.inf, 0)
 
@@ -66,6 +66,8 @@ def tune(
         The final run.
     """
     folder = Path(out)
+    if config.loss == "auto":  # the search is over settings of minibatches
+        config = dataclasses.replace(config, loss=losses[0] if losses else "lml")
     parts = prepare(parts, dataclasses.replace(config, keep=1.0, single_positive=False))
     if "valid" not in parts:
         raise RunError("tune: needs validation rows; `valid_fraction` is 0.")

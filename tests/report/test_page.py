@@ -341,7 +341,7 @@ def test_a_run_that_was_trained(tmp_path):
     from lastlayer.cli import main
     from lastlayer.train import Config, train
 
-    config = Config(epochs=2, batch_size=32, bootstrap=20, at=(1, 3))
+    config = Config(loss="lml", epochs=2, batch_size=32, bootstrap=20, at=(1, 3))
     run = train({"all": make_rows()}, config, tmp_path / "run")
     found = page(run.path, tmp_path / "report.html")
     assert set(found.ids()) >= SECTIONS

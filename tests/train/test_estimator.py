@@ -62,6 +62,7 @@ def test_it_learns_and_generalises():
     assert model.predict(Z).dtype == Y.dtype
     expected = ll.mean_average_precision(torch_of(model.decision_function(Z)), torch_of(V).bool(), per="sample")
     assert model.score(Z, V) == pytest.approx(float(expected), abs=1e-6)
+    model = LabelSetClassifier(loss="lml", random_state=0).fit(X, Y)
     np.testing.assert_allclose(model.predict_proba(Z).sum(1), model.k_, atol=1e-6)
 
 
@@ -88,7 +89,7 @@ def test_auto_epochs_fall_with_the_number_of_rows(rows, epochs):
     assert _epochs(rows) == epochs
     if rows <= 1024:
         X, Y = make(n=max(rows, 20))
-        assert LabelSetClassifier(random_state=0).fit(X, Y).n_iter_ == epochs
+        assert LabelSetClassifier(loss="lml", random_state=0).fit(X, Y).n_iter_ == epochs
 
 
 def torch_of(array):
@@ -170,7 +171,8 @@ def test_global_random_state_is_left_alone():
     ("options", "message"),
     [({"loss": "nope"}, "`loss` must be one of"), ({"k": 99.0}, "`k` must be at most the number of labels"),
      ({"k": -1}, "`k` must be a positive number"), ({"epochs": 0}, "`epochs` must be a whole number"),
-     ({"labels": "some"}, "`labels` must be one of"), ({"loss_options": {"nope": 1}}, "`loss_options` of lml must be")],
+     ({"labels": "some"}, "`labels` must be one of"),
+         ({"loss": "lml", "loss_options": {"nope": 1}}, "`loss_options` of lml must be")],
 )  # fmt: skip
 def test_wrong_parameters_are_named(options, message):
     X, Y = make(40)

@@ -16,7 +16,7 @@ from lastlayer.train import Config, train
 from lastlayer.train.export import export
 from lastlayer.train.serve import Batch, Scores
 
-FAST = {"epochs": 6, "batch_size": 32, "bootstrap": 0}
+FAST = {"loss": "lml", "calibrate": False, "epochs": 6, "batch_size": 32, "bootstrap": 0}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from lastlayer.train.module import LabelSetModule
 from lastlayer.train.resolved import Resolved
 from lastlayer.train.serve import load as load_run
 
-FAST = {"epochs": 8, "batch_size": 32, "bootstrap": 20}
+FAST = {"loss": "lml", "epochs": 8, "batch_size": 32, "bootstrap": 20}
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +215,16 @@ def test_too_large_a_network_is_refused(tmp_path):
      ({"epochs": 1.5}, "`epochs` must be a whole number"), ({"hidden": "a"}, "`hidden` must be a list of whole"),
      ({"k": "many"}, "`k` must be a positive number or auto or predicted"), ({"observed": 1}, "`observed` must be"),
      ({"single_positive": "perhaps"}, "must be true or false"), ({"loss_options": "a"}, "name=value"),
-     ({"loss_options": {"observed": 0.5}}, "must be among"), ({"labels": 3}, "`labels` must be a word"),
+     ({"loss": "lml", "loss_options": {"observed": 0.5}}, "must be among"), ({"labels": 3}, "`labels` must be a word"),
      ({"valid_fraction": 0.6, "test_fraction": 0.6}, "less than 1"), ({"loggers": "wandb"}, "csv or tensorboard"),
      ({"seed": True}, "`seed` must be a number"), ({"at": []}, "positive numbers"), ({"lr": float("nan")}, "number"),
-     ({"weight_decay": -1}, "`weight_decay` must be a number of at least 0")],
+     ({"weight_decay": -1}, "`weight_decay` must be a number of at least 0"),
+     ({"C": 0}, "`C` must be a positive number or auto, got 0"), ({"decide": "f1"}, "`decide` must be auto, micro_f1"),
+     ({"decide": "recall=2"}, "must be recall=P with a number above 0 and below 1"),
+     ({"refit": "no"}, "`refit` must be"),
+     ({"loss_options": {"tau": 1}}, "must be left out with the loss auto"),
+     ({"loss": "squared_hinge", "hidden": [4]}, "must be binary, .* with hidden layers"),
+     ({"solver": "dual", "loss": "lml"}, "`solver` must be auto or sgd for the loss lml")],
 )  # fmt: skip
 def test_wrong_fields_are_named(values, message):
     with pytest.raises(ConfigError, match=message):

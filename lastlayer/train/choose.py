@@ -1,0 +1,355 @@
+"""Fit the candidates of a linear model and choose one on rows that they were not fitted to.
+
+The candidates are the exact solver's losses, each for a few C, and coupled losses by minibatches, which start from the
+exact solution of the binary loss: a few passes then do what takes twenty from 0. Where validation rows are few, all
+rows are scored out of fold instead. A candidate that is clearly worse than the best after some folds is not fitted to
+the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+
+from lastlayer.data import LabelData, fold_rows
+from lastlayer.runs.rows import row_metrics, set_metrics
+from lastlayer.train.batches import EpochBatches, rows_to_input
+from lastlayer.train.calibrate import Calibration
+from lastlayer.train.config import Config
+from lastlayer.train.decide import Decision
+from lastlayer.train.exact import SOLVED, as_network, solve, usual_cost
+from lastlayer.train.held_out import hot_matrix
+from lastlayer.train.network import LabelSetNetwork
+from lastlayer.train.resolved import Resolved, lower_is_better
+from lastlayer.train.serve import odds
+
+ENOUGH = 2000  # validation rows that choose well enough alone
+FOLDS = 5
+FEWEST = 10  # rows below which there is no choice
+TRIED = 20_000  # rows that the candidates are fitted to for the choice; drawn, if there are more
+PATHS = {"squared_hinge": (0.1, 0.3, 1.0), "binary": (1.0, 3.0, 10.0)}  # the C that are tried, for rows of length 1
+FURTHER = 3  # steps by which a path may grow where its end is best
+PASSES = 5  # over the rows by minibatches, from the exact solution
+WORSE = 2.0  # standard errors by which a candidate must be worse to be left out
+
+
+class Candidate(NamedTuple):
+    """A loss, and the C of the exact solution: its own, or the one that minibatches start from."""
+
+    loss: str
+    C: float
+    thinned: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether the exact solver fits it."""
+        return self.loss in SOLVED
+
+    def words(self) -> str:
+        """Return it in a few words."""
+        name = f"{self.loss}, thinned" if self.thinned else self.loss
+        return f"{name} (C {self.C:.3g})" if self.exact else name
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The rows that may be used: those of training first, then those of validation.
+
+    Args:
+        x: Features, a float32 array or CSR matrix.
+        labels: The labels of the rows, with weights and groups.
+        n_train: The number of training rows.
+    """
+
+    x: Any
+    labels: LabelData
+    n_train: int
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any], parts: dict[str, LabelData]) -> Pool:
+        """Join the training and the validation rows."""
+        names = [name for name in ("train", "valid") if name in parts]
+        x = [inputs[name] for name in names]
+        joined = x[0] if len(x) == 1 else sp.vstack(x, format="csr") if sp.issparse(x[0]) else np.concatenate(x)
+        return cls(joined, _joined([parts[name] for name in names]), len(parts["train"]))
+
+    def take(self, rows: np.ndarray) -> tuple[Any, LabelData]:
+        """Return the features and labels of some rows."""
+        return self.x[rows], self.labels.take(rows)
+
+    def train(self) -> tuple[Any, LabelData]:
+        """Return the features and labels of the training rows."""
+        return self.take(np.arange(self.n_train)) if self.n_train < len(self.labels) else (self.x, self.labels)
+
+
+class Chosen(NamedTuple):
+    """What was chosen, and the scores of held-out rows by the models that had not seen them."""
+
+    candidate: Candidate
+    resolved: Resolved
+    scores: np.ndarray | None  # (rows, n_labels), the log-odds or margins of the chosen candidate
+    labels: LabelData | None  # of these rows
+    line: str  # what was chosen and by how much
+    table: list[dict[str, Any]]  # one line per candidate
+    network: LabelSetNetwork | None  # fitted to the training rows, where there was one split
+
+
+def choose(
+    pool: Pool,
+    config: Config,
+    resolved: Resolved,
+    *,
+    folds: bool,
+    say: Callable[[dict[str, Any]], None] = lambda line: None,
+) -> Chosen:
+    """Choose the loss and C by the monitored metric on held-out rows.
+
+    Args:
+        pool: The rows.
+        config: The settings of the run; its loss is ``"auto"`` or one of the exact solver.
+        resolved: What "auto" became so far.
+        folds: Whether rows may be scored out of fold, so that training rows help to choose.
+        say: Called with a line about each candidate.
+    """
+    race = _Race(pool, config, resolved, say)
+    splits = list(_splits(pool, config, folds))
+    if not splits:
+        loss = "binary" if config.loss == "auto" else config.loss
+        only = Candidate(loss, race.costs(loss)[0] if config.C != "auto" else race.usual)
+        return Chosen(only, race.resolved(only), None, None, f"loss: {only.words()}; too few rows to choose", [], None)
+    for number, (fitted, held) in enumerate(splits):
+        race.run(fitted, held, first=number == 0)
+    return race.finish(splits)
+
+
+class _Race:
+    """The candidates that are left, with their scores so far."""
+
+    def __init__(self, pool: Pool, config: Config, resolved: Resolved, say: Callable[[dict[str, Any]], None]) -> None:
+        self.pool, self.config, self.base, self.say = pool, config, resolved, say
+        self.monitor = resolved.monitor or "ndcg@" + str(resolved.at[-1])
+        self.usual = usual_cost(pool.x)
+        self.losses = tuple(SOLVED) if config.loss == "auto" else (config.loss,)
+        self.scores: dict[Candidate, list[np.ndarray]] = {}
+        self.measured: dict[Candidate, list[np.ndarray]] = {}  # the metric of each row, for each split
+        self.held: list[LabelData] = []
+        self.seconds: dict[Candidate, float] = {}
+        self.networks: dict[Candidate, LabelSetNetwork] = {}  # of the last split
+        self.out: dict[Candidate, float] = {}  # the values of those that were left out
+
+    def costs(self, loss: str) -> list[float]:
+        """Return the C to start with."""
+        if self.config.C != "auto":
+            return [float(self.config.C)]
+        return [c * self.usual for c in PATHS[loss]]
+
+    def resolved(self, candidate: Candidate) -> Resolved:
+        """Return the settings that a candidate is trained with."""
+        found = Resolved.of(replace(self.config, loss=candidate.loss), self.pool.labels)
+        return replace(found, monitor=self.base.monitor, at=self.base.at)
+
+    def run(self, fitted: np.ndarray, held: np.ndarray, first: bool) -> None:
+        """Fit the candidates to some rows and score others."""
+        x, labels = self.pool.take(fitted)
+        held_x, held_labels = self.pool.take(held)
+        self.held.append(held_labels)
+        self.networks = {}
+        for loss in self.losses:
+            costs = self.costs(loss) if first else [c.C for c in self.scores if c.loss == loss]
+            if not first and loss == "binary" and not costs and any(not c.exact for c in self.scores):
+                costs = [next(c.C for c in self.scores if not c.exact)]  # minibatches start from it
+            self._exact(x, labels, held_x, loss, costs)
+            for _ in range(FURTHER if first and self.config.C == "auto" else 0):
+                beyond = self._beyond(loss)
+                if beyond is None:
+                    break
+                self._exact(x, labels, held_x, loss, [beyond])
+        if self.config.loss == "auto" and self.config.solver != "dual":
+            self._coupled(x, labels, held_x, first)
+        self._drop()
+
+    def _exact(self, x: Any, labels: LabelData, held_x: Any, loss: str, costs: list[float]) -> None:
+        if not costs:
+            return
+        begun = time.process_time()
+        for found in solve(x, labels, loss, sorted(costs), self.config):
+            candidate = Candidate(loss, float(found.C))
+            self.networks[candidate] = as_network(found, sp.issparse(x))
+            self._add(candidate, held_x, (time.process_time() - begun) / len(costs))
+
+    def _beyond(self, loss: str) -> float | None:
+        """Return the next C of a path whose best value is at its end."""
+        tried = sorted(c.C for c in self.scores if c.loss == loss)
+        values = [self.value(Candidate(loss, C)) for C in tried]
+        if values[-1] > max(values[:-1]):
+            return tried[-1] * 3
+        return tried[0] / 3 if values[0] > max(values[1:]) else None
+
+    def _coupled(self, x: Any, labels: LabelData, held_x: Any, first: bool) -> None:
+        """Fit the coupled losses, from the exact solution of the binary loss."""
+        if first:
+            start = max((c for c in self.scores if c.loss == "binary"), key=self.value)
+            names = [("lml", False)] + ([("lml", True)] if self.config.labels == "incomplete" else [])
+            names += [("two_way", False)] if labels.weights is None else []
+            wanted = [Candidate(name, start.C, thinned) for name, thinned in names]
+        else:
+            wanted = [c for c in self.scores if not c.exact]
+        for candidate in wanted:
+            begun = time.process_time()
+            before = self.networks[Candidate("binary", candidate.C)]
+            self.networks[candidate] = fit_coupled(x, labels, candidate, self.config, self.resolved(candidate), before)
+            self._add(candidate, held_x, time.process_time() - begun)
+
+    def _add(self, candidate: Candidate, held_x: Any, seconds: float) -> None:
+        found = log_odds(self.networks[candidate], held_x, self.resolved(candidate))
+        if len(self.held) > 1 and candidate not in self.scores:  # only the start of others
+            return
+        self.scores.setdefault(candidate, []).append(found)
+        self.seconds[candidate] = self.seconds.get(candidate, 0.0) + seconds
+        if len(self.held) == 1:
+            self.say({"candidate": candidate.words(), self.monitor: abs(self.value(candidate)), "seconds": seconds})
+
+    def each(self, candidate: Candidate) -> np.ndarray | None:
+        """Return the metric of each held-out row, if it has one per row."""
+        if "@" not in self.monitor:
+            return None
+        done = self.measured.setdefault(candidate, [])
+        for scores, labels in list(zip(self.scores[candidate], self.held, strict=False))[len(done) :]:
+            k = int(self.monitor.partition("@")[2])
+            top = torch.from_numpy(scores).topk(min(k, scores.shape[1])).indices.numpy()
+            done.append(row_metrics(top, labels.indptr, labels.indices, [k])[self.monitor])
+        return np.concatenate(done)
+
+    def value(self, candidate: Candidate) -> float:
+        """Return the metric, the larger the better; hamming loss is negative."""
+        each = self.each(candidate)
+        if each is not None:
+            return float(np.nanmean(each)) if np.isfinite(each).any() else 0.0
+        scores = np.concatenate(self.scores[candidate])
+        hot = hot_matrix(_joined(self.held[: len(self.scores[candidate])]))
+        y = Calibration.fit(scores, hot, penalties=(np.inf,)).probability(scores)
+        rule = "macro_f1" if self.monitor == "macro_f1" else "micro_f1"
+        level = Decision.tune(rule, y, hot).threshold
+        said = sp.csr_matrix(y > level)
+        found = set_metrics(said.indptr, said.indices, hot.indptr, hot.indices, hot.shape[1])[self.monitor]
+        return -found if lower_is_better(self.monitor) else found
+
+    def _drop(self) -> None:
+        """Leave out the candidates that are clearly worse than the best."""
+        best = max(self.scores, key=self.value)
+        leader = self.each(best)
+        for candidate in list(self.scores):
+            if candidate == best or leader is None:
+                continue
+            gap = leader - self.each(candidate)
+            gap = gap[np.isfinite(gap)]
+            if len(gap) < 2 or gap.mean() > WORSE * gap.std() / np.sqrt(len(gap)):
+                self.out[candidate] = self.value(candidate)
+                del self.scores[candidate]
+
+    def finish(self, splits: list[tuple[np.ndarray, np.ndarray]]) -> Chosen:
+        """Take the best, and describe the others."""
+        values = {**self.out, **{c: self.value(c) for c in self.scores}}
+        best = max(self.scores, key=lambda c: values[c])
+        rest: dict[str, str] = {}
+        for candidate in sorted((c for c in values if c.loss != best.loss or c.thinned != best.thinned),
+                                key=lambda c: -values[c]):  # fmt: skip
+            name = f"{candidate.loss}, thinned" if candidate.thinned else candidate.loss
+            rest.setdefault(name, f"{100 * abs(values[candidate]):.1f} ({name})")
+        n = sum(len(labels) for labels in self.held)
+        rows = f"{n} validation rows" if len(splits) == 1 else f"{n} out-of-fold rows"
+        line = f"loss: {best.words()}, chosen by {self.monitor} of {rows}: {100 * abs(values[best]):.1f}"
+        line += f", against {', '.join(rest.values())}" if rest else ""
+        table = [
+            {"candidate": c.words(), "loss": c.loss, "thinned": c.thinned, "C": c.C, "value": abs(v),
+             "seconds": round(self.seconds.get(c, 0.0), 3), "left_out": c in self.out}
+            for c, v in sorted(values.items(), key=lambda pair: -pair[1])
+        ]  # fmt: skip
+        network, scores = None, np.concatenate(self.scores[best])
+        if len(splits) == 1:
+            fitted, held = splits[0]
+            rest_of = np.setdiff1d(np.arange(self.pool.n_train), held)
+            network = self.networks[best]
+            if len(fitted) < len(rest_of):  # it was chosen on a part of the rows
+                network = fit(best, *self.pool.take(rest_of), self.config, self.resolved(best))
+                scores = log_odds(network, self.pool.x[held], self.resolved(best))
+        labels = _joined(self.held)
+        return Chosen(best, self.resolved(best), scores, labels, line, table, network)
+
+
+def fit(candidate: Candidate, x: Any, labels: LabelData, config: Config, resolved: Resolved) -> LabelSetNetwork:
+    """Fit a candidate to rows."""
+    loss = candidate.loss if candidate.exact else "binary"
+    network = as_network(solve(x, labels, loss, [candidate.C], config)[0], sp.issparse(x))
+    return network if candidate.exact else fit_coupled(x, labels, candidate, config, resolved, network)
+
+
+def fit_coupled(
+    x: Any, labels: LabelData, candidate: Candidate, config: Config, resolved: Resolved, start: LabelSetNetwork
+) -> LabelSetNetwork:
+    """Minimise a loss that couples the labels by minibatches, from the weights of another network."""
+    from lastlayer.train.fit_network import quiet
+    from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
+
+    network = LabelSetNetwork(start.n_features, start.n_labels, sparse=start.sparse)
+    network.load_state_dict(start.state_dict())
+    settled = replace(config, loss=candidate.loss).settled(start.sparse)
+    if settled.optimizer == "adamw":  # its steps have the size of the rate, whatever the gradient is
+        settled = replace(settled, lr=str(0.1 * float(settled.lr)))
+    if not candidate.thinned:
+        resolved = replace(resolved, observed=0.0)
+    steps = len(EpochBatches(len(labels), config.batch_size, seed=0)) * PASSES
+    module = LabelSetModule(network, settled, resolved, total_steps=steps)
+    with quiet():
+        fit_in_process(module, LabelSetData(x, labels, batch_size=config.batch_size, seed=config.seed), PASSES)
+    return network.eval()
+
+
+def log_odds(network: LabelSetNetwork, x: Any, resolved: Resolved, size: int = 512) -> np.ndarray:
+    """Return the scores of rows before calibration, float32: log-odds for the LML loss, else the outputs."""
+    out = np.empty((x.shape[0], network.n_labels), np.float32)
+    with torch.inference_mode():
+        for at in range(0, x.shape[0], size):
+            rows = rows_to_input(x, np.arange(at, min(at + size, x.shape[0])))
+            out[at : at + size] = odds(network(rows).float(), resolved)[0].numpy()
+    return out
+
+
+def _splits(pool: Pool, config: Config, folds: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the rows to fit and the rows to score."""
+    n, n_valid = len(pool.labels), len(pool.labels) - pool.n_train
+    order = np.random.default_rng(config.seed).permutation(pool.n_train)
+    if n_valid >= ENOUGH or (n_valid and not folds):
+        yield _some(order, config), np.arange(pool.n_train, n)
+    elif folds and not n_valid and n >= 10 * ENOUGH:  # enough rows to set some of them aside
+        yield _some(order[n // 10 :], config), np.sort(order[: n // 10])
+    elif folds and n >= FEWEST:
+        fold = fold_rows(pool.labels, FOLDS, seed=config.seed)
+        for i in range(FOLDS):
+            fitted, held = np.flatnonzero(fold != i), np.flatnonzero(fold == i)
+            if len(fitted) and len(held) and pool.labels.take(fitted).indices.size:
+                yield fitted, held
+
+
+def _some(rows: np.ndarray, config: Config) -> np.ndarray:
+    """Return the rows that the candidates are fitted to, in order: all, or some of very many."""
+    return np.sort(rows[:TRIED] if config.loss == "auto" else rows)
+
+
+def _joined(parts: list[LabelData]) -> LabelData:
+    """Join the labels, weights and groups of rows, and leave their texts and features out."""
+    counts = np.concatenate([part.row_counts() for part in parts])
+    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    weights = groups = None
+    if any(part.weights is not None for part in parts):
+        weights = np.concatenate([np.ones(len(p)) if p.weights is None else p.weights for p in parts])
+    if any(part.groups is not None for part in parts):
+        groups = [name for p in parts for name in (p.groups if p.groups is not None else [""] * len(p))]
+    indices = np.concatenate([part.indices for part in parts])
+    return LabelData(None, None, indptr, indices, parts[0].label_names, groups=groups, weights=weights)

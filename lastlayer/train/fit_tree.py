@@ -1,0 +1,57 @@
+"""Train label trees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from lastlayer.train.choose import Pool
+from lastlayer.train.config import Config
+from lastlayer.train.engine import Fitted, Job
+from lastlayer.train.exact import SOLVED
+from lastlayer.train.linear import LinearTree, TreeSettings
+from lastlayer.train.resolved import Resolved
+from lastlayer.train.tree_scorer import TreeScorer, read_hierarchy
+
+
+def settings_of(config: Config, resolved: Resolved) -> TreeSettings:
+    """Return how the trees of a run are fitted."""
+    found = TreeSettings(seed=config.seed, threads=torch.get_num_threads())
+    if config.tree not in ("auto", "off"):
+        found = replace(found, trees=int(float(config.tree)))
+    if config.C != "auto":
+        found = replace(found, C=float(config.C))
+    if config.loss in SOLVED:
+        found = replace(found, loss=SOLVED[config.loss])  # type: ignore[arg-type]
+    if config.labels == "incomplete" and resolved.observed:
+        found = replace(found, observed=resolved.observed)
+    return found
+
+
+def fit(job: Job) -> Fitted:
+    """Fit label trees to the training rows, and to the validation rows unless they tune thresholds."""
+    config = job.config
+    pool, tunes = Pool.of(job.inputs, job.parts), config.decide not in ("auto", "top_k")
+    again = config.refit == "true" or (config.refit == "auto" and not tunes)
+    x, labels = (pool.x, pool.labels) if again else pool.train()
+    hierarchy = read_hierarchy(config.hierarchy, list(labels.label_names)) if config.hierarchy else None
+    tree = LinearTree.fit(
+        x,
+        labels,
+        settings_of(config, job.resolved),
+        hierarchy=hierarchy,
+        row_weight=labels.weights,
+        groups=None if labels.groups is None else np.array(labels.groups),
+    )
+    loss = next(ours for ours, theirs in SOLVED.items() if theirs == tree.settings.loss)
+    resolved = replace(job.resolved, loss=loss, probability="sigmoid", temperature=1.0)
+    size = f"{labels.n_labels} labels, {len(tree.trees)} tree{'s' * (len(tree.trees) > 1)}, {tree.n_weights} weights"
+    why = (
+        "as given"
+        if hierarchy is not None
+        else "a flat linear model would have " + str(job.features.n_features * labels.n_labels)
+    )
+    note = f"Label trees ({loss}, C {tree.settings.C:.3g}): {size}; {why}."
+    return Fitted(TreeScorer(tree), None, None, resolved, None, (note,), calibrated=True, seen_valid=again)

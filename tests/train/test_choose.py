@@ -1,0 +1,200 @@
+"""The exact solver and the choice among losses in runs and in the estimator; calibration; thresholds."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from train_tools import make_rows
+
+import lastlayer as ll
+from lastlayer import metrics
+from lastlayer.data import DataError, LabelData
+from lastlayer.runs.rows import set_metrics
+from lastlayer.train import Config, ConfigError, LabelSetClassifier, evaluate, train
+from lastlayer.train.calibrate import Calibration
+from lastlayer.train.choose import Pool
+from lastlayer.train.decide import Decision
+from lastlayer.train.engine import prepare
+from lastlayer.train.linear import fit_linear
+from lastlayer.train.module import LabelSetModule
+from lastlayer.train.network import LabelSetNetwork
+from lastlayer.train.resolved import Resolved
+
+
+def noisy(n=300, seed=0, labels=6):
+    """Texts whose labels are those of their words but for some that were exchanged."""
+    rows, rng = make_rows(n, seed, labels), np.random.default_rng(seed)
+    lists = [
+        [name if rng.random() < 0.8 else f"label{rng.integers(labels)}" for name in rows.names(i)] for i in range(n)
+    ]
+    return LabelData.from_lists(lists, texts=rows.texts, ids=rows.ids, label_names=rows.label_names)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    config = Config(loss="squared_hinge", C=0.5, bootstrap=0, decide="macro_f1")
+    return train({"all": noisy()}, config, tmp_path_factory.mktemp("run") / "a")
+
+
+def test_the_exact_solver_fits_training_and_validation_rows(exact):
+    model, parts = ll.load(exact.path), prepare({"all": noisy()}, Config())
+    pool = Pool.of({name: model.features(data) for name, data in parts.items()}, parts)
+    expected = fit_linear(pool.x, pool.labels, C=0.5)
+    rows = noisy(20, seed=1)
+    scores = model.features(rows) @ expected.matrix().T.toarray() + expected.intercept
+    np.testing.assert_allclose(model.decision_function(rows), scores, atol=2e-2)  # within the tolerance of the solver
+    assert "Loss: squared_hinge (C 0.5), chosen by ndcg@5 of" in exact.metrics()["notes"][0]
+
+
+def test_the_run_of_an_exact_model_is_a_run_like_any_other(exact, tmp_path):
+    from lastlayer import report
+    from lastlayer.train.export import export
+
+    model, rows = ll.load(exact.path), noisy(40, seed=2)
+    y, level = model.predict_proba(rows), model.thresholds
+    assert level.shape == (6,)
+    for names, p in zip(model.predict(rows), y, strict=True):
+        assert names == [model.labels[i] for i in np.argsort(-p, kind="stable") if p[i] > level[i]]
+    assert [len(row) for row in model.predict(rows, threshold=0.01)] == (y >= 0.01).sum(1).tolist()
+    assert [len(row) for row in model.predict(rows, k=4)] == [4] * 40
+    found = evaluate(model, rows, resamples=20)["metrics"]
+    assert found["micro_f1"]["low"] <= found["micro_f1"]["value"] <= found["micro_f1"]["high"]
+    assert {"macro_f1", "sample_f1", "hamming_loss", "exact_match", "ece_label"} <= found.keys()
+    report.write([exact.path], tmp_path / "report.html")
+    assert "macro_f1: one threshold per label" in (tmp_path / "report.html").read_text()
+    program = torch.export.load(export(exact.path, tmp_path / "model.pt2", "torch")).module()
+    x = torch.from_numpy(model.matrix(rows).toarray())
+    np.testing.assert_allclose(program(x)[1].detach().numpy(), y, atol=1e-6)
+
+
+def test_auto_says_what_it_chose_and_by_how_much(tmp_path):
+    run = train({"all": noisy()}, Config(bootstrap=0, labels="incomplete", keep=0.7), tmp_path / "a")
+    choice = run.read_json("choice.json")
+    values = [line["value"] for line in choice["candidates"] if not line["left_out"]]
+    assert values[0] == max(values)
+    assert {(line["loss"], line["thinned"]) for line in choice["candidates"]} == {
+        ("squared_hinge", False), ("binary", False), ("lml", False), ("lml", True), ("two_way", False)
+    }  # fmt: skip
+    best = choice["candidates"][0]
+    assert choice["monitor"] == "recall@5"  # which hidden labels do not bias
+    assert f"Loss: {best['candidate']}, chosen by recall@5 of" in run.metrics()["notes"][1]
+    assert ", against " in choice["line"]
+    model = ll.load(run.path)
+    assert model.resolved.loss == best["loss"]
+    assert model.decision.rule == "top_k"
+
+
+def test_a_killed_choice_is_made_again_to_the_same_weights(exact, tmp_path, monkeypatch):
+    config = Config(loss="squared_hinge", C=0.5, bootstrap=0, decide="macro_f1")
+    monkeypatch.setattr("lastlayer.train.choose.fit", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train({"all": noisy()}, config, tmp_path / "a")
+    monkeypatch.undo()
+    again = train({"all": noisy()}, config, tmp_path / "a")
+    assert (again / "weights.safetensors").read_bytes() == (exact / "weights.safetensors").read_bytes()
+
+
+def test_the_estimator_makes_the_same_choices():
+    rows = noisy()
+    x = sp.csr_matrix(np.array([[text.count(f"word{j}") for j in range(6)] for text in rows.texts], float))
+    y = [rows.names(i) for i in range(len(rows))]
+    model = LabelSetClassifier(loss="binary", C=1.0, decide="micro_f1", random_state=0, scale="none").fit(x, y)
+    assert model.loss_ == "binary"
+    assert "binary (C 1)" in model.choice_
+    np.testing.assert_array_equal(model.predict(x), model.predict_proba(x) > model.decision_.threshold)
+    weight = (np.arange(300) < 200).astype(float)
+    heavy = LabelSetClassifier(loss="binary", C=1.0, random_state=0, scale="none").fit(x, y, row_weight=weight)
+    light = fit_linear(x[:200], rows.take(np.arange(200)), loss="logistic", C=1.0)
+    np.testing.assert_allclose(heavy.network_.bias.detach(), light.intercept, atol=0.05)
+    with pytest.raises(ValueError, match="partial_fit needs a loss of minibatches"):
+        LabelSetClassifier(loss="squared_hinge").fit(x, y).partial_fit(x, y)
+
+
+def test_platt_scaling_finds_the_slopes_and_shrinks_rare_labels():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(4000, 3)) * 2 - [0, 0, 6]
+    slope, offset = np.array([0.5, 2.0, 1.0]), np.array([1.0, -1.0, 0.0])
+    hot = sp.csr_matrix(rng.random((4000, 3)) < 1 / (1 + np.exp(-(scores * slope + offset))))
+    found = Calibration.fit(scores, hot)
+    np.testing.assert_allclose(found.slope[:2], slope[:2], rtol=0.15)
+    np.testing.assert_allclose(found.offset[:2], offset[:2], atol=0.2)
+    few = Calibration.fit(scores[:40], hot[:40], penalties=(64.0,))
+    one = Calibration.fit(scores[:40], hot[:40], penalties=(np.inf,))
+    assert abs(few.slope[2] / one.slope[2] - 1) < 0.2  # no positive row of its own
+    assert np.ptp(one.slope) == 0
+
+
+@pytest.mark.parametrize("observed", [0.0, 0.5])
+def test_thresholds_are_those_of_trying_all(observed):
+    rng = np.random.default_rng(0)
+    y = rng.random((60, 4)).astype(np.float32)
+    hot = rng.random((60, 4)) < y * (observed or 1)
+
+    def f1(said, true):
+        return 2 * (said & true).sum() / ((observed or 1) * said.sum() + true.sum())
+
+    for rule, columns in (("micro_f1", [slice(0, 4)]), ("macro_f1", range(4))):
+        level = Decision.tune(rule, y, sp.csr_matrix(hot), observed=observed).per_label(4)
+        for c in columns:
+            best = max(f1(y[:, c] > t, hot[:, c]) for t in [0, *y[:, c].ravel()])
+            assert f1(y[:, c] > level[c], hot[:, c]) == pytest.approx(best)
+    if not observed:
+        level = Decision.tune("precision=0.8", y, sp.csr_matrix(hot)).threshold
+        assert (hot & (y > level)).sum() >= 0.8 * (y > level).sum()
+        lower = y.ravel()[y.ravel() <= level]
+        assert all((hot & (y >= t)).sum() < 0.8 * (y >= t).sum() for t in lower)
+        level = Decision.tune("recall=0.7", y, sp.csr_matrix(hot)).threshold
+        assert level == ll.tune_recall(torch.from_numpy(y), torch.from_numpy(hot), 0.7)
+
+
+def test_metrics_of_label_sets_are_those_of_the_metrics():
+    rng = np.random.default_rng(0)
+    said, true = sp.csr_matrix(rng.random((30, 8)) < 0.2), sp.csr_matrix(rng.random((30, 8)) < 0.2)
+    found = set_metrics(said.indptr, said.indices, true.indptr, true.indices, 8)
+    a, b = torch.from_numpy(said.toarray()), torch.from_numpy(true.toarray())
+    for name, average in (("micro_f1", "micro"), ("macro_f1", "macro"), ("sample_f1", "samples")):
+        assert found[name] == pytest.approx(float(metrics.label_set_f1(a, b, average=average)), abs=1e-6)
+    assert found["hamming_loss"] == pytest.approx(float(metrics.hamming_loss(a, b)), abs=1e-6)
+    assert found["exact_match"] == pytest.approx(float(metrics.exact_match(a, b)), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["lml", "binary"])
+@pytest.mark.parametrize("labels", ["complete", "incomplete"])
+def test_weights_of_rows_in_minibatches(loss, labels):
+    torch.manual_seed(0)
+    config = Config(loss=loss, labels=labels, lr=0.1)
+    x, target = torch.randn(4, 3), torch.tensor([[0, 1], [2, -1], [-1, -1], [1, -1]])
+    data = LabelData.from_lists([["0", "1"], ["2"], [], ["1"]], label_names=["0", "1", "2", "3"])
+    module = LabelSetModule(LabelSetNetwork(3, 4), config, Resolved.of(config, data), total_steps=1)
+    torch.nn.init.normal_(module.network.first.weight)
+    plain = module.loss(x, target)[0]
+    torch.testing.assert_close(module.loss(x, target, torch.full((4,), 3.0))[0], plain)
+    twice = [0, 0, 1, 2, 3]
+    torch.testing.assert_close(
+        module.loss(x, target, torch.tensor([2.0, 1, 1, 1]))[0], module.loss(x[twice], target[twice])[0]
+    )
+
+
+def test_bad_input_is_one_line_or_a_right_answer(tmp_path):
+    x = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+    lists = [["a"] if row[0] > 0 else ["b"] for row in x]
+    broken = x.copy()
+    broken[7, 1] = np.inf
+    with pytest.raises(DataError, match="features must be finite, got inf in row"):
+        train({"train": LabelData.from_lists(lists, features=broken)}, Config(), tmp_path / "a")
+    some = LabelData.from_lists(lists, features=x).take(np.arange(8))
+    with pytest.raises(ConfigError, match="`decide` must be top_k without enough labels"):
+        train({"train": some}, Config(valid_fraction=0, decide="micro_f1", loss="binary"), tmp_path / "b")
+    data = LabelData.from_lists([["a"]] * 60, features=x, label_names=["a", "none"])  # all alike, and one without rows
+    run = train({"all": data}, Config(bootstrap=0, loss="squared_hinge"), tmp_path / "c")
+    assert ll.load(run.path).predict(x[:2], k=1) == [["a"], ["a"]]
+    assert np.isfinite(ll.load(run.path).predict_proba(x)).all()
+
+
+def test_label_sets_choose_the_epoch(tmp_path):
+    config = Config(loss="lml", epochs=3, batch_size=32, bootstrap=0, monitor="hamming_loss")
+    run = train({"all": make_rows(200)}, config, tmp_path / "a")
+    values = [row["hamming_loss"] for row in run.history()]
+    assert run.metrics()["best_epoch"] == int(np.argmin(values))
+    assert {"micro_f1", "macro_f1", "sample_f1", "exact_match"} <= run.history()[0].keys()
+    assert run.history()[-1]["micro_f1"] > 0.5
