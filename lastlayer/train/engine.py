@@ -184,7 +184,12 @@ def train(
 
 
 def _holds_something(path: Path) -> bool:
-    return path.exists() and (not path.is_dir() or any(inside.name != LOCK for inside in path.iterdir()))
+    """Whether a folder holds more than the lock and a first file that a killed process was writing."""
+
+    def ours(name: str) -> bool:
+        return name == LOCK or (name.startswith(".config.yaml.") and name.endswith(".tmp"))
+
+    return path.exists() and (not path.is_dir() or not all(ours(inside.name) for inside in path.iterdir()))
 
 
 def _describe(run: RunFolder, config: Config, features: FeatureMap, labels: LabelData, about: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from tools import HUNG
 from train_tools import CONFIG, make_rows, work
 
 from lastlayer.train import Config, RunError, RunFolder, TrainingError, checkpoint, train
+from lastlayer.train.engine import _holds_something
 from lastlayer.train.module import LabelSetModule
 
 
@@ -89,6 +90,13 @@ def test_killed_at_a_random_time(tmp_path, context, undisturbed, seed):
         process.join(HUNG)
         assert process.exitcode == 0
     same(results(out), undisturbed)
+
+
+def test_a_first_file_that_was_half_written_is_no_other_content(tmp_path):
+    (tmp_path / ".config.yaml.123.tmp").write_text("loss: l")
+    assert not _holds_something(tmp_path)
+    (tmp_path / "thesis.tex").write_text("")
+    assert _holds_something(tmp_path)
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path):
