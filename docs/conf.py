@@ -6,6 +6,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
 
+import demo_report  # noqa: E402
 import figures  # noqa: E402
 
 import lastlayer  # noqa: E402
@@ -21,19 +22,27 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "accessible",
     "mathml",
     "playground",
     "reference",
 ]
 exclude_patterns = ["_build", "_ext", "_generated"]
+html_extra_path = ["_generated/site"]  # the report of the demo
 html_theme = "furo"
-html_title = "lastlayer"
+html_title = f"lastlayer {version}"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["lastlayer.css"]
 html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
+myst_html_meta = {
+    "description lang=en": "Multi-label classification in PyTorch: losses beyond BCE, top-k and thresholds, missing "
+    "labels, calibrated probabilities, metrics and reports.",
+    "keywords": "multi-label classification, BCEWithLogitsLoss, class imbalance, missing labels, thresholds, tagging",
+}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -44,3 +53,4 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 figures.draw_all()
+demo_report.write()

@@ -97,7 +97,8 @@ def _demo(made: argparse.ArgumentParser) -> None:
     made.add_argument("--epochs", type=int, default=8, help="passes over the training rows (default: 8)")
     made.add_argument("--seed", type=int, default=0, help="default: 0")
     made.add_argument("--losses", default="", metavar="A,B", help="names of losses (default: six of them)")
-    made.epilog = _examples("lastlayer demo", "lastlayer demo --losses lml,binary --keep 0.3")
+    made.add_argument("--open", action="store_true", help="open the report in a browser at the end")
+    made.epilog = _examples("lastlayer demo", "lastlayer demo --open", "lastlayer demo --losses lml,binary --keep 0.3")
 
 
 def _train(made: argparse.ArgumentParser) -> None:

@@ -8,6 +8,8 @@ import dataclasses
 import importlib
 import json
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from typing import Any
 
 from lastlayer import cli_output as output
 from lastlayer import cli_reading as reading
-from lastlayer.cli import UsageError
+from lastlayer.cli import UsageError, parser
 
 FEW = 100  # rows below which the numbers of an evaluation are coarse
 INHERITED = "LASTLAYER_RUN"  # tells the copies of this command on other devices the run folder
@@ -57,11 +59,13 @@ def _config(arguments: argparse.Namespace) -> Any:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from lastlayer.train.demo import LOSSES, demo
+    from lastlayer.train.demo import LOSSES, demo, opening, verdict
 
     if not 0 < arguments.keep <= 1 or arguments.epochs < 1:
         raise UsageError("--keep must be above 0 and at most 1, --epochs at least 1.")
     losses = [name for name in arguments.losses.split(",") if name] or list(LOSSES)
+    for line in opening(losses, arguments.keep, arguments.epochs):
+        print(line, flush=True)
     import torch
 
     torch.set_num_threads(1)  # the steps are small: more threads only wait for one another
@@ -70,8 +74,26 @@ def _demo(arguments: argparse.Namespace) -> int:
             arguments.out, losses=losses, keep=arguments.keep, epochs=arguments.epochs, seed=arguments.seed, step=step
         )
     output.print_table({run.path.name: run.metrics() for run in runs}, output.headline(runs[0].metrics()["metrics"]))
-    _try_report([run.path for run in runs], Path(arguments.out) / "report.html")
+    for line in verdict(runs):
+        print(line)
+    page = Path(arguments.out) / "report.html"
+    if _try_report([run.path for run in runs], page):
+        address = page.resolve().as_uri()
+        print(f"opening {address}" if arguments.open else f"open it: {_again(arguments)} --open")
+        if arguments.open:
+            import webbrowser
+
+            webbrowser.open(address)
     return 0
+
+
+def _again(arguments: argparse.Namespace) -> str:
+    """Return the command of a demo as it was given; finished runs are kept, so that it only opens the page."""
+    default = vars(parser().parse_args(["demo"]))
+    given = {name: value for name, value in vars(arguments).items() if value != default.get(name)}
+    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    program = ["lastlayer"] if shutil.which("lastlayer") else [os.path.relpath(sys.executable), "-m", "lastlayer"]
+    return shlex.join([*program, "demo", *flags])
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -221,14 +243,15 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _try_report(runs: list[Path], out: Path) -> None:
+def _try_report(runs: list[Path], out: Path) -> bool:
     try:
         from lastlayer import report
     except ImportError as error:
         print(f"no report: {error}", file=sys.stderr)
-        return
+        return False
     report.write(runs, out)
     print(f"report: {out}")
+    return True
 
 
 def _runs(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,27 +55,47 @@ def headline(metrics: dict[str, Any]) -> list[str]:
 
 def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
     """Print metrics in percent, with half the width of their 95 % intervals."""
-    drawn = any("±" in _cell(found["metrics"].get(name)) for found in rows.values() for name in names)
-    title = "percent, with 95 % bootstrap intervals over the rows" if drawn else "percent"
     lines = [[name, *(_cell(found["metrics"].get(metric)) for metric in names)] for name, found in rows.items()]
-    _print(title, ["", *names], lines)
+    drawn = any("±" in cell for line in lines for cell in line[1:])
+    title = "percent, with 95 % bootstrap intervals over the rows" if drawn else "percent"
+    head = ["", *names]
+    if _width(head, lines) > _console().width:
+        head = ["", *map(_short, names)]
+    if _width(head, lines) > _console().width:
+        title, lines = "percent", [[line[0], *(cell.partition(" ")[0] for cell in line[1:])] for line in lines]
+    _print(title, head, lines)
+
+
+def _short(metric: str) -> str:
+    """Return the abbreviation of a metric for a narrow terminal: P@1, R@5, nDCG@5."""
+    name, at, k = metric.partition("@")
+    return {"precision": "P", "recall": "R", "ndcg": "nDCG", "map": "mAP", "ece": "ECE"}.get(name, name) + at + k
+
+
+def _width(head: list[str], lines: list[list[str]]) -> int:
+    """The width of a table: two spaces and a line around each column, and a line at the end."""
+    return 1 + sum(3 + max(map(len, column)) for column in zip(head, *lines, strict=True))
+
+
+def _console() -> Any:
+    """The terminal, or a wide page; COLUMNS in the environment sets the width of either."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
 
 
 def _print(title: str | None, head: list[str], lines: list[list[str]], left: int = 1) -> None:
     """Print a table whose first `left` columns are text, the others numbers."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title)
     for i, name in enumerate(head):
-        table.add_column(name, justify="left" if i < left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
     for line in lines:
         table.add_row(*(Text(cell) for cell in line))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    console.print(table)
+    _console().print(table)
 
 
 def _cell(found: dict[str, Any] | None) -> str:

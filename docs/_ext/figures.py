@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import json
 import os
 import runpy
 import sys
@@ -19,6 +20,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import speed_table
 import torch
 from matplotlib.figure import Figure
 
@@ -157,6 +159,39 @@ GUIDES: dict[str, Callable[[dict[str, Any]], Figure]] = {
 }
 
 
+def speed(results: Path = speed_table.RESULTS) -> Figure:
+    """Time divided by that of torch's operation against the number of classes: a panel per machine, from its file."""
+    machines = {}
+    for path in sorted(results.glob("*.json")):
+        data = json.loads(path.read_text("utf-8"))
+        rows = data["rows"] if isinstance(data, dict) and {"machine", "rows"} <= data.keys() else []
+        if kept := [row for row in rows if speed_table.CORE.match(row["name"])]:
+            machines[f"{data['machine']['device']} ({path.name})"] = kept
+    figure, panels = plt.subplots(1, len(machines), figsize=(9, 3.9), squeeze=False, sharey=True)
+    for axes, (name, rows) in zip(panels[0], machines.items(), strict=True):
+        lines: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
+        for row in rows:
+            lines.setdefault((row["name"].split("/")[0], row["dtype"], row["against"]), []).append(
+                (row["n"], row["ratio"])
+            )
+        for (function, dtype, against), points in lines.items():
+            colour = {"lml": BLUE, "lml_backward": GREEN, "lml_loss": ORANGE}[function]
+            half = dtype != "float32"
+            text = f"{function.replace('_backward', ', backward')} / {against.replace('_', '-')}"
+            style = {"linestyle": "--" if half else "-", "marker": "s" if half else "o", "markersize": 4}
+            axes.plot(*zip(*sorted(points), strict=True), color=colour, label=f"{text}, {dtype}", **style)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="number of classes n", title=name)
+        axes.set_yticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
+        axes.title.set_size(10)
+        axes.grid(axis="y", color="#e2e8f0")
+        axes.minorticks_off()
+    panels[0][0].set_ylabel("time / torch's time")
+    keys = {text: line for axes in panels[0] for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(keys.values(), keys.keys(), ncols=2, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.0))
+    return figure
+
+
 def readme() -> Figure:
     """Sigmoid, softmax and LML of one row, for three k."""
     x = torch.tensor([3.0, 2.0, 1.5, 0.0, -2.0])
@@ -190,6 +225,8 @@ def draw_all() -> None:
     paper = DOCS.parent / "examples" / "projection.py"
     if stale(OUT / "entropies.png", paper):
         runpy.run_path(str(paper))["save"](OUT)
+    if stale(OUT / "speed.png", *speed_table.RESULTS.glob("*.json"), Path(__file__)):
+        save(speed(), OUT / "speed.png")
     for name, draw in GUIDES.items():
         page, path = DOCS / "guides" / f"{name}.md", OUT / f"guide_{name}.png"
         if stale(path, page, Path(__file__)):

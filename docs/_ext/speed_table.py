@@ -14,10 +14,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- speed -->\n).*?(<!-- end speed -->)", re.S)
-ALL = re.compile(r"(lml|lml_backward|lml_loss|k|peer|original|original_backward)/")
+CORE = re.compile(r"(lml|lml_backward|lml_loss)/")
+OTHER = re.compile(r"(k|peer|original|original_backward)/")  # the chart of docs/kernels.md has the core
 PAGES = {  # which cases a page shows, and for which numbers of classes
-    ROOT / "README.md": (re.compile(r"(lml|lml_backward|lml_loss)/"), {100, 1000, 4096, 10000, 32000, 131072, 1000000}),
-    ROOT / "docs" / "kernels.md": (ALL, None),
+    ROOT / "README.md": (CORE, {100, 1000, 4096, 10000, 32000, 131072, 1000000}),
+    ROOT / "docs" / "kernels.md": (OTHER, None),
 }
 Line = tuple[str, str, str]  # what, its type, what it is compared with
 
@@ -40,19 +41,19 @@ def ratio(value: float) -> str:
 
 
 def lines(rows: list[dict[str, Any]], pattern: re.Pattern[str], sizes: set[int] | None) -> list[str]:
-    """A table of ratios: a line a function and type, a column a number of classes."""
+    """Tables of ratios without blanks: a line per function and type, lines with the same sizes together."""
     kept = [row for row in rows if pattern.match(row["name"]) and (sizes is None or row["n"] in sizes)]
-    columns = sorted({row["n"] for row in kept})
     found: dict[Line, dict[int, float]] = {}
     for row in kept:
         found.setdefault((label(row), row["dtype"], row["against"]), {})[row["n"]] = row["ratio"]
-    if not found:
-        return []
-    head = ["", "type", "compared with", *(f"n = {n:,}" for n in columns)]
-    out = ["| " + " | ".join(head) + " |", "| --- | --- | --- |" + " ---: |" * len(columns)]
-    for names, ratios in found.items():
-        cells = [ratio(ratios[n]) if n in ratios else "" for n in columns]
-        out.append("| " + " | ".join([*names, *cells]) + " |")
+    out: list[str] = []
+    for columns in dict.fromkeys(tuple(sorted(ratios)) for ratios in found.values()):
+        head = ["", "type", "compared with", *(f"n = {n:,}" for n in columns)]
+        out += [""] if out else []
+        out += ["| " + " | ".join(head) + " |", "| --- | --- | --- |" + " ---: |" * len(columns)]
+        for names, ratios in found.items():
+            if tuple(sorted(ratios)) == columns:
+                out.append("| " + " | ".join([*names, *(ratio(ratios[n]) for n in columns)]) + " |")
     return out
 
 

@@ -156,6 +156,42 @@ def test_keyboard_and_pointer_move_the_logits(page):
     assert shown(page)["label"] == 2
 
 
+def test_a_finger_moves_the_logits_and_not_the_page(page):
+    """Real touch events: without `touch-action` on the svg the browser scrolls and cancels the pointer."""
+    session = page.context.new_cdp_session(page)
+    session.send("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    page.set_viewport_size({"width": 390, "height": 500})
+    page.evaluate("location.hash = 'x=1,0,-1&k=1&t=1&label=0'")
+    page.wait_for_function("document.getElementById('play').state.x.join() === '1,0,-1'")
+    slider = page.locator("#play .slider").nth(1)
+    slider.scroll_into_view_if_needed()
+    box, before = slider.locator(".track").bounding_box(), page.evaluate("scrollY")
+    x, y = box["x"], box["y"] + 0.5 * box["height"]
+    touch = {"type": "touchStart", "touchPoints": [{"x": x, "y": y}]}
+    session.send("Input.dispatchTouchEvent", touch)
+    for step in range(1, 11):
+        points = [{"x": x, "y": y - 0.025 * step * box["height"]}]
+        session.send("Input.dispatchTouchEvent", {"type": "touchMove", "touchPoints": points})
+    session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    assert shown(page)["x"][1] == pytest.approx(2.5, abs=0.2)
+    assert page.evaluate("scrollY") == before
+    session.send("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
+def test_headings_follow_the_title(page):
+    """The page's title is the only heading above those of the app."""
+    assert set(page.evaluate("[...document.querySelectorAll('#play :is(h1, h2, h3, h4)')].map(h => h.tagName)")) == {
+        "H2"
+    }
+
+
+def test_axe_finds_nothing_serious(page):
+    axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which brings axe-core")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+    found = page.evaluate("axe.run('#play')")["violations"]
+    assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")] == []
+
+
 def test_it_fits_on_a_phone(page):
     page.set_viewport_size({"width": 390, "height": 844})
     for n in (3, 8):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -67,6 +68,7 @@ def test_pages_load_nothing_from_another_host(site, pages):
 
 
 def test_links_inside_the_site_lead_somewhere(pages):
+    known = {path.resolve(): page for path, page in pages.items()}
     for path, page in pages.items():
         for link in page.links:
             parts = urlsplit(link)
@@ -74,7 +76,7 @@ def test_links_inside_the_site_lead_somewhere(pages):
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path.resolve()
             assert target.exists(), f"{path.name} links to {link}"
-            found = next((known for other, known in pages.items() if other.resolve() == target), None)
+            found = known.get(target)
             # Sphinx's own links from a listing back to its page take the package for the module.
             if parts.fragment and found and "_modules" not in path.parts:
                 assert unquote(parts.fragment) in found.anchors, f"{path.name} links to {link}"
@@ -85,6 +87,39 @@ def test_pictures_have_words(site):
         for picture in re.findall(r"<img [^>]*>", path.read_text("utf-8")):
             ours = "toggler" not in picture  # of the index, by Sphinx
             assert not ours or re.search(r'alt="[^"]{15,}"', picture), f"{path.name}: {picture}"
+
+
+def test_a_page_has_a_version_a_description_an_icon_and_its_source(site):
+    text = (site / "index.html").read_text("utf-8")
+    assert re.search(r"<title>lastlayer \d", text)
+    assert 'name="description"' in text
+    assert "_sources/index.md" in text
+    assert (site / "_static" / "favicon.svg").exists()
+
+
+def test_the_report_of_the_demo_is_part_of_the_site(site, pages):
+    assert {"summary", "labels", "examples"} <= pages[site / "demo.html"].anchors
+    for name in ("index.html", "report.html"):
+        assert "demo.html" in pages[site / name].links
+
+
+def test_axe_finds_nothing_serious(site):
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which brings axe-core")
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not program:
+        pytest.skip("needs Chromium")
+    source = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        for name, scheme in (("index", "light"), ("index", "dark"), ("playground", "light"), ("loss", "dark")):
+            page = browser.new_page(color_scheme=scheme)
+            page.goto((site / f"{name}.html").as_uri())
+            page.evaluate(source)
+            found = page.evaluate("axe.run()")["violations"]
+            serious = [(v["id"], v["nodes"][0]["html"][:150]) for v in found if v["impact"] in ("serious", "critical")]
+            assert serious == [], f"{name}, {scheme}"
+        browser.close()
 
 
 def test_every_public_name_can_be_linked(site):

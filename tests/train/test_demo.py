@@ -1,9 +1,14 @@
 """The demo on tiny data: each loss gets the same learning rates, the validation rows choose, the test rows wait."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from tools import HUNG
 from train_tools import make_rows
 
+from lastlayer.cli import main
 from lastlayer.train import RunFolder
 from lastlayer.train import demo as module
 
@@ -37,3 +42,39 @@ def test_finished_runs_are_kept(sample, tmp_path):
     assert not (tmp_path / "trials").exists()
     again = module.demo(tmp_path, losses=["lml"], epochs=1, factors=[1.0])[0]
     assert (again / "done.json").stat().st_mtime_ns == before
+
+
+def test_it_says_what_it_does_who_wins_and_how_to_see_it(sample, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(module, "FACTORS", (1.0,))
+    monkeypatch.setattr(module.demo, "__kwdefaults__", {**module.demo.__kwdefaults__, "factors": (1.0,)})
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    words = ["demo", "--out", str(tmp_path / "out"), "--epochs", "30", "--losses", "binary,expected_positive,lml"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("data: 100 descriptions of Debian packages with 30 tags; 50% of the tags are hidden\ntask: ")
+    assert "work: 3 losses" in text
+    runs = {name: RunFolder(tmp_path / "out" / name).metrics()["metrics"] for name in words[-1].split(",")}
+    metric = max((name for name in runs["lml"] if name.startswith("recall@")), key=lambda name: int(name[7:]))
+    first, second = sorted(runs, key=lambda name: -runs[name][metric]["value"])[:2]
+    value, other = (100 * runs[name][metric]["value"] for name in (first, second))
+    assert f"{first} finds most: {value:.1f} % of the true tags" in text
+    assert f"{value - other:.1f} points" in text
+    assert f"ahead of {second} (" in text
+    table = [line for line in text.splitlines() if line.startswith(("│", "┃", "┏"))]
+    assert max(map(len, table)) <= 80
+    assert "expected_positive" in text, "names are whole"
+    assert text.endswith("--open\n")
+    assert opened == []
+    assert main([*words, "--open"]) == 0
+    assert opened == [(tmp_path / "out" / "report.html").as_uri()]
+
+
+def test_its_opening_words_come_before_torch():
+    """In a process of its own: what the demo does is said without importing torch."""
+    code = "import sys; from lastlayer.train.demo import LOSSES, opening; print(opening(LOSSES, 0.5, 8))"
+    code += "; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HUNG)
+    assert done.returncode == 0, done.stderr
+    assert "252 tags" in done.stdout

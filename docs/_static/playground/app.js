@@ -328,6 +328,9 @@ function renderNumbers({ y, nu, loss }) {
   }
   const frame = document.createElement("div");
   frame.className = "scroll";
+  frame.tabIndex = 0; // it scrolls, so the keyboard must reach it
+  frame.setAttribute("role", "region");
+  frame.setAttribute("aria-label", "Numbers");
   frame.append(table);
   part("numbers").replaceChildren(frame);
   const { x, k, temperature, label } = state;
