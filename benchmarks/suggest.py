@@ -13,6 +13,8 @@ Per set, kind of hiding and finder, over the seeds:
 
 - precision: the share of hidden labels among the first N suggestions, N being the number of hidden labels. A label
   that nobody wrote down counts as an error although it may be true, for all finders alike;
+- with ``--labelled``, the same where rows that hiding left without any label are not looked at. That such a row lacks a
+  label is easy to guess where every row had one;
 - recall@5 on test rows with all their labels, of a model trained on all labels, on those left, and on those left with
   the first N suggestions of a finder accepted; "recovered" is the share of the loss by hiding that comes back.
 
@@ -198,7 +200,17 @@ def recall(model: Any, rows: Rows, k: int = 5) -> float:
     return float(ll.recall_at_k(z, torch.from_numpy(rows.y.toarray()), k))
 
 
-def measure(train: Rows, test: Rows, kind: str, seed: int, cost: float, full: float, retrain: bool) -> dict[str, Any]:
+def measure(
+    train: Rows,
+    test: Rows,
+    kind: str,
+    seed: int,
+    cost: float,
+    full: float,
+    retrain: bool,
+    finders: list[str],
+    only_labelled: bool = False,
+) -> dict[str, Any]:
     left = hide(train.y, kind, seed)
     hidden = (train.y - left).tocsr()
     hidden.eliminate_zeros()
@@ -207,13 +219,19 @@ def measure(train: Rows, test: Rows, kind: str, seed: int, cost: float, full: fl
     own = min(own_count(p, left), n)
     out: dict[str, Any] = {"hidden": n, "cleanlab's own number": own}
     dense = hidden.toarray() > 0
+    labelled = left.getnnz(1) > 0 if only_labelled else None
     poor = recall(fit(train.x, left, cost), test) if retrain else 0.0
-    for name, finder in FINDERS.items():
+    for name in finders:
+        finder = FINDERS[name]
         begun = time.process_time()
         row, label = finder(p, left, n)
         right = dense[row, label]
         one = {"precision": float(right.mean()), "seconds": time.process_time() - begun}
         one["precision at cleanlab's own number"] = float(right[: max(own, 1)].mean())
+        if labelled is not None:
+            row_of = np.flatnonzero(labelled)
+            some = finder(p[row_of], left[row_of], m := int(dense[row_of].sum()))
+            one["precision in rows with labels"] = float(dense[row_of][some].mean()) if m else 0.0
         if retrain and name in RETRAINED:
             added = sp.csr_matrix((np.ones(n, np.float32), (row, label)), shape=left.shape)
             again = recall(fit(train.x, (left + added).tocsr(), cost), test)
@@ -224,7 +242,7 @@ def measure(train: Rows, test: Rows, kind: str, seed: int, cost: float, full: fl
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean over the seeds of each number, and the spread of the precision."""
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = {"seeds": len(found)}
     for name in found[0]:
         if isinstance(found[0][name], dict):
             out[name] = {key: float(np.mean([f[name][key] for f in found])) for key in found[0][name]}
@@ -233,7 +251,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
             out[name] = float(np.mean([f[name] for f in found]))
     if "recall@5 left" in out:
         lost = out["recall@5 full"] - out["recall@5 left"]
-        for name in RETRAINED:  # of the means: a loss of one seed may be next to nothing
+        for name in set(RETRAINED) & set(out):  # of the means: a loss of one seed may be next to nothing
             out[name]["recovered"] = (out[name]["recall@5"] - out["recall@5 left"]) / lost
     return out
 
@@ -244,7 +262,9 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--cost", type=float, default=3.0)
+    parser.add_argument("--finders", nargs="+", default=list(FINDERS), choices=list(FINDERS))
     parser.add_argument("--no-retrain", action="store_true")
+    parser.add_argument("--labelled", action="store_true", help="also leave out rows that hiding left without labels")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
@@ -254,15 +274,26 @@ def main() -> None:
         print(f"{name}: {train.y.shape[0]} rows, {train.y.shape[1]} labels, recall@5 {full:.4f}", flush=True)
         for kind in ("random", "rare"):
             found = [
-                measure(train, test, kind, seed, arguments.cost, full, not arguments.no_retrain)
+                measure(
+                    train,
+                    test,
+                    kind,
+                    seed,
+                    arguments.cost,
+                    full,
+                    not arguments.no_retrain,
+                    arguments.finders,
+                    arguments.labelled,
+                )
                 for seed in range(arguments.seeds)
             ]
             results[f"{name}, {kind}"] = made = summary(found)
-            for finder in FINDERS:
+            for finder in arguments.finders:
                 shown = {key: round(v, 4) for key, v in made[finder].items() if isinstance(v, float)}
                 print(f"  {kind:7} {finder:32} {shown}", flush=True)
-        if arguments.json:
-            about = {"python": platform.python_version(), "torch": torch.__version__, "seeds": arguments.seeds}
+            if not arguments.json:
+                continue
+            about = {"python": platform.python_version(), "torch": torch.__version__}
             arguments.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
 
