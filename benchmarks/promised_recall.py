@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--recalls", nargs="+", type=float, default=[0.8, 0.9])
+    parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
@@ -102,7 +103,7 @@ def main() -> None:
                 "labels": p.shape[1],
                 "tune_recall": measure(p, y, recall, ours, SPLITS),
             }
-            for grid in (100, 1000):
+            for grid in () if arguments.no_peer else (100, 1000):
                 splits = min(PEER_SPLITS[grid], int(PEER_CELLS / (p.size / 2 * grid)))
                 if splits < 2:
                     continue
