@@ -163,7 +163,7 @@ def train(
         inputs = {name: features(data) for name, data in parts.items()}
         job = Job(run, config, resolved, features, parts, inputs, placement, last, progress, say)
         kind = config.model
-        if placement.shard is None and config.minibatches() is None:
+        if not shard_classes and config.minibatches() is None:
             kind = "tree" if config.takes_tree(parts["train"].n_labels) else "exact"
         fitted = importlib.import_module(TRAINERS[kind]).fit(job)
         if fitted is not None:

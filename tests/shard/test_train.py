@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the processes import it by thi
 
 train_worker = importlib.import_module("train_worker")
 
-COMMON = ["--epochs=3", "--batch-size=32", "--bootstrap=20", "--quiet"]
+COMMON = ["--epochs=3", "--batch-size=32", "--bootstrap=20", "--quiet", "--solver=sgd", "--calibrate=false"]
 DEEP = [*COMMON, "--hidden=8", "--dropout=0.2", "--lr=0.02"]
 RUNS = {  # labels: 7, so 4 and 3
     "deep": DEEP,
@@ -231,7 +231,7 @@ def test_each_process_needs_a_label(monkeypatch):
 
 
 def test_an_unsplit_run_is_not_resumed_split(tmp_path):
-    rows, config = {"all": make_rows(40)}, Config(epochs=1, bootstrap=0)
+    rows, config = {"all": make_rows(40)}, Config(loss="lml", epochs=1, bootstrap=0)
     train(rows, config, tmp_path / "run")
     (tmp_path / "run/done.json").unlink()
     with pytest.raises(RunError, match="unfinished run without --shard-classes"):

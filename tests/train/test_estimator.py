@@ -70,7 +70,8 @@ def test_it_learns_and_generalises():
 def test_the_short_loop_makes_the_weights_of_a_lightning_trainer(sparse, hidden):
     X, Y = make(n=150)
     X = sp.csr_matrix(np.where(X > 0, X, 0)) if sparse else X
-    model = LabelSetClassifier(epochs=3, batch_size=32, hidden=hidden, dropout=0.2 if hidden else 0, random_state=0)
+    options = {"loss": "lml", "epochs": 3, "batch_size": 32, "hidden": hidden, "dropout": 0.2 if hidden else 0}
+    model = LabelSetClassifier(random_state=0, **options)
     X, y = model._checked(X, Y, reset=True)
     model._start(X, y, None)
     config, labels, x = model._config(seed=model.seed_), model._labels(y), model.features_.transform(X)
