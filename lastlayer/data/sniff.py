@@ -94,7 +94,7 @@ class _Sniffer:
             separator=self._separator(form),
             guessed=frozenset(self.guessed),
             lazy=lazy,
-            **one,  # type: ignore[arg-type]
+            **one,
         )
 
     def _asked(self, role: str) -> tuple[int, ...] | None:

@@ -88,7 +88,7 @@ def _counts(op: str, k: float | Tensor | str, x: Tensor, part: ClassShard | None
         values = torch.where(x > -torch.inf, x, 0).to(_check.work_dtype(x))
         k = shard.reduce(values, "sum", part).squeeze(-1)
     if not isinstance(k, Tensor):
-        return whole(op, "k", k)  # type: ignore[arg-type]  # no longer a word
+        return whole(op, "k", k)
     n = _all_classes(x, part)
     k = _check.cardinality(op, k.detach(), x, part).squeeze(-1)
     return k.nan_to_num(0).round().clamp(0, n).long()
