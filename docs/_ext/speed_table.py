@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- speed -->\n).*?(<!-- end speed -->)", re.S)
+FELT = re.compile(r"(<!-- felt -->\n).*?(<!-- end felt -->)", re.S)
 CORE = re.compile(r"(lml|lml_backward|lml_loss)/")
 OTHER = re.compile(r"(k|peer|original|original_backward)/")  # the chart of docs/kernels.md has the core
 PAGES = {  # which cases a page shows, and for which numbers of classes
@@ -81,12 +82,45 @@ def filled(page: str, pattern: re.Pattern[str], sizes: set[int] | None, results:
     return MARKS.sub(lambda found: found[1] + tables(pattern, sizes, results) + found[2], page)
 
 
+def felt(results: Path = RESULTS) -> str:
+    """Tables of what ``python -m benchmarks.felt`` measured: wall time per call, and lengths of rows that vary."""
+    out: list[str] = []
+    for path in sorted(results.glob("felt_*.json")):
+        data = json.loads(path.read_text("utf-8"))
+        calls = [row for row in data["rows"] if "ratio" in row]
+        out += ["", about(path.name, data), "", "| call | rows x n | us | compared with | us | ratio |"]
+        out += ["| --- | --- | ---: | --- | ---: | ---: |"]
+        for row in calls:
+            cells = (
+                row["name"],
+                f"{row['rows']} x {row['n']}",
+                row["us"],
+                row["against"],
+                row["against_us"],
+                row["ratio"],
+            )
+            out.append("| " + " | ".join(map(str, cells)) + " |")
+        varied = [row for row in data["rows"] if "kernels" in row]
+        if varied:
+            out += [
+                "",
+                "| rows of varying length, both ways | type | seconds | kernels compiled |",
+                "| --- | --- | ---: | ---: |",
+            ]
+            out += [f"| {row['name']} | {row['dtype']} | {row['s']} | {row['kernels']} |" for row in varied]
+    return "\n".join([*out, "", ""])
+
+
+def page_of(path: Path) -> str:
+    """A page with all its tables, from the results."""
+    text = filled(path.read_text("utf-8"), *PAGES[path])
+    return FELT.sub(lambda found: found[1] + felt() + found[2], text)
+
+
 def main() -> None:
-    for path, wanted in PAGES.items():
-        if path.exists():
-            text = path.read_text("utf-8")
-            if filled(text, *wanted) != text:
-                path.write_text(filled(text, *wanted), "utf-8")
+    for path in PAGES:
+        if path.exists() and page_of(path) != path.read_text("utf-8"):
+            path.write_text(page_of(path), "utf-8")
 
 
 if __name__ == "__main__":
