@@ -35,7 +35,7 @@ FEWEST = 10  # rows below which there is no choice
 TRIED = 20_000  # rows that the candidates are fitted to for the choice; drawn, if there are more
 PATHS = {"squared_hinge": (0.1, 0.3, 1.0), "binary": (1.0, 3.0, 10.0)}  # the C that are tried, for rows of length 1
 FURTHER = 3  # steps by which a path may grow where its end is best
-PASSES = 5  # over the rows by minibatches, from the exact solution
+PASSES = (5, 25)  # over the rows by minibatches, from the exact solution: of many rows, and at most
 WORSE = 2.0  # standard errors by which a candidate must be worse to be left out
 
 
@@ -141,7 +141,7 @@ class _Race:
         self.held: list[LabelData] = []
         self.seconds: dict[Candidate, float] = {}
         self.networks: dict[Candidate, LabelSetNetwork] = {}  # of the last split
-        self.out: dict[Candidate, float] = {}  # the values of those that were left out
+        self.out: dict[Candidate, float] = {}  # how much worse those that were left out were than the best of then
 
     def costs(self, loss: str) -> list[float]:
         """Return the C to start with."""
@@ -250,13 +250,14 @@ class _Race:
             gap = leader - self.each(candidate)
             gap = gap[np.isfinite(gap)]
             if len(gap) < 2 or gap.mean() > WORSE * gap.std() / np.sqrt(len(gap)):
-                self.out[candidate] = self.value(candidate)
+                self.out[candidate] = float(gap.mean()) if len(gap) else 0.0
                 del self.scores[candidate]
 
     def finish(self, splits: list[tuple[np.ndarray, np.ndarray]]) -> Chosen:
         """Take the best, and describe the others."""
-        values = {**self.out, **{c: self.value(c) for c in self.scores}}
+        values = {c: self.value(c) for c in self.scores}
         best = max(self.scores, key=lambda c: values[c])
+        values |= {c: values[best] - gap for c, gap in self.out.items()}
         rest: dict[str, str] = {}
         for candidate in sorted((c for c in values if c.loss != best.loss or c.thinned != best.thinned),
                                 key=lambda c: -values[c]):  # fmt: skip
@@ -290,6 +291,11 @@ def fit(candidate: Candidate, x: Any, labels: LabelData, config: Config, resolve
     return network if candidate.exact else fit_coupled(x, labels, candidate, config, resolved, network)
 
 
+def passes_over(rows: int) -> int:
+    """Return the number of passes by minibatches from the exact solution: 25 up to 256 rows, 5 from 6,400 on."""
+    return int(np.clip(round(400 / np.sqrt(max(rows, 1))), *PASSES))
+
+
 def fit_coupled(
     x: Any, labels: LabelData, candidate: Candidate, config: Config, resolved: Resolved, start: LabelSetNetwork
 ) -> LabelSetNetwork:
@@ -304,10 +310,11 @@ def fit_coupled(
         settled = replace(settled, lr=str(0.1 * float(settled.lr)))
     if not candidate.thinned:
         resolved = replace(resolved, observed=0.0)
-    steps = len(EpochBatches(len(labels), config.batch_size, seed=0)) * PASSES
+    passes = passes_over(len(labels))
+    steps = len(EpochBatches(len(labels), config.batch_size, seed=0)) * passes
     module = LabelSetModule(network, settled, resolved, total_steps=steps)
     with quiet():
-        fit_in_process(module, LabelSetData(x, labels, batch_size=config.batch_size, seed=config.seed), PASSES)
+        fit_in_process(module, LabelSetData(x, labels, batch_size=config.batch_size, seed=config.seed), passes)
     return network.eval()
 
 

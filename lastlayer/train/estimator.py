@@ -264,7 +264,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
             said = y >= self.threshold
         elif level is not None:
             said = y > torch.from_numpy(np.asarray(level)).double()
-        elif self.decide == "top_k":
+        elif self.decision_ is not None:  # the rule top_k
             rank = odds.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
             said = rank < counts.round().clamp(min=1).unsqueeze(-1)
         else:
