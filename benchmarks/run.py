@@ -33,7 +33,7 @@ class Data(NamedTuple):
 
     x: Tensor  # logits, normal with standard deviation 2
     k: float
-    target: Tensor  # one class a row
+    target: Tensor  # one class per row
     upstream: Tensor  # a gradient of the shape of the logits
 
 

@@ -1,4 +1,4 @@
-"""The losses of the label-set experiments by name, each as a loss a row of a batch of :mod:`experiments.tabular`.
+"""The losses of the label-set experiments by name, each as a loss per row of a batch of :mod:`experiments.tabular`.
 
 Where a published loss divides by the number of classes it is multiplied by it, and the pairwise losses are divided by
 it, so that one range of learning rates serves all.

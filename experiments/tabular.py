@@ -104,7 +104,7 @@ class Cell(NamedTuple):
 
     keep: str  # the share that is observed, or "one" a row
     option: float  # the option that is tuned
-    mean: float  # observed labels a row
+    mean: float  # observed labels per row
     guess: float  # k as `lastlayer train --labels incomplete` guesses it
 
 
@@ -113,7 +113,7 @@ class Batch(NamedTuple):
     target: Tensor  # boolean, of the same shape
     cell: Cell
     progress: float  # of the training, from 0 to 1; constant within an epoch
-    count: Tensor | None = None  # the number of labels a row, as the model predicts it
+    count: Tensor | None = None  # the number of labels per row, as the model predicts it
     estimates: Tensor | None = None  # a row of logits of label estimates
 
     @property
@@ -122,7 +122,7 @@ class Batch(NamedTuple):
 
     @property
     def k(self) -> float:
-        """The option as a number of labels a row."""
+        """The option as a number of labels per row."""
         return min(self.cell.option, 0.5 * self.logits.shape[-1])
 
     @property
@@ -136,7 +136,7 @@ class Batch(NamedTuple):
 
 
 class Method(NamedTuple):
-    loss: Callable[[Batch], Tensor]  # a loss a row
+    loss: Callable[[Batch], Tensor]  # a loss per row
     options: tuple[float, ...] = (0.0,)  # tuned like the learning rate
     reads_cell: bool = False  # numbers of the cell enter the loss: one call for each cell
     couples_rows: bool = False  # a row's loss depends on the batch: each model is mapped on its own
@@ -379,7 +379,7 @@ def each(t: Tensor, times: int, dim: int) -> Tensor:
 
 
 def expected_count(cell: Cell) -> float:
-    """The true number of labels a row, if `guess` is what rows with all labels have."""
+    """The true number of labels per row, if `guess` is what rows with all labels have."""
     return max(cell.mean / min(cell.mean / cell.guess, 0.95), 0.01)
 
 

@@ -2,7 +2,7 @@
 
     python -m experiments.incomplete_labels.run --data FOLDER [--sets bibtex ...] [--heads linear mlp] [--workers 4]
 
-Labels of the training rows are hidden at random (each kept with probability q, or a single one a row); the test labels
+Labels of the training rows are hidden (each kept with probability q, or a single one per row); the test labels
 are complete. A fifth of the training rows, with their labels hidden alike, chooses learning rate, weight decay, k and
 what else a loss leaves open.
 """
@@ -242,7 +242,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
                 for keep in KEEP
             ]
             axes.plot(range(len(KEEP)), mean, color=colour, marker=mark, label=method)
-        axes.set_xticks(range(len(KEEP)), ["all", "50 %", "20 %", "10 %", "one a row"])
+        axes.set_xticks(range(len(KEEP)), ["all", "50 %", "20 %", "10 %", "one per row"])
         sets = len({key[0] for key in found if key[1] == head})
         axes.set(title=f"{head}, {sets} sets", xlabel="training labels kept")
         axes.grid(alpha=0.3)

@@ -25,7 +25,7 @@ from lastlayer.data import LabelData, hide_labels, read_parts, split_rows
 HERE = Path(__file__).parent
 LOSSES = ("binary", "multihot_softmax", "two_way", "lml", "lml thinned")
 CARDINALITY = {"bibtex": (2.0, 3.0), "delicious": (5.0, 15.0)}
-RATES = {"delicious": [(0.3, 1e-5), (1.0, 1e-5), (3.0, 1e-5)]}  # 19 labels a row: larger gradients
+RATES = {"delicious": [(0.3, 1e-5), (1.0, 1e-5), (3.0, 1e-5)]}  # 19 labels per row: larger gradients
 
 
 def grid(name: str, loss: str) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def balanced(x: Tensor, target: Tensor, anchors: int) -> Tensor:
     return F.binary_cross_entropy_with_logits(x, target, pos_weight=x.new_tensor(9.0))
 
 
-RANKING: dict[str, Loss] = {  # of one score a row; those over the batch take it as one row
+RANKING: dict[str, Loss] = {  # of one score per row; those over the batch take it as one row
     "binary": lambda x, target, anchors: ll.binary_loss(x, target),
     "binary, balanced": balanced,
     "two-way over the batch": lambda x, target, anchors: ll.two_way_loss(x, target, per="class"),

@@ -13,7 +13,7 @@ import lastlayer as ll
 
 
 class Binary(nn.Linear):
-    """A sigmoid a class; `prior` starts it from the chance of one label a row."""
+    """One sigmoid per class; `prior` starts it from the chance of one label per row."""
 
     def __init__(self, features: int, classes: int, prior: bool = False) -> None:
         super().__init__(features, classes)

@@ -34,7 +34,7 @@ def mean_average_precision(
 
     Args:
         scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.
-        target: Multi-hot of the shape of `scores` (-1 is unknown), one class a row, or index lists padded with -1;
+        target: Multi-hot of the shape of `scores` (-1 is unknown), one class per row, or index lists padded with -1;
             index targets are made dense a few classes or rows at a time.
         per: ``"class"`` ranks the rows for each class, ``"sample"`` the classes for each row.
         average: ``"macro"`` is the mean, ``"weighted"`` weighs by the number of positives, ``"none"`` returns each

@@ -52,7 +52,7 @@ def reliability_bins(
 
     Args:
         scores: Probabilities, ``(*batch, n_classes)``. A score of ``-inf`` or nan makes no pair.
-        target: Multi-hot of the shape of `scores` (-1 is unknown and makes no pair), one class a row, or index lists
+        target: Multi-hot of the shape of `scores` (-1 is unknown and makes no pair), one class per row, or index lists
             padded with -1. A row without labels takes part: all its pairs are wrong.
         k: Only the `k` best classes of each row make pairs; ``None`` is all of them.
         n_bins: The number of bins.
@@ -90,7 +90,7 @@ def label_calibration_error(
 
     Args:
         scores: Probabilities, ``(*batch, n_classes)``; not logits.
-        target: Multi-hot, one class a row, or index lists, as in :func:`reliability_bins`.
+        target: Multi-hot, one class per row, or index lists, as in :func:`reliability_bins`.
         k: Only the `k` best classes of each row count; ``None`` is all of them.
         n_bins: The number of bins of equal width.
         per: ``"all"`` is the error of all pairs in one diagram. ``"class"`` is the classwise error: the mean over
@@ -121,7 +121,7 @@ def fit_temperature(logits: Tensor, target: Target, *, link: Literal["sigmoid", 
 
     Args:
         logits: Scores before the link, ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot of the shape of `logits` (-1 is unknown and left out), one class a row, or index lists.
+        target: Multi-hot of the shape of `logits` (-1 is unknown and left out), one class per row, or index lists.
         link: ``"sigmoid"`` or ``"softmax"``; a row without labels says nothing about the latter.
 
     Returns:

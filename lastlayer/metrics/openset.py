@@ -58,7 +58,7 @@ def auroc(
     Args:
         scores: One-dimensional, the items of one problem; or ``(*batch, n_classes)``. nan counts as ``-inf``.
         target: 1 positive, 0 negative, -1 unknown, of the shape of `scores`; or, for scores of several classes, one
-            class a row or index lists padded with -1.
+            class per row or index lists padded with -1.
         per: For scores of several classes: ``"class"`` compares the rows of each class, ``"sample"`` the classes of
             each row.
         average: ``"macro"`` is the mean, ``"weighted"`` weighs by the number of positives, ``"none"`` returns each,

@@ -122,7 +122,7 @@ def sentences(found: dict[str, Any]) -> list[str]:
     else:
         out.append(f"{runs[first]['name']} finds most: {value} of the true labels are among the {k} best of their row.")
         out += _lead(found, first, main)
-    out += _dearest(runs[first], len(runs) > 1)
+    out += _costliest(runs[first], len(runs) > 1)
     return out
 
 
@@ -149,15 +149,15 @@ def _lead(found: dict[str, Any], first: int, metric: str) -> list[str]:
     return [f"Its lead over {runs[second]['name']}, {text}, may be chance."]
 
 
-def _dearest(run: dict[str, Any], named: bool) -> list[str]:
+def _costliest(run: dict[str, Any], named: bool) -> list[str]:
     kinds = (run["errors"] or {}).get("kinds") or []
     if not kinds or max(kind["gain"] for kind in kinds) <= 0:
         return []
     worst = max(kinds, key=lambda kind: kind["gain"])
     of = f" of {run['name']}" if named else ""
     return [
-        f"The dearest kind of error{of} is {worst['name']} ({worst['meaning']}): "
+        f"The costliest type of error{of} is {worst['name']} ({worst['meaning']}): "
         f"without it, F1 would be {100 * worst['gain']:.1f} points higher."
         if run["errors"]["metric"] == "f1"
-        else f"The dearest kind of error{of} is {worst['name']} ({worst['meaning']})."
+        else f"The costliest type of error{of} is {worst['name']} ({worst['meaning']})."
     ]

@@ -66,7 +66,7 @@ const ORACLES = {
   "no false alarms": "every wrong label taken out",
   "no misses": "every missed label put in",
   "true count": "each row had as many labels as it truly has",
-  "best thresholds": "one threshold a label, the best on these rows",
+  "best thresholds": "one threshold per label, the best on these rows",
 };
 function errors() {
   if (!byId("errors")) return;

@@ -25,7 +25,7 @@ class Loss(NamedTuple):
     args: tuple[Any, ...] = ()  # after the target
     options: Mapping[str, Any] = MappingProxyType({})
     labels: bool = True  # takes a target of labels
-    single: bool = False  # takes one label a row
+    single: bool = False  # takes one label per row
     rows: bool = True  # a row's loss does not depend on the others
     sees_unknown: bool = False  # unknown classes stay in the projection
     counts_all: bool = False  # the mean is over all rows, also those that say nothing

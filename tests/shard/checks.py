@@ -434,7 +434,7 @@ def check_reject_and_tuning() -> None:
 
 
 def check_reject_traffic() -> None:
-    """The lists of each rank, and one number a row for the evidence: two for a log-density."""
+    """The lists of each rank, and one number per row for the evidence: two for a log-density."""
     shard = ClassShard.split(400)
     scores = torch.randn(6, shard.size)
     lists = [capacity.Collective("all_gather", 6 * 3 * 4), capacity.Collective("all_gather", 6 * 3 * 8)]

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -281,10 +280,12 @@ def test_progress_is_reported(impl):
 @built
 def test_an_interrupt_is_answered():
     x, y = made_up(rows=3000, features=300, labels=400)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background ignores
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        fit_linear(x, y, C=1e4, tolerance=1e-12, max_passes=10**8)
-    assert time.monotonic() - start < 30  # the solver itself would need hours
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fit_linear(x, y, C=1e4, tolerance=1e-12, max_passes=10**8)  # which would need hours
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
