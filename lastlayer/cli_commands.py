@@ -65,7 +65,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         raise UsageError("--keep must be above 0 and at most 1, --epochs at least 1.")
     losses = [name for name in arguments.losses.split(",") if name] or list(LOSSES)
     for line in opening(losses, arguments.keep, arguments.epochs):
-        print(line, flush=True)
+        output.say(line)
     import torch
 
     torch.set_num_threads(1)  # the steps are small: more threads only wait for one another
@@ -74,8 +74,7 @@ def _demo(arguments: argparse.Namespace) -> int:
             arguments.out, losses=losses, keep=arguments.keep, epochs=arguments.epochs, seed=arguments.seed, step=step
         )
     output.print_table({run.path.name: run.metrics() for run in runs}, output.headline(runs[0].metrics()["metrics"]))
-    for line in verdict(runs):
-        print(line)
+    output.say(verdict(runs))
     page = Path(arguments.out) / "report.html"
     if _try_report([run.path for run in runs], page):
         address = page.resolve().as_uri()

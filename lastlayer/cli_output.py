@@ -63,7 +63,17 @@ def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
         head = ["", *map(_short, names)]
     if _width(head, lines) > _console().width:
         title, lines = "percent", [[line[0], *(cell.partition(" ")[0] for cell in line[1:])] for line in lines]
+    while _width(head, lines) > _console().width and len(head) > 2:
+        title, head, lines = "percent; the report has more", head[:-1], [line[:-1] for line in lines]
     _print(title, head, lines)
+
+
+def say(text: str) -> None:
+    """Print a sentence at once, in lines that fit the terminal."""
+    import textwrap
+
+    for line in textwrap.wrap(text, min(_console().width, 120)):
+        print(line, flush=True)
 
 
 def _short(metric: str) -> str:
@@ -207,4 +217,12 @@ def list_runs(rows: list[dict[str, Any]], metric: str | None = None) -> None:
             (row.get("started") or "-").replace("T", " ")[:16],
         ]
         lines.append([*about, k, str(row.get("train_rows") or "-"), *scores])
-    _print(None, ["run", "state", "loss", "started (UTC)", "k", "rows", *names], lines, left=4)
+    head, left = ["run", "state", "loss", "started (UTC)", "k", "rows", *names], 4
+    if _width(head, lines) > _console().width:
+        head[6:] = map(_short, names)
+    for name in ("started (UTC)", "rows", "k", "state", "loss"):  # what a narrow terminal can do without
+        if _width(head, lines) > _console().width:
+            at = head.index(name)
+            left -= at < left
+            head, lines = head[:at] + head[at + 1 :], [line[:at] + line[at + 1 :] for line in lines]
+    _print(None, head, lines, left=left)

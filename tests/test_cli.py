@@ -365,3 +365,19 @@ def test_a_killed_command_leaves_a_checkpoint_and_damage_is_one_line(trained, tm
     message = error_of(capsys, command)
     assert "last.ckpt: damaged checkpoint" in message
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
+def test_a_narrow_terminal_leaves_out_columns_and_not_names(capsys, monkeypatch):
+    from lastlayer import cli_output
+
+    name = "experiments/a_long_name_of_a_run"
+    metrics = {"precision@1": 0.5, "recall@5": 0.25, "ndcg@5": 0.125, "map": 0.1, "ece@5": 0.0625}
+    row = {"run": name, "state": "finished", "loss": "truncated_entropy", "k": 3, "train_rows": 100, "metrics": metrics}
+    for columns, head in ((160, "started (UTC)"), (80, "R@5")):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        cli_output.list_runs([{**row, "started": "2026-01-01T10:00:00"}])
+        text = capsys.readouterr().out
+        assert name in text
+        assert head in text
+        assert max(map(len, text.splitlines())) <= columns
+        assert "…" not in text

@@ -37,10 +37,10 @@ def opening(losses: Sequence[str], keep: float, epochs: int) -> list[str]:
     ]
 
 
-def verdict(runs: Sequence[RunFolder]) -> list[str]:
+def verdict(runs: Sequence[RunFolder]) -> str:
     """Return which run finds most of the true labels, by how much, and whether that may be chance."""
     if len(runs) < 2:
-        return []
+        return ""
     from lastlayer.runs.contents import Held
     from lastlayer.runs.rows import row_metrics
 
@@ -55,11 +55,11 @@ def verdict(runs: Sequence[RunFolder]) -> list[str]:
     gap = gap[np.isfinite(gap)]
     half = 1.96 * float(gap.std(ddof=1)) / len(gap) ** 0.5
     sure = "more than chance" if gap.mean() > half else "may be chance"
-    return [
+    return (
         f"{first.path.name} finds most: {value[0]:.1f} % of the true tags are among the {k} best of their text, "
-        f"{value[0] - value[1]:.1f} points",
-        f"ahead of {second.path.name} ({gap.mean() - half:.1f} to {gap.mean() + half:.1f}: {sure})",
-    ]
+        f"{value[0] - value[1]:.1f} points ahead of {second.path.name} "
+        f"(95 % interval {gap.mean() - half:.1f} to {gap.mean() + half:.1f}: {sure})"
+    )
 
 
 def demo(
