@@ -13,7 +13,7 @@ from lastlayer.runs import RunFolder
 from lastlayer.train import load
 from lastlayer.train.suggest import Collector, OutOfFold, out_of_fold
 
-TRAIN = ["--epochs", "2", "--bootstrap", "0", "--quiet", "--accelerator", "cpu"]
+TRAIN = ["--loss", "binary", "--C", "1", "--bootstrap", "0", "--quiet", "--accelerator", "cpu"]
 
 
 @pytest.fixture(scope="module")
