@@ -300,7 +300,7 @@ def test_works_after_a_fork():
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("observed", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("n", [6, 45, 600])
+@pytest.mark.parametrize("n", [6, 45, slow(600)])
 def test_loss_is_as_accurate_as_torch(isa, n, observed, dtype):
     x = torch.randn(40, 7, n, dtype=torch.float64) * torch.tensor([[0.01], [1], [1], [3], [10], [1], [1]])
     x[:, 5, 0], x[:, 6, -1] = -INF, INF
@@ -408,7 +408,7 @@ def test_batches_of_gradients():
 
 
 @built
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [slow(False), True])
 def test_registered_operators(masked):
     x, k, target = torch.randn(3, 9), torch.full((3, 1), 2.0), torch.tensor([[1], [2], [-1]])
     mask = torch.arange(9).expand(3, 9) > 0 if masked else None

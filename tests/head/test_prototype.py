@@ -67,6 +67,7 @@ def test_reciprocal_loss_by_hand():
     assert torch.autograd.gradgradcheck(lambda *t: reciprocal_point_loss(*t, y), inputs)
 
 
+@pytest.mark.slow
 def test_heads_compile():
     features, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     for head in (PrototypeHead(4, 3), PrototypeHead(4, 3, multilabel=True), ReciprocalPointHead(4, 3, n_points=2)):

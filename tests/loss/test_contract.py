@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tools import DEVICE
+from tools import DEVICE, slow
 from torch import Tensor
 
 import lastlayer as ll
@@ -252,7 +252,11 @@ def test_edges_are_defined(loss):
         check(x, target)
 
 
-@every(TRACED)
+@pytest.mark.parametrize(
+    "loss",
+    [loss if loss.name in ("lml_loss", "binary_loss") else slow(loss) for loss in TRACED],
+    ids=lambda loss: loss.name,
+)
 def test_compiles(loss):
     x, target = case(loss, dtype=torch.float32)
     torch._dynamo.reset()

@@ -79,6 +79,7 @@ def test_large_logits(dtype):
     assert torch.autograd.grad(loss, z)[0].isfinite().all()
 
 
+@pytest.mark.slow
 def test_compile_export_module():
     z, y = torch.randn(4, 3), torch.tensor([0, 2, -1, 1])
     expected = quasibinary_loss(z, y)

@@ -164,6 +164,7 @@ def test_own_metric_and_module():
     torch.testing.assert_close(module(x, y), seeded(x, y, "accuracy", anchors=3))
 
 
+@pytest.mark.slow
 def test_compiles():
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     compiled = torch.compile(metric_surrogate_loss, fullgraph=True, backend="aot_eager")

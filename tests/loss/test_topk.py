@@ -210,6 +210,7 @@ def test_large_logits_are_finite(loss, dtype):
     assert torch.autograd.grad(value, x)[0].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compile_vmap(loss):
     x, y = torch.randn(4, 6), torch.tensor([0, 3, 5, 2])

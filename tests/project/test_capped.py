@@ -186,6 +186,7 @@ def test_dim_batch_and_dtype(project):
         torch.testing.assert_close(y, project(x.to(dtype).float(), 2).to(dtype))
 
 
+@pytest.mark.slow
 @BOTH
 def test_compile_export_vmap(project):
     x = torch.randn(4, 9, dtype=F64)

@@ -429,7 +429,8 @@ def test_functional_transforms():
 
 
 @pytest.mark.parametrize(
-    ("function", "impl"), [slow(ll.lml, "torch"), *((function, "auto") for function in PROJECTIONS)]
+    ("function", "impl"),
+    [(ll.lml, "auto"), slow(ll.lml, "torch"), *(slow(other, "auto") for other in PROJECTIONS if other is not ll.lml)],
 )
 def test_compile(function, impl):
     torch.compiler.reset()
@@ -445,6 +446,7 @@ def test_compile(function, impl):
     torch.testing.assert_close(torch.autograd.grad(compiled(x, k).square().sum(), (x, k)), expected)
 
 
+@pytest.mark.slow
 def test_export():
     model = torch.nn.Sequential(torch.nn.Linear(6, 30), ll.LML(3)).eval()
     x = torch.randn(4, 6)

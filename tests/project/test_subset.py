@@ -247,6 +247,7 @@ def test_low_precision_is_computed_in_float32(dtype, k):
     torch.testing.assert_close(log_prob.double(), exact, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compile_export_vmap_jvp():
     x, k = torch.randn(3, 36, dtype=F64), 17
     expected = subset_marginals(x, k)

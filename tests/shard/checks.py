@@ -723,8 +723,10 @@ def check_warm_start() -> None:
     assert sharding.limited(warm, 3).thresholds is thresholds
 
 
-def run(rank: int, names: list[str], store: str, results: Any) -> None:
+def run(rank: int, names: list[str], store: str, which: str, results: Any) -> None:
     """Run checks one after the other in a process of its own; report those that passed and the first failure."""
+    if which != "all splits":  # one over four processes, in which one has no class, and one over two
+        SIZES.update({4: SIZES[4][:1], 2: SIZES[2][:1]})
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=1800)  # a busy machine is slow
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timeout)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_ranks
-from tools import HUNG
+from tools import HUNG, slow
 from train_tools import make_rows
 
 from lastlayer.cli import main
@@ -66,28 +66,27 @@ MESH = {  # two groups of two processes; 33 rows a batch, so that the groups' sh
 RUNS.update(MESH)
 
 
-@pytest.fixture(scope="module")
-def mesh_folder(folder):
-    """The runs of four processes, rows split over two pairs."""
-    data = str(folder / "rows.jsonl")
-    flags = ["--shard-classes", "--data-parallel=2"]
-    jobs = [{"command": ["train", data, f"--out={folder / name}", *flags, *RUNS[name]]} for name in MESH]
-    jobs[-1].update(interrupt=9, status=130)
-    for status, said in run_ranks(train_worker.forked, 4, 4, str(folder / "mesh_store"), jobs):
+def train_on_a_mesh(folder, name, **plan):
+    """Train on four processes, with the rows split over two pairs."""
+    flags = ["--shard-classes", "--data-parallel=2", *RUNS[name]]
+    job = {"command": ["train", str(folder / "rows.jsonl"), f"--out={folder / name}", *flags], **plan}
+    for status, said in run_ranks(train_worker.forked, 4, 4, str(folder / f"store of {name}"), [job]):
         assert status == 0, said
-    return folder
 
 
-@pytest.mark.parametrize("name", ["mesh", "mesh_two_way", "mesh_binary", "mesh_incomplete"])
-def test_data_by_class_trains_as_one(mesh_folder, name):
-    assert_same(RunFolder(mesh_folder / name), one_process(mesh_folder, name))
+@pytest.mark.parametrize("name", ["mesh", slow("mesh_two_way"), slow("mesh_binary"), slow("mesh_incomplete")])
+def test_data_by_class_trains_as_one(folder, name):
+    train_on_a_mesh(folder, name)
+    assert_same(RunFolder(folder / name), one_process(folder, name))
 
 
-def test_one_process_resumes_what_a_mesh_began(mesh_folder):
-    out, rows = mesh_folder / "mesh_interrupted", str(mesh_folder / "rows.jsonl")
+@pytest.mark.slow
+def test_one_process_resumes_what_a_mesh_began(folder):
+    out, rows = folder / "mesh_interrupted", str(folder / "rows.jsonl")
+    train_on_a_mesh(folder, "mesh_interrupted", interrupt=9, status=130)
     assert not RunFolder(out).is_done()
     assert main(["train", rows, f"--out={out}", "--shard-classes", *RUNS["mesh_interrupted"]]) == 0
-    assert_same(RunFolder(out), one_process(mesh_folder, "mesh_interrupted"))
+    assert_same(RunFolder(out), one_process(folder, "mesh_interrupted"))
 
 
 @pytest.mark.parametrize(
