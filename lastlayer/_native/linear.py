@@ -166,8 +166,11 @@ def solve(
             indptr = np.zeros(n_labels + 1, np.int64)
             np.cumsum(weights[step]["n"], out=indptr[1:])
             indices, value = np.empty(indptr[-1], np.int32), np.empty(indptr[-1], values.dtype)
-            found.linear_copy(first, n_labels, double, indices.ctypes.data, value.ctypes.data)
-            found.linear_free(first, n_labels)
+            to = (indices.ctypes.data, value.ctypes.data)
+            for label, place in enumerate(indptr[:-1].tolist()):  # one at a time: the memory of both is never needed
+                one = first + label * _WEIGHTS.itemsize
+                found.linear_copy(one, 1, double, to[0] + place * 4, to[1] + place * values.itemsize)
+                found.linear_free(one, 1)
             out.append((indptr, indices, value, intercepts[step], passes[step]))
         return out
     finally:

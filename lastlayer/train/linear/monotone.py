@@ -6,7 +6,8 @@ import numpy as np
 
 BINS = 50
 PRIOR = 20.0  # each bin counts as this many more pairs with the rate of Platt's scaling
-LARGEST = 30.0  # log-odds are clipped to this size
+LARGEST = 30.0  # log-odds of scores are clipped to this size
+FURTHEST = 80.0  # and those of probabilities to this
 
 
 def log_odds(log_p: np.ndarray) -> np.ndarray:
@@ -19,7 +20,7 @@ def fit_platt(score: np.ndarray, hit: np.ndarray) -> tuple[float, float]:
     """Return slope and intercept of Platt's scaling (Newton's method, a weak prior towards the identity)."""
     slope, intercept = 1.0, 0.0
     for _ in range(50):
-        p = 1 / (1 + np.exp(-(slope * score + intercept)))
+        p = 1 / (1 + np.exp(-np.clip(slope * score + intercept, -FURTHEST, FURTHEST)))
         gap, curve = p - hit, p * (1 - p)
         gradient = np.array([gap @ score + (slope - 1), gap.sum() + intercept])
         cross = curve @ score
@@ -40,7 +41,7 @@ def fit_map(score: np.ndarray, hit: np.ndarray) -> np.ndarray:
     """
     slope, intercept = fit_platt(score, hit)
     ends = np.array([-LARGEST, LARGEST])
-    line = np.stack([ends, slope * ends + intercept])
+    line = np.stack([ends, np.clip(slope * ends + intercept, -FURTHEST, FURTHEST)])
     if hit.sum() < 2 * PRIOR:
         return line
     order = np.argsort(score, kind="stable")
@@ -52,7 +53,7 @@ def fit_map(score: np.ndarray, hit: np.ndarray) -> np.ndarray:
         if not len(part):
             continue
         mean = float(score[part].mean())
-        rate = 1 / (1 + np.exp(-(slope * mean + intercept)))
+        rate = 1 / (1 + np.exp(-np.clip(slope * mean + intercept, -FURTHEST, FURTHEST)))
         pooled.append([len(part) + PRIOR, hit[part].sum() + PRIOR * rate, score[part].sum(), len(part)])
         while len(pooled) > 1 and pooled[-2][1] * pooled[-1][0] >= pooled[-1][1] * pooled[-2][0]:
             last = pooled.pop()
@@ -60,8 +61,8 @@ def fit_map(score: np.ndarray, hit: np.ndarray) -> np.ndarray:
     count, hits, total, pairs = np.array(pooled).T
     knots = np.stack([total / pairs, np.log(hits / (count - hits))])
     (x0, y0), (x1, y1) = knots[:, 0], knots[:, -1]
-    below = [[-LARGEST], [min(y0 - slope * (x0 + LARGEST), y0 - 1e-3)]]
-    above = [[LARGEST], [max(y1 + slope * (LARGEST - x1), y1 + 1e-3)]]
+    below = [[-LARGEST], [np.clip(y0 - slope * (x0 + LARGEST), -FURTHEST, y0 - 1e-3)]]
+    above = [[LARGEST], [np.clip(y1 + slope * (LARGEST - x1), y1 + 1e-3, FURTHEST)]]
     return np.concatenate([below, knots, above], axis=1)
 
 

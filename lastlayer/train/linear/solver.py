@@ -20,7 +20,6 @@ from lastlayer.train.linear.rows import (
     check_labels,
     check_row_weight,
     check_rows,
-    take_lists,
 )
 
 Loss = Literal["squared_hinge", "logistic"]
@@ -64,8 +63,9 @@ class LinearWeights:
 
     def take(self, labels: np.ndarray) -> LinearWeights:
         """Return the weights of the given labels, in that order."""
-        indptr, indices = take_lists(self.indptr, self.indices, labels)
-        values = take_lists(self.indptr, self.values, labels)[1]
+        indptr = np.append(0, np.cumsum(np.diff(self.indptr)[labels])).astype(np.int64)
+        edges = list(zip(self.indptr[labels].tolist(), self.indptr[labels + 1].tolist(), strict=True))
+        indices, values = (np.concatenate([a[:0], *(a[i:j] for i, j in edges)]) for a in (self.indices, self.values))
         return LinearWeights(
             indptr, indices, values, self.intercept[labels], self.n_features, self.C, self.passes[labels]
         )

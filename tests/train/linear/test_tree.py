@@ -159,6 +159,16 @@ def test_the_map_recovers_probabilities_and_increases():
     assert monotone.fit_map(np.array([0.0, 1.0]), np.array([False, True])).shape == (2, 2)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [30, 3000])
+def test_the_map_of_scores_that_separate_all_is_finite(count):
+    score = np.concatenate([np.full(count, -30.0), np.full(count, 30.0)])
+    for hit in (score > 0, score < 0, score > 40, score < 40):
+        knots = monotone.fit_map(score, hit)
+        assert np.isfinite(knots).all()
+        assert (np.diff(knots, axis=1) >= 0).all()
+
+
 @pytest.mark.parametrize("observed", [None, 0.5, "each"])
 def test_files(tmp_path, observed):
     x, y = made_up()
