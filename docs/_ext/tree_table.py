@@ -1,0 +1,78 @@
+"""Write the tables of docs/trees.md from benchmarks/results/xmc.json and training-cpu.json.
+
+``python docs/_ext/tree_table.py`` fills what stands between ``<!-- trees -->`` and ``<!-- end trees -->``, and between
+``<!-- flat -->`` and ``<!-- end flat -->``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "trees.md"
+NAMES = {
+    "lastlayer": "`LinearTree`",
+    "lastlayer_grouped": "`LinearTree`, groups given",
+    "lastlayer_one_tree": "`LinearTree`, one tree",
+    "omikuji": "omikuji 0.5.2",
+    "pecos": "PECOS 1.2.8",
+    "napkinxc": "napkinXC 0.7.2",
+    "lastlayer_flat": "`fit_linear` (flat)",
+    "linearsvc": "`LinearSVC`",
+    "pecos_flat": "PECOS 1.2.8, flat",
+}
+TREE_COLUMNS = ("P@1", "P@3", "P@5", "R@5", "PSP@5", "ECE@5", "train s", "predict ms per row", "model MB")
+FLAT_COLUMNS = ("P@1", "R@5", "micro-F1", "macro-F1", "train s", "peak MB of training")
+
+
+def table(first: str, columns: tuple[str, ...], rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """A Markdown table; a cell that was not measured is empty."""
+    out = ["| " + " | ".join([first, *columns]) + " |", "| --- |" + " ---: |" * len(columns)]
+    for name, row in rows:
+        cells = ["" if row.get(column) is None else f"{row[column]:g}" for column in columns]
+        out.append("| " + " | ".join([name, *cells]) + " |")
+    return out
+
+
+def trees(data: dict[str, Any]) -> str:
+    """One table per set."""
+    text = ""
+    for title, one in data["sets"].items():
+        found = [(NAMES[name], row) for name, row in one["programs"].items() if "failed" not in row]
+        about = f"**{title}**: {one['rows']:,} rows, {one['features']:,} features, {one['labels']:,} labels."
+        text += "\n".join(["", about, "", *table("", TREE_COLUMNS, found), ""])
+    return text + "\n"
+
+
+def flat(data: dict[str, Any]) -> str:
+    """One table of all sets."""
+    rows = [
+        (f"{row['case']} ({row['rows']:,} rows, {row['labels']} labels), {NAMES[row['program']]}", row)
+        for row in data.get("flat", [])
+        if "failed" not in row
+    ]
+    return "\n".join(["", *table("", FLAT_COLUMNS, rows), "", ""])
+
+
+def filled(page: str, results: Path = RESULTS) -> str:
+    """The page with its tables written between the marks."""
+    parts = {"trees": (trees, "xmc.json"), "flat": (flat, "training-cpu.json")}
+    for mark, (write, file) in parts.items():
+        text = write(json.loads((results / file).read_text("utf-8")))
+        marks = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end {mark} -->)", re.S)
+        page = marks.sub(lambda found, text=text: found[1] + text + found[2], page)  # type: ignore[misc]
+    return page
+
+
+def main() -> None:
+    text = PAGE.read_text("utf-8")
+    if filled(text) != text:
+        PAGE.write_text(filled(text), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
