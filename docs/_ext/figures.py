@@ -164,7 +164,7 @@ def speed(results: Path = speed_table.RESULTS) -> Figure:
     machines = {}
     for path in sorted(results.glob("*.json")):
         data = json.loads(path.read_text("utf-8"))
-        rows = data["rows"] if isinstance(data, dict) and {"machine", "rows"} <= data.keys() else []
+        rows = speed_table.rows_of(data)
         if kept := [row for row in rows if speed_table.CORE.match(row["name"])]:
             machines[f"{data['machine']['device']} ({path.name})"] = kept
     figure, panels = plt.subplots(1, len(machines), figsize=(9, 3.9), squeeze=False, sharey=True)

@@ -59,14 +59,19 @@ def lines(rows: list[dict[str, Any]], pattern: re.Pattern[str], sizes: set[int] 
 
 
 def tables(pattern: re.Pattern[str], sizes: set[int] | None, results: Path = RESULTS) -> str:
-    """One table a machine; empty without results."""
+    """One table per machine; empty without results."""
     text = ""
     for path in sorted(results.glob("*.json")):
         data = json.loads(path.read_text("utf-8"))
-        if isinstance(data, dict) and {"machine", "rows"} <= data.keys():
-            table = lines(data["rows"], pattern, sizes)
-            text += "\n".join(["", about(path.name, data), "", *table, ""]) if table else ""
+        if table := lines(rows_of(data), pattern, sizes):
+            text += "\n".join(["", about(path.name, data), "", *table, ""])
     return text + "\n" if text else ""
+
+
+def rows_of(data: Any) -> list[dict[str, Any]]:
+    """The ratios of a file of results; none where it has another form."""
+    known = isinstance(data, dict) and {"machine", "rows"} <= data.keys()
+    return [row for row in data["rows"] if {"name", "n", "ratio"} <= row.keys()] if known else []
 
 
 def about(name: str, data: dict[str, Any]) -> str:

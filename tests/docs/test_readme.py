@@ -58,6 +58,7 @@ def test_a_table_from_results(tmp_path):
     machine = {"device": "Card", "torch": "2.13", "threads": 2}
     (tmp_path / "card.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     (tmp_path / "other.json").write_text(json.dumps({"device": "Card", "cases": [{"way": "x", "ms": 3.0}]}))
+    (tmp_path / "rows.json").write_text(json.dumps({"machine": machine, "rows": [{"data": "x", "seconds": 3.0}]}))
     empty = "a\n<!-- speed -->\n<!-- end speed -->\nb\n"
     short, other = speed_table.PAGES.values()
     every = (re.compile(f"{speed_table.CORE.pattern}|{speed_table.OTHER.pattern}"), None)
