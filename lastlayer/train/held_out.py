@@ -74,6 +74,8 @@ def decided(held: HeldOut | None, config: Config, resolved: Resolved) -> tuple[C
     rule = config.decide
     enough = held is not None and len(held.labels.indices) >= FEWEST
     calibrate = config.calibrate and config.probability == "auto" and config.k != "predicted"
+    if config.labels == "incomplete" and resolved.probability == "lml":
+        calibrate = False  # its probabilities are of the true labels; held-out rows show the recorded ones alone
     if rule == "auto":
         tunable = enough and calibrate and config.labels == "complete" and config.k == "auto"
         rule = "micro_f1" if tunable else "top_k"

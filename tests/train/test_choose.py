@@ -198,3 +198,11 @@ def test_label_sets_choose_the_epoch(tmp_path):
     assert run.metrics()["best_epoch"] == int(np.argmin(values))
     assert {"micro_f1", "macro_f1", "sample_f1", "exact_match"} <= run.history()[0].keys()
     assert run.history()[-1]["micro_f1"] > 0.5
+
+
+@pytest.mark.parametrize(("labels", "calibrated"), [("complete", True), ("incomplete", False)])
+def test_probabilities_of_lml_are_those_of_the_true_labels_where_labels_are_missing(labels, calibrated, tmp_path):
+    keep = 1.0 if labels == "complete" else 0.7
+    config = Config(loss="lml", labels=labels, keep=keep, bootstrap=0, epochs=2)
+    run = train({"all": noisy()}, config, tmp_path / "a")
+    assert (run / "calibration.safetensors").exists() == calibrated
