@@ -42,7 +42,8 @@ def error_of(capsys, argv) -> str:
     return last
 
 
-def test_train_prints_a_table(trained, capsys, tmp_path):
+def test_train_prints_a_table(trained, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # in a narrow terminal headers are short and intervals are left out
     assert main(["train", trained[1], "--out", str(tmp_path / "run"), *FAST]) == 0
     out = capsys.readouterr()
     assert "recall@5" in out.out
@@ -83,6 +84,7 @@ def test_every_flag_says_what_it_takes():
 
 def test_runs_are_numbered_resumed_listed_and_reported(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
     argv = ["train", trained[1], "--loss", "lml", "--epochs", "2", "--bootstrap", "0"]
     assert main(argv) == 0
     said = capsys.readouterr()

@@ -524,6 +524,8 @@ def test_the_trainers_table_agrees():
     from lastlayer.train.losses import LOSSES as TRAINED
 
     for name, loss in TRAINED.items():
+        if loss.exact == "only":  # the solver of linear models has it, and no function
+            continue
         facts = LOSS_FACTS[f"{name}_loss"]
         assert loss.module == facts.module
         assert loss.k == facts.k or name == "lml_fenchel_young"  # its default is each row's own number of labels
