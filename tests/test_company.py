@@ -264,8 +264,8 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def test_every_function_and_module_has_a_case():
-    assert sorted(CASES) == sorted(FUNCTIONS)
-    assert sorted(MADE) == sorted(MODULES)
+    assert sorted(CASES) == sorted(FUNCTIONS), f"no line in CASES for {set(FUNCTIONS) - set(CASES)}"
+    assert sorted(MADE) == sorted(MODULES), f"no line in MADE for {set(MODULES) - set(MADE)}"
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -121,4 +121,5 @@ def test_every_projection_and_loss_is_in_the_table():
     other = {"linear_lml_loss", "spherical_loss", "reciprocal_point_loss"}  # of features, or of two kinds of logits
     other |= {"large_loss_corrections", "lml_balanced_duals", "sample_subset", "subset_log_prob"}  # not probabilities
     names = {name for name in (*loss.__all__, *project.__all__) if name[0].islower()} - other
-    assert names == {name.split()[0] for name in BY_NAME}
+    there = {name.split()[0] for name in BY_NAME}
+    assert names == there, f"no line in tests/fuzz/losses.py or tests/fuzz/projections.py for {names - there}"
