@@ -129,5 +129,6 @@ def test_every_public_name_can_be_linked(site):
     import reference
 
     inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
-    known = {name.split(".")[-1] for kind in inventory for name in inventory[kind] if kind.startswith("py:")}
-    assert set(reference.public_names()) <= known
+    known = {name for kind in inventory for name in inventory[kind] if kind.startswith("py:")}
+    paths = {path for names in reference.public_names().values() for path in names.values()}
+    assert paths - known == set()
