@@ -234,18 +234,18 @@ class Labels:
         size of the logits is made; elsewhere the function gets 0, so that classes that are no labels have no gradient.
         """
         if self.dense is not None:
-            found = self.dense > 0
-            picked = [v if v.shape[-1] == 1 else torch.where(found, v, 0) for v in values]
+            positive = self.dense > 0
+            picked = [v if v.shape[-1] == 1 else torch.where(positive, v, 0) for v in values]
         else:
             assert self.index is not None
-            found, place = self.index >= 0, self.index.clamp(min=0)
+            positive, place = self.index >= 0, self.index.clamp(min=0)
             if self.n_classes == 0:  # an empty shard: it gathers no label, and keeps the graph that all ranks have
                 values = tuple(F.pad(v, (0, 1)) if v.shape[-1] == 0 else v for v in values)
             whole = [v.shape[-1] != 1 or self.n_classes == 1 for v in values]
             picked = [
-                torch.where(found, v.gather(-1, place), 0) if w else v for v, w in zip(values, whole, strict=True)
+                torch.where(positive, v.gather(-1, place), 0) if w else v for v, w in zip(values, whole, strict=True)
             ]
-        return torch.where(found, function(*picked), 0).sum(-1)
+        return torch.where(positive, function(*picked), 0).sum(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,23 +62,23 @@ def never(op: str, recall: float, share: float) -> ValueError:
     )
 
 
-def highest(op: str, found: LabelScores, recall: float) -> Tensor:
+def highest(op: str, labels: LabelScores, recall: float) -> Tensor:
     """The highest threshold that keeps the promise, from the scores of all labels."""
-    rows = int(found.rows)
+    rows = int(labels.rows)
     spare = allowed(op, recall, rows)
-    score, order = found.score.sort()
-    lost = found.weight[order].cumsum(0)
+    score, order = labels.score.sort()
+    lost = labels.weight[order].cumsum(0)
     first = int((lost > spare).to(torch.uint8).argmax())  # the label that may not be lost; all of them weigh `rows`
     if score[first] == -torch.inf:
-        raise never(op, recall, float(found.weight[found.score == -torch.inf].sum()) / rows)
+        raise never(op, recall, float(labels.weight[labels.score == -torch.inf].sum()) / rows)
     return torch.nextafter(score[first], score.new_full((), -torch.inf))
 
 
-def histogram(found: LabelScores) -> Tensor:
+def histogram(labels: LabelScores) -> Tensor:
     """The weight of the labels in each of ``2 ** BITS`` bins; the bins are ranges of float32, lowest first."""
-    weight = found.weight
+    weight = labels.weight
     bins = torch.zeros(1 << BITS, dtype=weight.dtype, device=weight.device)
-    return bins.index_add_(0, _bin(found.score.float()), weight)
+    return bins.index_add_(0, _bin(labels.score.float()), weight)
 
 
 def highest_binned(op: str, weight: Tensor, rows: int, recall: float) -> Tensor:

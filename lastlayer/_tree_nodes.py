@@ -116,8 +116,8 @@ def _log_sum(values: Tensor, parent: Tensor, n: int) -> Tensor:
     peak = _max(values.detach(), parent, n)
     peak = torch.where(peak.isfinite(), peak, 0)
     mass = _sum((values - peak.index_select(-1, parent)).exp(), parent, n)
-    found = mass != 0  # true for nan, which must show
-    return torch.where(found, torch.where(found, mass, 1).log() + peak, -torch.inf)
+    present = mass != 0  # true for nan, which must show
+    return torch.where(present, torch.where(present, mass, 1).log() + peak, -torch.inf)
 
 
 def _log1mexp(x: Tensor) -> Tensor:

@@ -64,13 +64,13 @@ def lml_traffic(
     """The collectives of ``lml(logits, k, shard=...)`` and its backward pass; `warm` starts from known thresholds."""
     one = rows * bytes_each
     if warm:  # the first pass comes with the counts
-        found = [Collective("all_reduce", 8 * one), *[Collective("all_reduce", 5 * one)] * (passes - 1)]
+        traffic = [Collective("all_reduce", 8 * one), *[Collective("all_reduce", 5 * one)] * (passes - 1)]
     else:
-        found = [Collective("all_reduce", 3 * one), *start_traffic(rows, k, ranks, bytes_each, known)]
-        found += [Collective("all_reduce", 5 * one)] * passes
+        traffic = [Collective("all_reduce", 3 * one), *start_traffic(rows, k, ranks, bytes_each, known)]
+        traffic += [Collective("all_reduce", 5 * one)] * passes
     if backward:
-        found += [Collective("all_reduce", one), Collective("all_reduce", 3 * one)]
-    return found
+        traffic += [Collective("all_reduce", one), Collective("all_reduce", 3 * one)]
+    return traffic
 
 
 def lml_loss_traffic(
@@ -78,9 +78,9 @@ def lml_loss_traffic(
 ) -> list[Collective]:
     """The collectives of ``lml_loss(logits, target, k, shard=...)`` and its backward pass."""
     one = rows * bytes_each
-    found = lml_traffic(rows, k, ranks, passes=passes, bytes_each=bytes_each, backward=False, warm=warm)
-    found += [Collective("all_reduce", one)] * 2  # the loss, and the number of labels
-    return [*found, Collective("all_reduce", one), Collective("all_reduce", 2 * one)]
+    traffic = lml_traffic(rows, k, ranks, passes=passes, bytes_each=bytes_each, backward=False, warm=warm)
+    traffic += [Collective("all_reduce", one)] * 2  # the loss, and the number of labels
+    return [*traffic, Collective("all_reduce", one), Collective("all_reduce", 2 * one)]
 
 
 def linear_traffic(
@@ -150,8 +150,8 @@ def plan(problem: Problem) -> Plan:
     """Compute the memory, traffic and time of one training step with ``ShardedLinear.loss``.
 
     Example:
-        >>> found = plan(Problem(labels=100_000_000, features=768, rows=4096, devices=64))
-        >>> found.classes_per_device, found.fits
+        >>> planned = plan(Problem(labels=100_000_000, features=768, rows=4096, devices=64))
+        >>> planned.classes_per_device, planned.fits
         (1562500, True)
     """
     p = problem
@@ -244,26 +244,26 @@ def _seconds(function: Callable[[], Any], device: Any, repeats: int = 10) -> flo
     return (perf_counter() - began) / repeats
 
 
-def text(problem: Problem, found: Plan) -> str:
+def text(problem: Problem, planned: Plan) -> str:
     """Return the plan as a table."""
     p = problem
     lines = [
         f"{p.labels:,} labels x {p.features} features, {p.rows:,} rows per step, {p.devices} device(s), "
         f"{p.dtype}, {p.optimizer}, k = {p.k:g}",
         "",
-        f"classes per device       {found.classes_per_device:>16,}",
-        f"memory per device        {_bytes(found.memory_bytes):>16}   of {_bytes(p.memory)}: "
-        + ("fits" if found.fits else "DOES NOT FIT"),
-        f"  weight                 {_bytes(found.weight_bytes):>16}",
-        f"  gradient               {_bytes(found.gradient_bytes):>16}",
-        f"  optimizer              {_bytes(found.optimizer_bytes):>16}",
-        f"  rows and one block     {_bytes(found.activation_bytes):>16}   logits and gradient would be "
-        f"{_bytes(found.materialised_bytes)}",
-        f"collectives per step     {found.collectives:>16,}",
-        f"sent per device and step {_bytes(found.wire_bytes):>16}",
-        f"time per step            {_time(found.step_seconds):>16}   products {_time(found.product_seconds)}, "
-        f"blocks {_time(found.block_seconds)}, wire {_time(found.wire_seconds)}",
-        f"largest that fits        {found.largest_labels:>16,}   labels on these devices",
+        f"classes per device       {planned.classes_per_device:>16,}",
+        f"memory per device        {_bytes(planned.memory_bytes):>16}   of {_bytes(p.memory)}: "
+        + ("fits" if planned.fits else "DOES NOT FIT"),
+        f"  weight                 {_bytes(planned.weight_bytes):>16}",
+        f"  gradient               {_bytes(planned.gradient_bytes):>16}",
+        f"  optimizer              {_bytes(planned.optimizer_bytes):>16}",
+        f"  rows and one block     {_bytes(planned.activation_bytes):>16}   logits and gradient would be "
+        f"{_bytes(planned.materialised_bytes)}",
+        f"collectives per step     {planned.collectives:>16,}",
+        f"sent per device and step {_bytes(planned.wire_bytes):>16}",
+        f"time per step            {_time(planned.step_seconds):>16}   products {_time(planned.product_seconds)}, "
+        f"blocks {_time(planned.block_seconds)}, wire {_time(planned.wire_seconds)}",
+        f"largest that fits        {planned.largest_labels:>16,}   labels on these devices",
     ]
     return "\n".join(lines)
 
@@ -282,35 +282,37 @@ def _time(seconds: float) -> str:
 
 def parser(add_to: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
     """Return a parser for the options of ``lastlayer plan``, or add them to a given one."""
-    found = add_to or argparse.ArgumentParser("lastlayer plan", description=(__doc__ or "").splitlines()[0])
-    found.add_argument(
+    options = add_to or argparse.ArgumentParser("lastlayer plan", description=(__doc__ or "").splitlines()[0])
+    options.add_argument(
         "--labels", type=_count, required=True, help="number of classes on all devices together, e.g. 1e8"
     )
-    found.add_argument("--features", type=_count, required=True, help="length of a feature vector")
-    found.add_argument("--rows", type=_count, required=True, help="rows per step (of one data-parallel replica)")
-    found.add_argument("--devices", type=_count, required=True, help="devices that share the classes")
-    found.add_argument(
+    options.add_argument("--features", type=_count, required=True, help="length of a feature vector")
+    options.add_argument("--rows", type=_count, required=True, help="rows per step (of one data-parallel replica)")
+    options.add_argument("--devices", type=_count, required=True, help="devices that share the classes")
+    options.add_argument(
         "--k", type=_positive, default=5.0, help="expected labels per row, the k of the loss (default: 5)"
     )
-    found.add_argument("--labels-per-row", type=_count, default=16, help="width of the index lists (default: 16)")
-    found.add_argument("--labels-a-row", dest="labels_per_row", type=_count, help=argparse.SUPPRESS)  # its name in 0.1
-    found.add_argument(
+    options.add_argument("--labels-per-row", type=_count, default=16, help="width of the index lists (default: 16)")
+    options.add_argument(
+        "--labels-a-row", dest="labels_per_row", type=_count, help=argparse.SUPPRESS
+    )  # its name in 0.1
+    options.add_argument(
         "--dtype", choices=sorted(BYTES), default="bfloat16", help="type of weights and features (default: bfloat16)"
     )
-    found.add_argument("--optimizer", choices=sorted(STATES), default="adam", help="default: adam")
-    found.add_argument("--passes", type=_count, default=3, help="passes of the threshold search (default: 3)")
-    found.add_argument("--memory", type=_positive, default=80.0, help="GB per device (default: 80)")
-    found.add_argument(
+    options.add_argument("--optimizer", choices=sorted(STATES), default="adam", help="default: adam")
+    options.add_argument("--passes", type=_count, default=3, help="passes of the threshold search (default: 3)")
+    options.add_argument("--memory", type=_positive, default=80.0, help="GB per device (default: 80)")
+    options.add_argument(
         "--tflops", type=_positive, default=400.0, help="10^12 operations per second in matrix products (default: 400)"
     )
-    found.add_argument("--bandwidth", type=_positive, default=3000.0, help="GB/s of device memory (default: 3000)")
-    found.add_argument("--link", type=_positive, default=50.0, help="GB/s that leave a device (default: 50)")
-    found.add_argument("--latency", type=_positive, default=30.0, help="microseconds per collective (default: 30)")
-    found.add_argument(
+    options.add_argument("--bandwidth", type=_positive, default=3000.0, help="GB/s of device memory (default: 3000)")
+    options.add_argument("--link", type=_positive, default=50.0, help="GB/s that leave a device (default: 50)")
+    options.add_argument("--latency", type=_positive, default=30.0, help="microseconds per collective (default: 30)")
+    options.add_argument(
         "--measure", action="store_true", help="measure matrix products and memory bandwidth on this machine"
     )
-    found.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    return found
+    options.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    return options
 
 
 def _count(word: str) -> int:
@@ -347,10 +349,10 @@ def report(options: argparse.Namespace) -> str:
     )
     if options.measure:
         problem = measured(problem)
-    found = plan(problem)
+    planned = plan(problem)
     if options.json:
-        return json.dumps({"problem": asdict(problem), "plan": asdict(found)}, indent=2)
-    return text(problem, found)
+        return json.dumps({"problem": asdict(problem), "plan": asdict(planned)}, indent=2)
+    return text(problem, planned)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

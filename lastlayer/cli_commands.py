@@ -113,15 +113,15 @@ def _train(arguments: argparse.Namespace) -> int:
         train = partial(
             train_with_folds, folds=arguments.folds, path=arguments.data, tell=partial(print, file=sys.stderr)
         )
-    found = _in_folder(arguments, arguments.out, lambda out: train(parts, config, out, **options))
+    run = _in_folder(arguments, arguments.out, lambda out: train(parts, config, out, **options))
     if config.devices > 1 and os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # a copy of this command on another device; the first one writes and prints
-    output.metrics(found.metrics(), str(found.path))
-    output.summary(found)
+    output.metrics(run.metrics(), str(run.path))
+    output.summary(run)
     if arguments.folds:
-        output.folds(found)
-    print(f"run: {found.path}")
-    print(f"next: lastlayer report {found.path}")
+        output.folds(run)
+    print(f"run: {run.path}")
+    print(f"next: lastlayer report {run.path}")
     return 0
 
 
@@ -158,11 +158,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         _warn("the run was trained on these rows, so the numbers do not tell how it does on others.")
     if len(data) < FEW:
         _warn(f"there are only {len(data)} rows: look at the intervals.")
-    found = evaluate(model, data)
-    output.metrics({"part": part, **found}, arguments.run_folder)
+    result = evaluate(model, data)
+    output.metrics({"part": part, **result}, arguments.run_folder)
     if arguments.json:
         target = Path(arguments.json)
-        RunFolder(target.parent).write_json(target.name, {"part": part, **found})
+        RunFolder(target.parent).write_json(target.name, {"part": part, **result})
     return 0
 
 
@@ -294,10 +294,10 @@ def _tune(arguments: argparse.Namespace) -> int:
         raise UsageError("tune runs on one device; leave out --devices.")
     parts = reading.training_parts(arguments)
     options: dict[str, Any] = {"trials": arguments.trials, "losses": losses, "say": say}
-    found = _in_folder(arguments, arguments.out, lambda out: tune(parts, config, out, **options), "-tune")
-    output.metrics(found.metrics(), str(found.path))
-    output.summary(found)
-    print(f"best run: {found.path}")
+    run = _in_folder(arguments, arguments.out, lambda out: tune(parts, config, out, **options), "-tune")
+    output.metrics(run.metrics(), str(run.path))
+    output.summary(run)
+    print(f"best run: {run.path}")
     return 0
 
 

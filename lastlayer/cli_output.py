@@ -55,7 +55,7 @@ def headline(metrics: dict[str, Any]) -> list[str]:
 
 def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
     """Print metrics in percent, with half the width of their 95 % intervals."""
-    lines = [[name, *(_cell(found["metrics"].get(metric)) for metric in names)] for name, found in rows.items()]
+    lines = [[name, *(_cell(result["metrics"].get(metric)) for metric in names)] for name, result in rows.items()]
     drawn = any("±" in cell for line in lines for cell in line[1:])
     title = "percent, with 95 % bootstrap intervals over the rows" if drawn else "percent"
     head = ["", *names]
@@ -108,37 +108,37 @@ def _print(title: str | None, head: list[str], lines: list[list[str]], left: int
     _console().print(table)
 
 
-def _cell(found: dict[str, Any] | None) -> str:
-    if not found or found["value"] is None:
+def _cell(value: dict[str, Any] | None) -> str:
+    if not value or value["value"] is None:
         return "-"
-    text = f"{100 * found['value']:.1f}"
-    if found.get("low") is None or found["low"] != found["low"]:
+    text = f"{100 * value['value']:.1f}"
+    if value.get("low") is None or value["low"] != value["low"]:
         return text
-    return f"{text} ±{50 * (found['high'] - found['low']):.1f}"
+    return f"{text} ±{50 * (value['high'] - value['low']):.1f}"
 
 
-def metrics(found: dict[str, Any], title: str) -> None:
+def metrics(result: dict[str, Any], title: str) -> None:
     """Print the metrics of a run or an evaluation."""
-    names = [name for name in found["metrics"] if name.startswith(("precision@", "recall@", "ndcg@"))]
-    print(f"{title}: {found['part']} part, {found['rows']} rows")
-    print_table({Path(title).name[:30]: found}, list(dict.fromkeys(names[:6:3] + headline(found["metrics"]))))
-    for note in found.get("notes", []):
+    names = [name for name in result["metrics"] if name.startswith(("precision@", "recall@", "ndcg@"))]
+    print(f"{title}: {result['part']} part, {result['rows']} rows")
+    print_table({Path(title).name[:30]: result}, list(dict.fromkeys(names[:6:3] + headline(result["metrics"]))))
+    for note in result.get("notes", []):
         print(note)
 
 
 def summary(run: Any) -> None:
     """Print what was chosen, and three examples."""
-    found, resolved = run.metrics(), run.read_json("data.json")["resolved"]
+    result, resolved = run.metrics(), run.read_json("data.json")["resolved"]
     k = "a number per row, predicted" if resolved.get("k_per_row") else f"{resolved['k']:.3g} labels per row"
     settings = [f"k: {k}", f"loss: {resolved['loss']}"]
-    if resolved.get("optimizer") and found.get("best_epoch") is not None:
+    if resolved.get("optimizer") and result.get("best_epoch") is not None:
         rate, decay = float(resolved["lr"]), float(resolved["weight_decay"])
         settings.append(f"{resolved['optimizer']}, learning rate {rate:g}, weight decay {decay:g}")
     print("; ".join(settings))
-    if found.get("best_epoch") is not None:
+    if result.get("best_epoch") is not None:
         by = f", by {resolved['monitor']} of the validation rows" if resolved.get("monitor") else ""
-        print(f"best epoch: {found['best_epoch'] + 1} of {found['epochs']}{by}")
-    levels = sorted(t for t in (found.get("labels") or {}).get("threshold", []) if t is not None and math.isfinite(t))
+        print(f"best epoch: {result['best_epoch'] + 1} of {result['epochs']}{by}")
+    levels = sorted(t for t in (result.get("labels") or {}).get("threshold", []) if t is not None and math.isfinite(t))
     if levels:
         middle = levels[len(levels) // 2]
         print(f"best thresholds per label: {levels[0]:.2f} to {levels[-1]:.2f}, median {middle:.2f} (metrics.json)")
@@ -148,13 +148,13 @@ def summary(run: Any) -> None:
 
 def folds(run: Any) -> None:
     """Print the means of the metrics over the folds, and their spread."""
-    found = run.read_json("folds.json")
-    names = headline(found["metrics"])
+    measured = run.read_json("folds.json")
+    names = headline(measured["metrics"])
     cells = []
     for name in names:
-        mean, deviation = found["metrics"][name]["mean"], found["metrics"][name]["deviation"]
+        mean, deviation = measured["metrics"][name]["mean"], measured["metrics"][name]["deviation"]
         cells.append("-" if mean is None else f"{100 * mean:.1f} ± {100 * (deviation or 0):.1f}")
-    _print(f"percent: mean and standard deviation over {found['folds']} folds", ["", *names], [["folds", *cells]])
+    _print(f"percent: mean and standard deviation over {measured['folds']} folds", ["", *names], [["folds", *cells]])
 
 
 def tree_line(labels: int, features: int) -> str:
@@ -207,8 +207,8 @@ def list_runs(rows: list[dict[str, Any]], metric: str | None = None) -> None:
     wanted = [metric, "precision@1", f"recall@{last}", f"ndcg@{last}", "map", f"ece@{last}"]
     names = [name for name in dict.fromkeys(wanted) if name and any(name in m for m in every)]
     lines = []
-    for row, found in zip(rows, every, strict=True):
-        scores = ["-" if found.get(name) is None else f"{100 * found[name]:.1f}" for name in names]
+    for row, cells in zip(rows, every, strict=True):
+        scores = ["-" if cells.get(name) is None else f"{100 * cells[name]:.1f}" for name in names]
         k = "-" if row.get("k") is None else f"{row['k']:.3g}"
         about = [
             row["run"],

@@ -58,11 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
             tell = lambda line: print(line, file=sys.stderr)  # noqa: E731
             scores = work.out_of_fold(data, folds=arguments.folds, seed=arguments.seed, say=tell)
         options = {"observed": arguments.observed, "kind": arguments.kind, "n": arguments.n}
-        found = work.suggest(data, scores, **options)
-        lines = _lines(found, data)
-        _write(out, lines, found, data)
+        suggested = work.suggest(data, scores, **options)
+        lines = _lines(suggested, data)
+        _write(out, lines, suggested, data)
         accepted = [line for line in lines if least is not None and line["probability"] >= least]
-        _tell(found, data, out)
+        _tell(suggested, data, out)
     if arguments.accept is None:
         print(
             f"next: tick the column accept of {out / 'suggestions.csv'}, then run this again with --accept and the file"
@@ -124,7 +124,7 @@ def _accept(given: str | None) -> tuple[float | None, Path | None]:
     return least, None
 
 
-def _lines(found: Any, data: Any) -> list[dict[str, Any]]:
+def _lines(suggested: Any, data: Any) -> list[dict[str, Any]]:
     numbers = data.row_numbers()
     return [
         {
@@ -136,11 +136,11 @@ def _lines(found: Any, data: Any) -> list[dict[str, Any]]:
             "probability": round(one.probability, 6),
             "text": None if data.texts is None else data.texts[one.row],
         }
-        for rank, one in enumerate(found)
+        for rank, one in enumerate(suggested)
     ]
 
 
-def _write(out: Path, lines: list[dict[str, Any]], found: Any, data: Any) -> None:
+def _write(out: Path, lines: list[dict[str, Any]], suggested: Any, data: Any) -> None:
     """Write suggestions.csv, suggestions.jsonl and rates.csv."""
     out.mkdir(parents=True, exist_ok=True)
 
@@ -161,16 +161,16 @@ def _write(out: Path, lines: list[dict[str, Any]], found: Any, data: Any) -> Non
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["label", "rows", "rate"])
         counts = data.label_counts().tolist()
-        for name, count, rate in zip(data.label_names, counts, found.rates.tolist(), strict=True):
+        for name, count, rate in zip(data.label_names, counts, suggested.rates.tolist(), strict=True):
             writer.writerow([safe(name), count, f"{rate:.3f}"])
 
 
-def _tell(found: Any, data: Any, out: Path) -> None:
-    n_missing = int(found.missing.sum())
-    print(f"{n_missing} labels are probably missing, {len(found) - n_missing} probably wrong, in {len(data)} rows")
-    print(f"labels are written down in about {found.rate:.0%} of the rows that have them")
+def _tell(suggested: Any, data: Any, out: Path) -> None:
+    n_missing = int(suggested.missing.sum())
+    print(f"{n_missing} labels are probably missing, {len(suggested) - n_missing} probably wrong, in {len(data)} rows")
+    print(f"labels are written down in about {suggested.rate:.0%} of the rows that have them")
     counts = data.label_counts()
-    rates = [(float(found.rates[i]), i) for i in range(data.n_labels) if counts[i] >= 20]
+    rates = [(float(suggested.rates[i]), i) for i in range(data.n_labels) if counts[i] >= 20]
     for rate, i in sorted(rates)[:3]:
         print(f"  {data.label_names[i]}: about {rate:.0%}")
     print(f"suggestions: {out / 'suggestions.csv'}, {out / 'suggestions.jsonl'}; rates: {out / 'rates.csv'}")

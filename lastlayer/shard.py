@@ -138,10 +138,10 @@ class ClassShard(Ranks):
             self.thresholds.nu = nu.detach().squeeze(-1)
 
     def _with(self, **noted: Any) -> ClassShard:
-        found = replace(self)
+        copy = replace(self)
         for name in ("limit", "thresholds"):
-            object.__setattr__(found, name, noted.get(name, getattr(self, name)))
-        return found
+            object.__setattr__(copy, name, noted.get(name, getattr(self, name)))
+        return copy
 
     @property
     def size(self) -> int:
@@ -341,14 +341,14 @@ def _by_digits(x: Tensor, rank: Tensor, shard: ClassShard) -> Tensor:
     total_bits, low = 8 * keys.element_size(), torch.iinfo(keys.dtype).min
     bits = digit_bits(math.prod(rank.shape[:-1]), rank.shape[-1])
     digits = torch.arange(1, 1 << bits, device=x.device, dtype=keys.dtype)
-    found = torch.full_like(rank, low, dtype=keys.dtype)
+    key = torch.full_like(rank, low, dtype=keys.dtype)
     for shift in range(total_bits - bits, -1, -bits):
-        pivots = found.unsqueeze(-1) + (digits << shift)
+        pivots = key.unsqueeze(-1) + (digits << shift)
         below = torch.searchsorted(keys, pivots.flatten(-2).contiguous()).to(torch.int32)
         reach = _all_reduce(x.shape[-1] - below, "sum", shard.group).view(pivots.shape)
-        found = found + ((reach >= rank.unsqueeze(-1)).sum(-1).to(keys.dtype) << shift)
+        key = key + ((reach >= rank.unsqueeze(-1)).sum(-1).to(keys.dtype) << shift)
     smallest = _keys(x.new_full((), -torch.inf))
-    return _values(torch.maximum(found, smallest), x.dtype)
+    return _values(torch.maximum(key, smallest), x.dtype)
 
 
 def _keys(x: Tensor) -> Tensor:

@@ -47,13 +47,13 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if path is None:
         return None, "it was not built: the installation found no C compiler that could"
     try:
-        found = ctypes.CDLL(str(path))
-        if found.lastlayer_call_size() != CALL.size:
+        library = ctypes.CDLL(str(path))
+        if library.lastlayer_call_size() != CALL.size:
             return None, f"{path.name} is of another version; install the package again"
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error})"
-    found.lastlayer_run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
-    return found, ""
+    library.lastlayer_run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
+    return library, ""
 
 
 _library, missing = _load()  # once, and here: a tracing compiler then sees two constants

@@ -137,7 +137,7 @@ def solve(
     The arrays are those of ``struct call``, contiguous and of its types. The work is done in a thread of its own, so
     that the caller's can answer an interrupt and report progress.
     """
-    found = library()
+    compiled = library()
     given: dict[str, Any] = arrays
     values = given["values"]
     double = int(values.dtype == np.float64)
@@ -157,7 +157,7 @@ def solve(
     call.intercepts, call.passes = intercepts.ctypes.data, passes.ctypes.data
     call.weights = weights.ctypes.data
     try:
-        status = _watched(lambda: found.linear_solve(ctypes.byref(call), double), stop, done, progress)
+        status = _watched(lambda: compiled.linear_solve(ctypes.byref(call), double), stop, done, progress)
         if status == 1:
             raise MemoryError("lastlayer: no memory for the rows and labels that are being worked on.")
         out = []
@@ -169,12 +169,12 @@ def solve(
             to = (indices.ctypes.data, value.ctypes.data)
             for label, place in enumerate(indptr[:-1].tolist()):  # one at a time: the memory of both is never needed
                 one = first + label * _WEIGHTS.itemsize
-                found.linear_copy(one, 1, double, to[0] + place * 4, to[1] + place * values.itemsize)
-                found.linear_free(one, 1)
+                compiled.linear_copy(one, 1, double, to[0] + place * 4, to[1] + place * values.itemsize)
+                compiled.linear_free(one, 1)
             out.append((indptr, indices, value, intercepts[step], passes[step]))
         return out
     finally:
-        found.linear_free(weights.ctypes.data, n_costs * n_labels)
+        compiled.linear_free(weights.ctypes.data, n_costs * n_labels)
 
 
 def group_features(
@@ -267,17 +267,17 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if path is None:
         return None, "it was not built: the installation found no C compiler that could"
     try:
-        found = ctypes.CDLL(str(path))
-        if found.linear_call_size() != ctypes.sizeof(Call):
+        library = ctypes.CDLL(str(path))
+        if library.linear_call_size() != ctypes.sizeof(Call):
             return None, f"{path.name} is of another version; install the package again"
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error})"
-    found.linear_solve.argtypes = (ctypes.POINTER(Call), ctypes.c_int)
-    found.linear_copy.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    found.linear_free.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-    found.linear_count_features.argtypes = (ctypes.c_int64, *5 * (ctypes.c_void_p,))
-    found.linear_fill_features.argtypes = (ctypes.c_int64, *10 * (ctypes.c_void_p,))
-    return found, ""
+    library.linear_solve.argtypes = (ctypes.POINTER(Call), ctypes.c_int)
+    library.linear_copy.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    library.linear_free.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.linear_count_features.argtypes = (ctypes.c_int64, *5 * (ctypes.c_void_p,))
+    library.linear_fill_features.argtypes = (ctypes.c_int64, *10 * (ctypes.c_void_p,))
+    return library, ""
 
 
 _library, _reason = _load()

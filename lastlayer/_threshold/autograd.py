@@ -77,7 +77,7 @@ class FirstOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, message: str, n: int, *values: Any) -> tuple[Tensor | None, ...]:
         ctx.message = message
-        return tuple(None if found is None else found.view_as(found) for found in values[n:])
+        return tuple(None if value is None else value.view_as(value) for value in values[n:])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

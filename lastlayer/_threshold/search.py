@@ -43,7 +43,7 @@ class Sums(NamedTuple):
     exact: Tensor | None = None  # False where the sums are approximate, so that the search must go on
 
 
-class Found(NamedTuple):
+class Root(NamedTuple):
     """Where a search ended: ``nu = delta - center``."""
 
     center: Tensor
@@ -59,8 +59,8 @@ def solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tenso
     A row without a finite nu has the delta of :attr:`Feasible.end`.
     """
     known = None if shard is None else shard.known(x.shape[:-1], x.dtype)
-    found = None if known is None else _solve_from(known, x, k, shard)
-    center, delta = _solve(x, k, shard) if found is None else found
+    warm = None if known is None else _solve_from(known, x, k, shard)
+    center, delta = _solve(x, k, shard) if warm is None else warm
     if shard is not None:
         shard.note(delta - center)
     return center, delta
@@ -80,8 +80,8 @@ def _solve(x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tens
         return Sums(reduce(small_parts(d, peak, delta), "sum", shard), peak)
 
     passes = _PASSES if shard is None else _SHARDED_PASSES
-    found = iterate(sums, left.k, start, ~left.solvable, passes, stops=_check.readable(x))
-    return ended(found, left)
+    root = iterate(sums, left.k, start, ~left.solvable, passes, stops=_check.readable(x))
+    return ended(root, left)
 
 
 def _solve_from(known: Tensor, x: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor] | None:
@@ -94,8 +94,8 @@ def _solve_from(known: Tensor, x: Tensor, k: Tensor, shard: ClassShard | None) -
         parts = first.pop() if first else reduce(small_parts(here - center, zero, delta), "sum", shard)
         return Sums(parts, zero)
 
-    found = iterate(sums, left.k, anywhere(-known), ~left.solvable, _WARM_PASSES, stops=True)
-    return ended(found, left) if bool(found.done.all()) else None
+    root = iterate(sums, left.k, anywhere(-known), ~left.solvable, _WARM_PASSES, stops=True)
+    return ended(root, left) if bool(root.done.all()) else None
 
 
 def kinds(x: Tensor) -> list[Tensor]:
@@ -116,9 +116,9 @@ def feasible(k: Tensor, n: Tensor, n_top: Tensor, n_nan: Tensor) -> Feasible:
     return Feasible(torch.where(solvable, k, n / 2), n, solvable, end)
 
 
-def ended(found: Found, left: Feasible) -> tuple[Tensor, Tensor]:
+def ended(root: Root, left: Feasible) -> tuple[Tensor, Tensor]:
     """Return ``(center, delta)`` of all rows, with or without a finite nu."""
-    return torch.where(left.solvable, found.center, 0), torch.where(left.solvable, found.delta, left.end)
+    return torch.where(left.solvable, root.center, 0), torch.where(left.solvable, root.delta, left.end)
 
 
 def anywhere(center: Tensor) -> Start:
@@ -128,7 +128,7 @@ def anywhere(center: Tensor) -> Start:
 
 def iterate(
     sums_at: Callable[[Tensor, Tensor], Sums], k: Tensor, start: Start, done: Tensor, passes: int, *, stops: bool
-) -> Found:
+) -> Root:
     """Step nu until every row is done, or for `passes` steps.
 
     ``sums_at(center, delta)`` sums over the points ``(x - center) + delta``. With `stops` the flags are read after each
@@ -149,7 +149,7 @@ def iterate(
         center, lo, hi, done = moved, lo - step, hi - step, done | close
         if stops and bool(done.all()):
             break
-    return Found(center, delta, done, sums, step)
+    return Root(center, delta, done, sums, step)
 
 
 def bracket(x: Tensor, left: Feasible, shard: ClassShard | None) -> tuple[Start, Tensor]:

@@ -40,13 +40,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
         else:
             case.append(type(value))
     key = tuple(case)
-    found = _compiled.get(key)
-    if found is None:
+    held = _compiled.get(key)
+    if held is None:
         compiled = kernel[grid](*args, num_warps=num_warps, **constants)
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         _compiled[key] = compiled, last, kernel  # which stays alive: its id is in the key
         return
-    compiled, last, _ = found
+    compiled, last, _ = held
     x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
     given = (*args, *last)

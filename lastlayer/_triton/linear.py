@@ -194,8 +194,8 @@ def _below(totals, series_ptr, column, COLUMNS: tl.constexpr, log_w, unit):
     """The sum of a function over the classes below the floor, by its series; `unit` is the value of one w."""
     j = tl.arange(0, 16)
     c = tl.load(series_ptr + j * COLUMNS + column, mask=j < _TERMS, other=0.0)
-    found = tl.sum(tl.where(j < _TERMS, totals, 0.0) * c * exp(j.to(tl.float32) * log_w), 0)
-    return tl.where(found == 0, 0.0, found * unit)
+    mass = tl.sum(tl.where(j < _TERMS, totals, 0.0) * c * exp(j.to(tl.float32) * log_w), 0)
+    return tl.where(mass == 0, 0.0, mass * unit)
 
 
 @triton.jit
@@ -260,8 +260,8 @@ def _search_kernel(
     n, n_top, n_nan = _number(totals, _TERMS), _number(totals, _TERMS + 1), _number(totals, _TERMS + 2)
     first_power = _number(totals, 0)
     floor = tl.load(floor_ptr + row)
-    found = tl.load(fill_ptr + row)
-    held = tl.minimum(found, room)
+    filled = tl.load(fill_ptr + row)
+    held = tl.minimum(filled, room)
     top_ptr += row * room
     k = tl.load(k_ptr + row * k_row) - n_top
     solvable = (k > 0) & (k < n) & (n_nan == 0)
@@ -270,9 +270,9 @@ def _search_kernel(
     delta = tl.where(n_nan > 0, float("nan"), delta)
     log_mass = tl.full((), 0.0, tl.float32)
     lost = solvable
-    if solvable & (found <= room) & (room > 0):
+    if solvable & (filled <= room) & (room > 0):
         delta = tl.full((), 0.0, tl.float32)
-        few = found < tl.minimum(n, limit.to(tl.float32))
+        few = filled < tl.minimum(n, limit.to(tl.float32))
         upper = tl.full((), 0.0, tl.float32)
         lower = tl.full((), 0.0, tl.float32)
         lo = tl.full((), -_FAR, tl.float32)
@@ -485,14 +485,17 @@ def search(
 
 
 def losses(
-    found: Tensor, index: Tensor, labels: Tensor, positives: int, rho: float, every: float
+    solution: Tensor, index: Tensor, labels: Tensor, positives: int, rho: float, every: float
 ) -> tuple[Tensor, Tensor]:
-    """Return loss, pull and number of labels, shape ``(3, rows)``, and the slope at each label; `found` by `search`."""
+    """Return loss, pull and number of labels, shape ``(3, rows)``, and the slope at each label.
+
+    `solution` comes from `search`.
+    """
     rows, width = index.shape
-    out, toward = found.new_empty(3, rows), torch.empty_like(labels)
+    out, toward = solution.new_empty(3, rows), torch.empty_like(labels)
     numbers = (rows, width, positives, rho, every)
     options = {"RHO": rho > 0, "M": _labels_at_a_time(index)}
-    launch(_loss_kernel, (rows,), found, index, labels, out, toward, *numbers, **options, num_warps=1)
+    launch(_loss_kernel, (rows,), solution, index, labels, out, toward, *numbers, **options, num_warps=1)
     return out, toward
 
 

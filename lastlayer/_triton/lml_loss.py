@@ -91,15 +91,15 @@ def _label_sums(
         x = load_flat(x_ptr, m_ptr, row[:, None], m_row, m_col, n, index, inv_t, MASKED)
         z = points(x, center[:, None], delta[:, None])
         q = exp(-tl.abs(z))
-        found = index >= 0
+        present = index >= 0
         one_loss = -log_sigmoid(z)
         slope = -tl.where(z > 0, q, 1.0) * rcp(1 + q)
         if RHO:  # the sum over all classes has counted these as not observed
             less, less_slope = _unseen(z, rho)
             one_loss -= less
             slope -= less_slope
-        loss += tl.sum(tl.where(found, one_loss, 0.0), 1)
-        pull += tl.sum(tl.where(found & is_finite(x), slope, 0.0), 1)
+        loss += tl.sum(tl.where(present, one_loss, 0.0), 1)
+        pull += tl.sum(tl.where(present & is_finite(x), slope, 0.0), 1)
     return loss, tl.where(is_finite(delta), pull, 0.0)
 
 
@@ -372,15 +372,15 @@ def _known(
 @triton.jit(do_not_specialize=["rows", "n_labels"])
 def _one_over_rows(i_ptr, out_ptr, rows, n_labels, BLOCK: tl.constexpr):
     """1 over the number of rows with a label, in one program."""
-    found = tl.zeros((BLOCK,), tl.int32)
+    labelled = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         any_label = tl.zeros((BLOCK,), tl.int32)
         for j in range(n_labels):
             index = tl.load(i_ptr + (row * n_labels + j), mask=row < rows, other=-1)
             any_label = tl.where(index >= 0, 1, any_label)
-        found += any_label
-    tl.store(out_ptr, 1.0 / tl.maximum(tl.sum(found, 0), 1).to(tl.float32))
+        labelled += any_label
+    tl.store(out_ptr, 1.0 / tl.maximum(tl.sum(labelled, 0), 1).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["total", "n"])

@@ -220,14 +220,14 @@ def _value(cell: str, attribute: Attribute) -> float:
 
 
 def _row(number: int, pairs: list[tuple[int, float]], labels: dict[int, int], features: dict[int, int]) -> Row:
-    found, index, value = [], [], []
+    marked, index, value = [], [], []
     for column, v in pairs:
         if column in labels:
             if v not in (0.0, 1.0):
                 raise ValueError(f"labels must be 0 or 1, not {v}")
             if v:
-                found.append(labels[column])
+                marked.append(labels[column])
         elif v != 0.0:
             index.append(features[column])
             value.append(v)
-    return Row(number, columns=index, value=value, labels=found)
+    return Row(number, columns=index, value=value, labels=marked)

@@ -237,12 +237,12 @@ def from_matrices(
         most = (limits or Limits()).labels(path)
         if names is None and width > most:
             raise DataError(f"{path}: must declare at most {most} labels for a file of its size, got {width}.")
-    found: Sequence[str] = number_names(width) if names is None else names
-    if len(found) != width or len(set(found)) != width:
-        raise DataError(f"{path}: must name its {width} labels, each once, got {len(found)} names.")
+    label_names: Sequence[str] = number_names(width) if names is None else names
+    if len(label_names) != width or len(set(label_names)) != width:
+        raise DataError(f"{path}: must name its {width} labels, each once, got {len(label_names)} names.")
     if ids is not None and len(ids) != n:
         raise DataError(f"{path}: must have one id per row, {n}, got {len(ids)}.")
-    return LabelData(None, x, indptr, indices, found, ids=ids, source=source, problems=problems)
+    return LabelData(None, x, indptr, indices, label_names, ids=ids, source=source, problems=problems)
 
 
 def read_parquet(path: Path, limits: Limits, problems: Problems, *, options: dict[str, Any]) -> LabelData:
@@ -298,16 +298,16 @@ def read_folder(path: Path, limits: Limits, problems: Problems, separator: str =
     parts = {p: path / p for p in PARTS if (path / p).is_dir()}
     if parts:
         return {p: read_folder(folder, limits, problems, separator)["all"] for p, folder in parts.items()}
-    found = _first(path, ("X", "embeddings", "features"), (".npy", ".npz"))
-    if found is None:
+    features_path = _first(path, ("X", "embeddings", "features"), (".npy", ".npz"))
+    if features_path is None:
         raise DataError(f"{path}: must hold X.npy, embeddings.npy or features.npy.")
-    if found.suffix == ".npz":
-        whole = read_npz(found, limits, problems)
+    if features_path.suffix == ".npz":
+        whole = read_npz(features_path, limits, problems)
         if "all" not in whole:
             return whole
         features = whole["all"].features
     else:
-        features = read_npy(found, limits)
+        features = read_npy(features_path, limits)
     ids = _list(path / "ids.txt", limits)
     lists = _first(path, ("labels",), (".txt", ".txt.gz", ".txt.xz"))
     if lists is not None:
@@ -334,8 +334,8 @@ def read_folder(path: Path, limits: Limits, problems: Problems, separator: str =
 
 
 def _folder_columns(path: Path, limits: Limits) -> dict[str, Any]:
-    found = _first(path, ("weights",), (".npy",))
-    weights = None if found is None else _weights(found, read_npy(found, limits))
+    weights_path = _first(path, ("weights",), (".npy",))
+    weights = None if weights_path is None else _weights(weights_path, read_npy(weights_path, limits))
     return {"weights": weights, "groups": _list(path / "groups.txt", limits)}
 
 

@@ -68,10 +68,10 @@ class Table:
         if row.dense is not None:
             self.dense.append(np.asarray(row.dense, dtype=np.float32))
         if self.given_names is not None:
-            found = sorted(set(row.labels or ()))
+            labels = sorted(set(row.labels or ()))
         else:
-            found = sorted({self.places.setdefault(str(name), len(self.places)) for name in row.labels or ()})
-        self.labels.extend(found)
+            labels = sorted({self.places.setdefault(str(name), len(self.places)) for name in row.labels or ()})
+        self.labels.extend(labels)
         self.label_ends.append(len(self.labels))
 
     def build(self, path: Any, problems: Problems, source: dict[str, Any], shift: int = 0) -> LabelData:

@@ -168,14 +168,14 @@ class Fields:
     def _text(self, record: Any, line: int, note: Callable[[int, str], None]) -> str | None:
         if self.cells and len(self.text) == 1:
             return str(record[self.text[0]])
-        found = [self._get(record, i) for i in self.text]
-        if not found:
-            found = [v for v in [self._role(record, "text", None)] if v is not None]
-        if not found or all(v is None for v in found):
+        parts = [self._get(record, i) for i in self.text]
+        if not parts:
+            parts = [v for v in [self._role(record, "text", None)] if v is not None]
+        if not parts or all(v is None for v in parts):
             return None
-        if not all(isinstance(v, str) for v in found if v is not None):
+        if not all(isinstance(v, str) for v in parts if v is not None):
             raise ValueError("text must be a string")
-        text = found[0] if len(found) == 1 else "\n".join(v for v in found if v)
+        text = parts[0] if len(parts) == 1 else "\n".join(v for v in parts if v)
         if is_torn(text):
             note(line, "half of a surrogate pair in the text, replaced by U+FFFD")
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -200,10 +200,10 @@ class Fields:
         if value is None:
             return None
         if self.form == "vectors":
-            found = list_in(value.strip()) if isinstance(value, str) else value
-            if not isinstance(found, list) or len(found) != self.width:
+            items = list_in(value.strip()) if isinstance(value, str) else value
+            if not isinstance(items, list) or len(items) != self.width:
                 raise ValueError(f"labels must be a vector of {self.width} zeros and ones")
-            return [i for i, bit in enumerate(found) if _bit("labels", bit)]
+            return [i for i, bit in enumerate(items) if _bit("labels", bit)]
         if isinstance(value, str):
             return whole(split_labels(value, self.separator) or [])
         return label_list([value] if "number" in self.guessed and isinstance(value, int) else value)
@@ -259,7 +259,7 @@ def _name(what: str, value: Any) -> str | None:
 
 def _bit(name: str, value: Any) -> bool:
     word = str(value).strip().lower()
-    found = ZERO_ONE.get(word, TRUE_FALSE.get(word))
-    if found is None:
+    bit = ZERO_ONE.get(word, TRUE_FALSE.get(word))
+    if bit is None:
         raise ValueError(f"{name[:40]!r} must be 0 or 1, not {word[:40]!r}")
-    return found
+    return bit

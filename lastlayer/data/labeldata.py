@@ -23,8 +23,8 @@ class NumberNames(Sequence[str]):
         return self.size
 
     def __getitem__(self, index: Any) -> Any:
-        found = range(self.size)[index]
-        return [str(i) for i in found] if isinstance(found, range) else str(found)
+        place = range(self.size)[index]
+        return [str(i) for i in place] if isinstance(place, range) else str(place)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(other) == len(self) and all(a == b for a, b in zip(self, other))  # noqa: B905
@@ -158,8 +158,8 @@ class LabelData:
         if self.label_names is label_names:
             return {}
         known, counts = set(label_names), self.label_counts()
-        found = {self.label_names[i]: int(counts[i]) for i in np.flatnonzero(counts).tolist()}
-        return dict(sorted(((n, c) for n, c in found.items() if n not in known), key=lambda pair: -pair[1]))
+        counted = {self.label_names[i]: int(counts[i]) for i in np.flatnonzero(counts).tolist()}
+        return dict(sorted(((n, c) for n, c in counted.items() if n not in known), key=lambda pair: -pair[1]))
 
     def with_labels(self, label_names: Sequence[str]) -> tuple[LabelData, int]:
         """Return the rows with labels named as given, and how many label occurrences had another name."""

@@ -25,8 +25,8 @@ def split_labels(cell: str | None, separator: str) -> list[str] | None:
     if cell is None:
         return None
     cell = cell.strip()
-    if cell[:1] in _OPEN and (found := list_in(cell)) is not None:
-        return found
+    if cell[:1] in _OPEN and (items := list_in(cell)) is not None:
+        return items
     if separator == WHOLE:
         return [cell] if cell else []
     return [name for part in (cell.split() if separator == " " else cell.split(separator)) if (name := part.strip())]
@@ -43,31 +43,31 @@ def list_in(cell: str) -> list[Any] | None:
             pass
     if cell in ("set()", "()", "{}", "[]"):
         return []
-    found = _python_items(cell[1:-1])
-    if found is None and (cell.startswith("[") or cell[1:2] in ("'", '"')):
+    items = _python_items(cell[1:-1])
+    if items is None and (cell.startswith("[") or cell[1:2] in ("'", '"')):
         raise ValueError("labels must be a JSON list of names or a Python list of names")
-    return found
+    return items
 
 
 def _python_items(inside: str) -> list[str] | None:
     """Read ``'a', "b", 3`` (or NumPy's ``'a' 'b'``); None if it is anything else."""
-    found, at = [], 0
+    items, at = [], 0
     while at < len(inside):
         match = _ITEM.match(inside, at)
         if match is None:
             return None
         text = match.group(1) or match.group(2)
         if text is None:
-            found.append(str(int(match.group(3))))
+            items.append(str(int(match.group(3))))
         elif "\\" in text:
             try:
-                found.append(str(ast.literal_eval(text)))  # one string literal, nothing else matches
+                items.append(str(ast.literal_eval(text)))  # one string literal, nothing else matches
             except (SyntaxError, ValueError):
                 return None
         else:
-            found.append(text.lstrip("uU")[1:-1])
+            items.append(text.lstrip("uU")[1:-1])
         at = match.end()
-    return whole(found)
+    return whole(items)
 
 
 def label_list(value: Any) -> list[str]:
@@ -102,11 +102,13 @@ def guess_separator(cells: Sequence[str]) -> str:
     and one name if whole cells recur and their words do not.
     """
     plain = [c.strip() for c in cells if c.strip() and not _looks_like_list(c.strip())]
-    found = [s for s in SEPARATORS if any(s in c for c in plain)]
-    if len(found) > 1:
-        raise Ambiguous(f"may be separated by {' or by '.join(map(repr, found))}, as in {_example(plain, found)}")
-    if found:
-        return found[0]
+    candidates = [s for s in SEPARATORS if any(s in c for c in plain)]
+    if len(candidates) > 1:
+        raise Ambiguous(
+            f"may be separated by {' or by '.join(map(repr, candidates))}, as in {_example(plain, candidates)}"
+        )
+    if candidates:
+        return candidates[0]
     several = [c for c in plain if len(c.split()) > 1]
     if not several:
         return ","

@@ -154,13 +154,13 @@ def _breaks_lines(encoding: str) -> bool:
 
 def head(source: Source, limits: Limits, encoding: str | None, most: int = 200) -> list[str]:
     """Return the first lines of a text file without taking them; what cannot be read is left out."""
-    found: list[str] = []
+    first: list[str] = []
     raw = source.start()
     try:
         for _, line in lines(Source(source.path, content=raw), limits, Problems("skip"), encoding):
-            found.append(line)
-            if len(found) > most:
-                return found[:most]
+            first.append(line)
+            if len(first) > most:
+                return first[:most]
     except DataError:  # a compressed file ends in the middle of a stream here; the lines so far are whole
-        return found
-    return found[:-1] if len(raw) == PEEK else found
+        return first
+    return first[:-1] if len(raw) == PEEK else first

@@ -102,29 +102,29 @@ def stream(path: str | Path, size: int, **options: Any) -> Iterator[LabelData]:
     limits, like = options.pop("limits", None), options.pop("like", None)
     source, limits, problems = _opened(path, format, on_error, limits, options)
     kind, options, soft = _settled(source, format, limits, like, options)
-    found: TextRows | SvmRows
+    reader: TextRows | SvmRows
     if kind in TEXTUAL:
-        found = text_rows(source, kind, limits, problems, options, soft)
+        reader = text_rows(source, kind, limits, problems, options, soft)
     elif kind == "svm":
-        found = svm_rows(source, limits, problems, options)
+        reader = svm_rows(source, limits, problems, options)
     else:
         for data in _read_whole(source, kind, limits, problems, options).values():
             for at in range(0, len(data), size):
                 yield data.take(np.arange(at, min(at + size, len(data))))
         return
     rows: list[Row]
-    while rows := list(islice(found.rows, size)):
-        table = _table(found)
+    while rows := list(islice(reader.rows, size)):
+        table = _table(reader)
         for row in rows:
             table.add(row)
-        yield table.build(source, problems, _source(source, found), shift=getattr(found, "shift", 0))
+        yield table.build(source, problems, _source(source, reader), shift=getattr(reader, "shift", 0))
 
 
-def _read_text(source: Source, found: TextRows, problems: Problems) -> dict[str, LabelData]:
-    table = _table(found)
-    for row in found.rows:
+def _read_text(source: Source, reader: TextRows, problems: Problems) -> dict[str, LabelData]:
+    table = _table(reader)
+    for row in reader.rows:
         table.add(row)
-    data = table.build(source, problems, _source(source, found))
+    data = table.build(source, problems, _source(source, reader))
     if not table.parts:
         return {"all": data}
     if len(table.parts) != len(data):
@@ -137,20 +137,20 @@ def _read_text(source: Source, found: TextRows, problems: Problems) -> dict[str,
     }
 
 
-def _read_svm(source: Source, found: SvmRows, problems: Problems) -> LabelData:
-    table = _table(found)
-    for row in found.rows:
+def _read_svm(source: Source, reader: SvmRows, problems: Problems) -> LabelData:
+    table = _table(reader)
+    for row in reader.rows:
         table.add(row)
-    if found.header is not None and problems.count == 0 and len(table) != found.header[0]:
+    if reader.header is not None and problems.count == 0 and len(table) != reader.header[0]:
         raise DataError(
-            f"{source}, line 1: the header must count the rows, says {found.header[0]}, the file has {len(table)}."
+            f"{source}, line 1: the header must count the rows, says {reader.header[0]}, the file has {len(table)}."
         )
-    shift = found.shift
-    if found.zero_based is None and 0 in table.index:
+    shift = reader.shift
+    if reader.zero_based is None and 0 in table.index:
         shift = 0
-    data = table.build(source, problems, _source(source, found), shift=shift)
+    data = table.build(source, problems, _source(source, reader), shift=shift)
     data.source["options"]["zero_based"] = shift == 0
-    data.source["how"] = f"features count from {shift}" + (", with a header" if found.header else "")
+    data.source["how"] = f"features count from {shift}" + (", with a header" if reader.header else "")
     return data
 
 
@@ -172,16 +172,16 @@ def _read_whole(
     return {"all": read_arff(path, limits, problems, options=options)}
 
 
-def _table(found: TextRows | SvmRows) -> Table:
-    return Table(found.label_names, getattr(found, "n_features", None))
+def _table(reader: TextRows | SvmRows) -> Table:
+    return Table(reader.label_names, getattr(reader, "n_features", None))
 
 
-def _source(source: Source, found: TextRows | SvmRows) -> dict[str, Any]:
+def _source(source: Source, reader: TextRows | SvmRows) -> dict[str, Any]:
     return {
-        "format": found.options["format"],
-        "how": found.how,
+        "format": reader.options["format"],
+        "how": reader.how,
         "suffix": source.suffix,
-        "options": {k: v for k, v in found.options.items() if k != "format"},
+        "options": {k: v for k, v in reader.options.items() if k != "format"},
     }
 
 
@@ -256,10 +256,10 @@ def sniff(
     first = sample[0].lstrip() if sample else ""
     if kind is not None:
         return "json" if first.startswith("[") else "jsonl"
-    if (found := _sniff_lines(sample, first)) is not None:
-        return found
-    if like and (found := _as_before(sample, first, like)) is not None:
-        return found
+    if (guess := _sniff_lines(sample, first)) is not None:
+        return guess
+    if like and (guess := _as_before(sample, first, like)) is not None:
+        return guess
     if _is_table(sample, ",") or _is_table(sample, ";"):
         header = {c.strip().lower() for c in first.replace(";", ",").split(",")}
         if header & {*TEXT, *LABELS} or not (like or source.suffix == ".txt"):
@@ -287,8 +287,8 @@ def _sniff_lines(sample: list[str], first: str) -> str | None:
     if len(tokens) == 3 and all(t.isascii() and t.isdigit() for t in tokens):
         return "svm"
     try:
-        found = [parse(1, line.split(" #", 1)[0], None, 10**8) for line in sample[:20]]
-        if any(row.columns for row in found):
+        rows = [parse(1, line.split(" #", 1)[0], None, 10**8) for line in sample[:20]]
+        if any(row.columns for row in rows):
             return "svm"
     except ValueError:
         pass

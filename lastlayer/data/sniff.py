@@ -105,24 +105,24 @@ class _Sniffer:
         if isinstance(asked, str) and asked.strip().lower() == "none":
             return ()
         if isinstance(asked, list | tuple):
-            found = [self._place(option, str(name)) for name in asked]
+            named = [self._place(option, str(name)) for name in asked]
         elif (place := self._find(str(asked))) is not None:
-            found = [[place]]
+            named = [[place]]
         else:
-            found = [self._place(option, name) for name in str(asked).split(",") if name.strip()]
-        if option in self.soft and any(f is None for f in found):
+            named = [self._place(option, name) for name in str(asked).split(",") if name.strip()]
+        if option in self.soft and any(f is None for f in named):
             missing = next(
-                n for n, f in zip([asked] if isinstance(asked, str) else asked, found, strict=False) if not f
+                n for n, f in zip([asked] if isinstance(asked, str) else asked, named, strict=False) if not f
             )
             if role in ("text", "vector"):
                 raise DataError(
                     f"{self.path}: has no column {missing!r}, where the run's training rows have their {role}. Its "
                     f"columns are {self._known()}. Name the one to use (--{role}-column)."
                 )
-            if role == "label" and any(f is not None for f in found):
+            if role == "label" and any(f is not None for f in named):
                 raise DataError(f"{self.path}: has some of the run's label columns, but not {missing!r}.")
             return None if role != "label" else ()
-        places = tuple(i for f in found for i in f or ())
+        places = tuple(i for f in named for i in f or ())
         if len(set(places)) != len(places) or (len(places) != 1 and role not in ("text", "label", "vector")):
             raise DataError(f"{self.path}: `{option}` must name columns once each, got {asked!r}.")
         return places
@@ -210,9 +210,9 @@ class _Sniffer:
     def _bit_columns(self) -> list[int]:
         free = [i for i in self._free() if self.values[i] and self.lower[i] not in ("", *TEXT)]
         for words in (ZERO_ONE, TRUE_FALSE):
-            found = [i for i in free if all(str(v).strip().lower() in words for v in self.values[i])]
-            if len(found) > 1:
-                return found
+            columns = [i for i in free if all(str(v).strip().lower() in words for v in self.values[i])]
+            if len(columns) > 1:
+                return columns
         return []
 
     def _form_of(self, places: tuple[int, ...]) -> tuple[Form, int]:
@@ -303,15 +303,15 @@ class _Sniffer:
             return ","
         cells = [v for v in self.values[places[0]] if isinstance(v, str)]
         try:
-            found = guess_separator(cells)
+            separator = guess_separator(cells)
         except Ambiguous as error:
             where = repr(self.names[places[0]]) if self.named else f"column {places[0]}"
             raise DataError(
                 f"{self.path}: the labels in {where} {error}. Say which: --label-separator CHARACTER, or none."
             ) from None
         if "lists" not in self.guessed:
-            self.guessed.add("separator" if any((found or " ") in c for c in cells) else "unseen separator")
-        return found
+            self.guessed.add("separator" if any((separator or " ") in c for c in cells) else "unseen separator")
+        return separator
 
 
 def named_character(text: str) -> str:

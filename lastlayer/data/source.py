@@ -170,17 +170,17 @@ def _only_member(path: Path) -> zipfile.ZipInfo | None:
     """Return the file in a zip archive of one file; None for an archive of arrays."""
     try:
         with zipfile.ZipFile(path) as archive:
-            found = [i for i in archive.infolist() if not i.is_dir() and not i.filename.startswith(("__MACOSX", "."))]
+            members = [i for i in archive.infolist() if not i.is_dir() and not i.filename.startswith(("__MACOSX", "."))]
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise DataError(f"{path}: must be a zip archive: {error}.") from None
-    if any(info.filename == "[Content_Types].xml" for info in found):
+    if any(info.filename == "[Content_Types].xml" for info in members):
         raise DataError(f"{path}: is an Office document. Save the sheet as CSV.")
-    if found and all(info.filename.endswith(".npy") for info in found):
+    if members and all(info.filename.endswith(".npy") for info in members):
         return None
-    if len(found) != 1:
-        shown = ", ".join(info.filename[:40] for info in found[:5])
-        raise DataError(f"{path}: must hold one file, holds {len(found)} ({shown}). Unpack it and name one.")
-    return found[0]
+    if len(members) != 1:
+        shown = ", ".join(info.filename[:40] for info in members[:5])
+        raise DataError(f"{path}: must hold one file, holds {len(members)} ({shown}). Unpack it and name one.")
+    return members[0]
 
 
 def chunks(path: Path | Source, limits: Limits) -> Iterator[bytes]:

@@ -128,12 +128,12 @@ def _units(data: LabelData, groups: Sequence[Any] | None) -> tuple[np.ndarray, i
     """Return for each row the number of what it belongs to: its group, or the rows that equal it."""
     places: dict[Any, int] = {}
     if groups is not None:
-        found = [places.setdefault(g if g != "" else (i,), len(places)) for i, g in enumerate(groups)]
+        unit = [places.setdefault(g if g != "" else (i,), len(places)) for i, g in enumerate(groups)]
     elif data.texts is None and data.features is None:
         return np.arange(len(data)), len(data)
     else:
-        found = [places.setdefault(key, len(places)) for key in (data.texts or _feature_keys(data.features))]
-    return np.array(found, dtype=np.int64), len(places)
+        unit = [places.setdefault(key, len(places)) for key in (data.texts or _feature_keys(data.features))]
+    return np.array(unit, dtype=np.int64), len(places)
 
 
 def _pairs(op: str, data: LabelData) -> tuple[np.ndarray, np.ndarray]:

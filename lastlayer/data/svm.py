@@ -44,10 +44,10 @@ def svm_rows(source: Source, limits: Limits, problems: Problems, options: dict[s
         zero_based = True
     given = options.get("n_features")
     n_features = given if header is None or given is not None else header[1]
-    found = _rows(source, chain([] if header else first, numbered), header, n_features, zero_based, limits, problems)
+    rows = _rows(source, chain([] if header else first, numbered), header, n_features, zero_based, limits, problems)
     names = None if header is None else number_names(header[2])
     kept = {"format": "svm", "zero_based": zero_based}
-    return SvmRows(found, header, names, n_features, zero_based, 0 if zero_based else 1, kept)
+    return SvmRows(rows, header, names, n_features, zero_based, 0 if zero_based else 1, kept)
 
 
 def _header(source: Source, line: str, limits: Limits) -> Header | None:

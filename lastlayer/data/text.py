@@ -58,8 +58,8 @@ def text_rows(
     if kind == "fasttext":
         return TextRows(_fasttext_rows(source, limits, problems, encoding), None, kept, f"__label__{_shown(encoding)}")
     if kind in ("json", "jsonl"):
-        found = _json_items if kind == "json" else _json_lines
-        records = found(source, limits, problems, encoding)
+        items = _json_items if kind == "json" else _json_lines
+        records = items(source, limits, problems, encoding)
         first = _first(records)
         objects = [r.value for r in first]
         names = list(dict.fromkeys(str(key) for item in objects for key in item))
@@ -257,14 +257,14 @@ def _delimiter(source: Source, sample: list[str], options: dict[str, Any]) -> tu
 
 def _parsed(sample: list[str], delimiter: str) -> list[list[str]]:
     """Parse the first lines; an error in them leaves out the rest, which may be cut in the middle of a cell."""
-    found: list[list[str]] = []
+    parsed: list[list[str]] = []
     try:
         for row in csv.reader((line + "\n" for line in sample), delimiter=delimiter, strict=True):
             if row and any(c.strip() for c in row):
-                found.append(row)
+                parsed.append(row)
     except csv.Error:
-        return found if len(found) > 1 else []
-    return found
+        return parsed if len(parsed) > 1 else []
+    return parsed
 
 
 def _is_quoted(sample: list[str], delimiter: str) -> bool:

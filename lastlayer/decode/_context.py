@@ -112,12 +112,12 @@ class Context:
 
     def logits(self, chunk: Chunk) -> Tensor:
         """The log-odds that each label is written down, given its score and the row's other labels."""
-        found = self.regression(chunk)
-        place = ((found + REACH) * (BINS / (2 * REACH)) - 0.5).clamp(0, BINS - 1)
+        context = self.regression(chunk)
+        place = ((context + REACH) * (BINS / (2 * REACH)) - 0.5).clamp(0, BINS - 1)
         low = place.long().clamp(max=BINS - 2)
         there = torch.lerp(self.curve[low], self.curve[low + 1], place - low)
         middle = REACH * (1 - 1 / BINS)
-        return there + LEAST_SLOPE * (found - found.clamp(-middle, middle))  # beyond the bins it still rises
+        return there + LEAST_SLOPE * (context - context.clamp(-middle, middle))  # beyond the bins it still rises
 
 
 def fit(data: Data) -> tuple[Context, Tensor, Tensor]:
@@ -137,11 +137,11 @@ def fit(data: Data) -> tuple[Context, Tensor, Tensor]:
     m = min(n, MOST, max((1 << 25) // max(n, 1), 1))
     frequent = counts.topk(m).indices
     zeros = [torch.zeros(shape, device=device) for shape in ((m, n), (6,), (BINS,))]
-    found = Context(slope, shift, frequent, *zeros)
-    found = replace(found, pull=_pull(data, rows, found))
-    found = replace(found, weight=_regression(data, rows, generator, found.features).float())
-    found = replace(found, curve=_curve(data, rows, found))
-    return found, *_rates(data, rows, found, counts)
+    context = Context(slope, shift, frequent, *zeros)
+    context = replace(context, pull=_pull(data, rows, context))
+    context = replace(context, weight=_regression(data, rows, generator, context.features).float())
+    context = replace(context, curve=_curve(data, rows, context))
+    return context, *_rates(data, rows, context, counts)
 
 
 def _regression(
@@ -164,17 +164,17 @@ def _regression(
 
 def _logistic(features: Tensor, answer: Tensor, weight: Tensor) -> Tensor:
     """Newton's method for a logistic regression, with a touch of ridge; features are ``(f, entries)``."""
-    found = features.new_zeros(len(features))
+    weights = features.new_zeros(len(features))
     ridge = 1e-3 * torch.eye(len(features), dtype=features.dtype, device=features.device)
     for _ in range(50):
-        p = (found @ features).sigmoid()
-        slope = features @ (weight * (p - answer)) + ridge @ found
+        p = (weights @ features).sigmoid()
+        slope = features @ (weight * (p - answer)) + ridge @ weights
         curve = (features * (weight * p * (1 - p))) @ features.T + ridge
         step = torch.linalg.solve(curve, slope)
-        found = found - step * min(1.0, 5.0 / max(float(step.norm()), 1e-12))
+        weights = weights - step * min(1.0, 5.0 / max(float(step.norm()), 1e-12))
         if float(step.norm()) < 1e-6:
             break
-    return found
+    return weights
 
 
 def _shifts(data: Data, rows: Tensor | None, slope: float, common: float) -> tuple[Tensor, Tensor]:

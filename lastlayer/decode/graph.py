@@ -175,5 +175,5 @@ class DecodeGraph(FunctionModule):
         mask: Tensor | None = None,
     ) -> Decoded:
         """Return the lists of each image."""
-        found: Decoded = self._call(scores, pairs, ptr=ptr, object_scores=object_scores, mask=mask)
-        return found
+        decoded: Decoded = self._call(scores, pairs, ptr=ptr, object_scores=object_scores, mask=mask)
+        return decoded

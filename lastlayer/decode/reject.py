@@ -56,11 +56,11 @@ def decode_reject(
     """
     op = "decode_reject"
     scores = _check.logits(op, scores, "scores")
-    found = decode_top_k(scores, k, at_most=at_most, mask=mask, shard=shard)
+    decoded = decode_top_k(scores, k, at_most=at_most, mask=mask, shard=shard)
     evidence = _evidence(op, scores, by, values, mask, shard)
     level = _level(op, threshold, evidence)
     kept = (evidence >= (-level if by == "distance" else level)).unsqueeze(-1)
-    return Decoded(torch.where(kept, found.index, -1), torch.where(kept, found.score, -torch.inf))
+    return Decoded(torch.where(kept, decoded.index, -1), torch.where(kept, decoded.score, -torch.inf))
 
 
 def tune_reject(
@@ -164,5 +164,5 @@ class DecodeReject(FunctionModule):
         shard: ClassShard | None = None,
     ) -> Decoded:
         """Return the lists of each row."""
-        found: Decoded = self._call(scores, values=values, mask=mask, shard=shard)
-        return found
+        decoded: Decoded = self._call(scores, values=values, mask=mask, shard=shard)
+        return decoded

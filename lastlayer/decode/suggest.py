@@ -74,9 +74,9 @@ class LabelSuggestions(Sequence[Suggestion]):
         given = target.index if isinstance(target, LabelLists) else target
         marked = isinstance(target, LabelLists) or given.dtype in (torch.int64, torch.int32)
         if not marked:
-            found = given > 0
-            found[self.row, self.label] = self.missing
-            return found
+            recorded = given > 0
+            recorded[self.row, self.label] = self.missing
+            return recorded
         index = given[:, None] if given.ndim == 1 else given
         row, at = (index >= 0).nonzero(as_tuple=True)
         label = index[row, at].long()
@@ -149,10 +149,11 @@ def suggest_labels(
         >>> logits = 3 * torch.randn(2000, 4, generator=generator)
         >>> true = torch.rand(2000, 4, generator=generator) < logits.sigmoid()
         >>> written = true & (torch.rand(2000, 4, generator=generator) < 0.8)
-        >>> found = suggest_labels(logits.sigmoid(), written, n=500, kind="missing")
-        >>> found
+        >>> suggested = suggest_labels(logits.sigmoid(), written, n=500, kind="missing")
+        >>> suggested
         LabelSuggestions(500 missing, 0 wrong, in 2000 rows)
-        >>> print(f"{true[found.row, found.label].float().mean():.2f} of them are true, rate {found.rate:.2f}")
+        >>> share = true[suggested.row, suggested.label].float().mean()
+        >>> print(f"{share:.2f} of them are true, rate {suggested.rate:.2f}")
         0.80 of them are true, rate 0.77
     """
     op = "suggest_labels"
@@ -269,12 +270,12 @@ def _is_array(value: Any) -> bool:
 def _plain(op: str, target: Any, scores: Tensor) -> Any:
     """Return a target that is a list of lists, a NumPy array or a sparse matrix as a tensor, sparse ones as lists."""
     if isinstance(target, Tensor) and target.layout != torch.strided:
-        found = target.to_sparse_coo().coalesce()
-        return _lists(op, found.indices(), found.values(), len(scores))
+        sparse = target.to_sparse_coo().coalesce()
+        return _lists(op, sparse.indices(), sparse.values(), len(scores))
     if hasattr(target, "tocoo"):  # a SciPy matrix
-        found = target.tocoo()
-        place = torch.stack([torch.as_tensor(found.row).long(), torch.as_tensor(found.col).long()])
-        return _lists(op, place.to(scores.device), torch.as_tensor(found.data).to(scores.device), len(scores))
+        sparse = target.tocoo()
+        place = torch.stack([torch.as_tensor(sparse.row).long(), torch.as_tensor(sparse.col).long()])
+        return _lists(op, place.to(scores.device), torch.as_tensor(sparse.data).to(scores.device), len(scores))
     if isinstance(target, list) and all(isinstance(row, list | tuple | set) for row in target):
         rows = [i for i, row in enumerate(target) for _ in row]
         labels = [int(label) for row in target for label in row]

@@ -60,13 +60,13 @@ def decode_threshold(
     above = x.to(_check.work_dtype(x)) > _levels(op, threshold, x)
     counts = _count(above, shard)
     width = max(longest(op, counts, most), least)
-    found = choose(torch.where(above, x, -torch.inf), scores, width, shard)
+    decoded = choose(torch.where(above, x, -torch.inf), scores, width, shard)
     if least == 0:
-        return found
+        return decoded
     rest = choose(torch.where(above, -torch.inf, x), scores, least, shard)
     spare = torch.arange(least, device=x.device) < (least - counts).unsqueeze(-1)
-    index = torch.cat([found.index, torch.where(spare, rest.index, -1)], -1)
-    score = torch.cat([found.score, torch.where(spare, rest.score, -torch.inf)], -1)
+    index = torch.cat([decoded.index, torch.where(spare, rest.index, -1)], -1)
+    score = torch.cat([decoded.score, torch.where(spare, rest.score, -torch.inf)], -1)
     score, index = _ranked.ordered(score, index, width)
     return Decoded(index, score)
 
@@ -142,8 +142,8 @@ def tune_thresholds(
     rows, n = (scores.numel(), 1) if per == "all" else (scores.shape[:-1].numel(), scores.shape[-1])
     x, hit, known = (t.reshape(rows, n).T for t in (scores, hit & known, known))
     x = torch.where(known, x, -torch.inf).to(_check.work_dtype(x))
-    found = best_cuts(x, hit, known, objective, wanted - 1e-9)  # 0.55 of 20 is 11, which 0.55 * 20 exceeds
-    return found.squeeze(0) if per == "all" else found
+    cuts = best_cuts(x, hit, known, objective, wanted - 1e-9)  # 0.55 of 20 is 11, which 0.55 * 20 exceeds
+    return cuts.squeeze(0) if per == "all" else cuts
 
 
 class DecodeThreshold(FunctionModule):
@@ -158,5 +158,5 @@ class DecodeThreshold(FunctionModule):
 
     def forward(self, scores: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Decoded:
         """Return the lists of each row."""
-        found: Decoded = self._call(scores, mask=mask, shard=shard)
-        return found
+        decoded: Decoded = self._call(scores, mask=mask, shard=shard)
+        return decoded

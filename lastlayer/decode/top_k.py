@@ -150,5 +150,5 @@ class DecodeTopK(FunctionModule):
 
     def forward(self, scores: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Decoded:
         """Return the lists of each row."""
-        found: Decoded = self._call(scores, mask=mask, shard=shard)
-        return found
+        decoded: Decoded = self._call(scores, mask=mask, shard=shard)
+        return decoded

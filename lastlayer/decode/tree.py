@@ -175,9 +175,11 @@ def _most_specific(p: Tensor, tree: LabelTree, theta: float, width: int) -> Tens
         smallest = torch.where(free, size, tree.n_leaves + 1).amin(-1, keepdim=True)
         among = free & (size == smallest)
         place = torch.where(among, p, -torch.inf).argmax(-1, keepdim=True)
-        found = free.any(-1, keepdim=True)
-        chosen.append(torch.where(found, order[place], -1))
-        free = free & ~(found & (begin <= begin[place]) & (end >= end[place]))  # the node and all nodes that contain it
+        any_free = free.any(-1, keepdim=True)
+        chosen.append(torch.where(any_free, order[place], -1))
+        free = free & ~(
+            any_free & (begin <= begin[place]) & (end >= end[place])
+        )  # the node and all nodes that contain it
     if not chosen:
         return torch.empty((*p.shape[:-1], 0), dtype=torch.long, device=p.device)
     return torch.cat(chosen, -1)
@@ -202,5 +204,5 @@ class DecodeTree(FunctionModule):
 
     def forward(self, probabilities: Tensor) -> Decoded:
         """Return the lists of each row."""
-        found: Decoded = self._call(probabilities)
-        return found
+        decoded: Decoded = self._call(probabilities)
+        return decoded

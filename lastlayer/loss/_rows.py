@@ -105,15 +105,15 @@ def n_classes(x: Tensor, shard: ClassShard | None) -> int | Tensor:
     return here if shard is None else reduce(x.new_ones(here, dtype=_check.work_dtype(x)), "sum", shard).squeeze(-1)
 
 
-def any_class(found: Tensor, shard: ClassShard | None = None) -> Tensor:
+def any_class(marks: Tensor, shard: ClassShard | None = None) -> Tensor:
     """Whether a row has such an entry on any rank, shape ``batch``."""
-    here = found.any(-1)
+    here = marks.any(-1)
     return here if shard is None else reduce(here.unsqueeze(-1).float(), "max", shard).squeeze(-1) > 0
 
 
 def logsumexp(
     x: Tensor,
-    found: Tensor,
+    marks: Tensor,
     shard: Ranks | None = None,
     temperature: float = 1.0,
     weight: Tensor | None = None,
@@ -125,11 +125,11 @@ def logsumexp(
     in the ten thousands the sum of the two has lost the digits of the rest in float32. Without an entry both are 0,
     with no gradient. The weights of the entries found must be positive.
     """
-    peak = reduce(torch.where(found, x, -torch.inf).detach(), "max", shard)
+    peak = reduce(torch.where(marks, x, -torch.inf).detach(), "max", shard)
     some = peak != -torch.inf
     peak = torch.where(some, peak, 0)
-    mass = ((torch.where(found, x, peak) - peak) / temperature).exp()
-    mass = torch.where(found, mass if weight is None else weight * mass, 0).sum(-1, keepdim=True)
+    mass = ((torch.where(marks, x, peak) - peak) / temperature).exp()
+    mass = torch.where(marks, mass if weight is None else weight * mass, 0).sum(-1, keepdim=True)
     # All ranks continue in the same way, so the gradient of the sum must reach each rank once: total, not reduce.
     mass = total(mass, shard)
     rest = temperature * torch.where(some, mass, 1).log()

@@ -130,6 +130,6 @@ def _solve_weighted(x: Tensor, share: Tensor, k: Tensor, shard: ClassShard | Non
         parts = [share * part for part in search.small_parts(d, peak, delta)]
         return search.Sums(reduce(parts, "sum", shard), peak)
 
-    found = search.iterate(sums, k, start, ~solvable, 4 * PASSES, stops=True)
-    nu = torch.where(solvable, found.delta - found.center, end)
+    root = search.iterate(sums, k, start, ~solvable, 4 * PASSES, stops=True)
+    nu = torch.where(solvable, root.delta - root.center, end)
     return nu, log_mass_of(torch.where(finite, x + nu, torch.nan), share, shard)

@@ -286,12 +286,12 @@ def find(
         return search.Sums(parts, peak, deep == 0)
 
     lost = left.solvable & overflow
-    found = search.iterate(sums, left.k, start, ~left.solvable | lost, PASSES, stops=True)
-    a, b, *_, squares = found.sums.parts
-    mass, t = a + b, torch.where(found.done, found.step, 0)
+    root = search.iterate(sums, left.k, start, ~left.solvable | lost, PASSES, stops=True)
+    a, b, *_, squares = root.sums.parts
+    mass, t = a + b, torch.where(root.done, root.step, 0)
     mass = mass + (b - a) * t + (mass - 6 * squares) * t * t / 2  # sum h after the last step
-    log_mass = torch.where(left.solvable, found.sums.peak + mass.log(), 0)
-    return *search.ended(found, left), log_mass, lost | ~found.done
+    log_mass = torch.where(left.solvable, root.sums.peak + mass.log(), 0)
+    return *search.ended(root, left), log_mass, lost | ~root.done
 
 
 def _small_sums(scan: Scan, center: Tensor, delta: Tensor, peak: Tensor) -> list[Tensor]:

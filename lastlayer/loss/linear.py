@@ -192,9 +192,9 @@ def _index_lists(labels: Labels, wanted: Callable[[Tensor], Tensor]) -> Tensor:
     if labels.index is not None:
         return labels.index
     assert labels.dense is not None
-    found = wanted(labels.dense).to(torch.uint8)
-    most = int(found.sum(-1).max()) if found.numel() else 0
-    values, index = found.topk(most, -1)
+    marks = wanted(labels.dense).to(torch.uint8)
+    most = int(marks.sum(-1).max()) if marks.numel() else 0
+    values, index = marks.topk(most, -1)
     return torch.where(values > 0, index, -1)
 
 
@@ -278,12 +278,12 @@ def _settle_by_kernels(
     series = table(names, scan.terms, rho, layer.work, k.device)
     reach, every = (math.log(REACH), math.log(0.9 * REACH)), -log1p(-rho)
     kept = (scan.top, scan.fill, scan.floor, scan.sums)
-    found = layer.kernels.search(*kept, k, series, limit, reach, PASSES, rho, every)
-    center, delta, log_mass, lost, _, silent, leak = found.unsqueeze(-1)
+    solution = layer.kernels.search(*kept, k, series, limit, reach, PASSES, rho, every)
+    center, delta, log_mass, lost, _, silent, leak = solution.unsqueeze(-1)
     rows = Rows(center, delta, log_mass, scan.index, scan.labels, rho)
     rows.silent, rows.leak = silent, leak
     _solve_lost(layer, lost > 0, k, rows, None)
-    sums, toward = layer.kernels.losses(found, rows.index, rows.labels, labels, rho, every)
+    sums, toward = layer.kernels.losses(solution, rows.index, rows.labels, labels, rho, every)
     loss, pull, count = sums.unsqueeze(-1)
     if rho > 0:
         loss = torch.where(rows.delta.isnan(), torch.nan, loss)  # even if no class is left to show it
@@ -321,18 +321,18 @@ class _LinearLML(torch.autograd.Function):
             settle = _settle_by_kernels if by_kernels else _settle
             rows, loss, pull, count, toward = settle(layer, scan, k, limit, labels, rho, shard)
         scale = temperature if isinstance(temperature, Tensor) else None
-        found = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward)
-        ctx.save_for_backward(features, weight, bias, mask, scale, index, *found)
+        saved = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward)
+        ctx.save_for_backward(features, weight, bias, mask, scale, index, *saved)
         ctx.dtype, ctx.rho, ctx.temperature = dtype, rho, None if scale is not None else temperature
         ctx.mark_non_differentiable(count)
         return loss.squeeze(-1), count.squeeze(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        found = _first_derivatives(ctx, grad.detach())
+        gradients = _first_derivatives(ctx, grad.detach())
         if torch.is_grad_enabled():
-            found = FirstOnly.apply(FIRST_ONLY, 3, grad, *ctx.saved_tensors[:2], *found)
-        return (*found, *(None,) * 7)
+            gradients = FirstOnly.apply(FIRST_ONLY, 3, grad, *ctx.saved_tensors[:2], *gradients)
+        return (*gradients, *(None,) * 7)
 
 
 def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

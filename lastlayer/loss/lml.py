@@ -308,8 +308,8 @@ def _plain_gradients(ctx: Any, problem: Problem, labels: Labels, upstream: Tenso
     with torch.enable_grad():
         loss = _plain(problem, ctx.rho, labels)
     inputs = [value for value, wanted in zip(problem[:2], needed, strict=True) if wanted]
-    found = iter(torch.autograd.grad(loss, inputs, upstream.expand_as(loss), create_graph=further))
-    return tuple(next(found) if wanted else None for wanted in needed)
+    gradients = iter(torch.autograd.grad(loss, inputs, upstream.expand_as(loss), create_graph=further))
+    return tuple(next(gradients) if wanted else None for wanted in needed)
 
 
 class _LMLLoss(torch.autograd.Function):
@@ -348,7 +348,7 @@ class _LMLLoss(torch.autograd.Function):
             arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, upstream)
             grad_logits, grad_k = loss_backward(impl, *arguments)
             if several:  # linear in the gradient, one number per row
-                grad_logits, grad_k = (grads[0].unsqueeze(-1) * found for found in (grad_logits, grad_k))
+                grad_logits, grad_k = (grads[0].unsqueeze(-1) * gradient for gradient in (grad_logits, grad_k))
         return grad_logits, grad_k if ctx.needs_input_grad[1] else None, *(None,) * 7
 
 

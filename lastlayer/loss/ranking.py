@@ -53,10 +53,10 @@ def warp_loss(
     """
     op = "warp_loss"
     logits = _rows.whole(op, logits, shard, "its ranks need all classes of a row")
-    picked, found, negatives, live, share = _enter(op, logits, target)
+    picked, is_label, negatives, live, share = _enter(op, logits, target)
     weight = _weights(picked, negatives, live.shape[-1], exact, generator)
-    loss = torch.where(found, _rows.weighed(weight * _hinges(picked, negatives, 1.0), share), 0).sum(-1)
-    counts = found.any(-1) & (negatives != -torch.inf).any(-1)
+    loss = torch.where(is_label, _rows.weighed(weight * _hinges(picked, negatives, 1.0), share), 0).sum(-1)
+    counts = is_label.any(-1) & (negatives != -torch.inf).any(-1)
     return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
 
 
@@ -108,11 +108,11 @@ def rml_loss(
     start = _check.number(op, "ramp_start", ramp_start, high=1)
     flat = _check.number(op, "beta", beta, 0, 1)
     logits = _rows.whole(op, logits, shard, "its ranks need all classes of a row")
-    picked, found, negatives, live, share = _enter(op, logits, target)
+    picked, is_label, negatives, live, share = _enter(op, logits, target)
     weight = _weights(picked, negatives, live.shape[-1], exact, generator)
     pairs = _hinges(picked, negatives, 1.0) - flat * _hinges(picked, negatives, start)
     terms = _rows.weighed(weight * pairs + unary * _ramp(picked, start, flat), share)
-    loss = torch.where(found, terms, 0).sum(-1)
+    loss = torch.where(is_label, terms, 0).sum(-1)
     here = negatives != -torch.inf
     below = _ramp(-torch.where(here, negatives, 0), start, flat)
     loss = loss + unary * torch.where(here, below, 0).sum(-1)
@@ -130,8 +130,8 @@ def _enter(op: str, logits: Tensor, target: Target) -> tuple[Tensor, Tensor, Ten
     if labels.index is None:
         return x, positive, negatives, live, _rows.share(labels, live, x.dtype) if _rows.soft(labels) else None
     place = labels.index.clamp(min=0)
-    found = (labels.index >= 0) & live.gather(-1, place)
-    return torch.where(found, x.gather(-1, place), 0), found, negatives, live, None
+    is_label = (labels.index >= 0) & live.gather(-1, place)
+    return torch.where(is_label, x.gather(-1, place), 0), is_label, negatives, live, None
 
 
 def _above(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:

@@ -125,13 +125,13 @@ def _refactoring(metric: Any) -> MetricRefactoring:
         return MetricRefactoring.accuracy()
     if metric == "average_precision":
         return MetricRefactoring.average_precision()
-    found = re.fullmatch(r"recall_at_(k|[1-9]\d*)", metric) if isinstance(metric, str) else None
-    if found is None:
+    match = re.fullmatch(r"recall_at_(k|[1-9]\d*)", metric) if isinstance(metric, str) else None
+    if match is None:
         raise ValueError(
             f"{_OP}: `metric` must be 'accuracy', 'average_precision', 'recall_at_k', 'recall_at_5' (any number) or a "
             f"MetricRefactoring, got {metric!r}."
         )
-    return MetricRefactoring.recall_at_k(None if found[1] == "k" else int(found[1]))
+    return MetricRefactoring.recall_at_k(None if match[1] == "k" else int(match[1]))
 
 
 def _anchors(c: Tensor, best: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
@@ -147,16 +147,16 @@ def _anchors(c: Tensor, best: Tensor, count: int, generator: torch.Generator | N
     return torch.cat([good, near, torch.where(free, random, best)])
 
 
-def _drawn(found: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Return `count` rows, each with one of the places in `found` marked, or none if there is none."""
-    rank = found.long().cumsum(0)
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64, device=found.device)
-    wanted = (uniform * found.sum()).long() + 1
-    place = torch.searchsorted(rank, wanted).clamp(max=max(found.shape[0] - 1, 0))
-    if found.shape[0] == 0:
-        return found.expand(count, 0)
-    return torch.zeros((count, *found.shape), dtype=torch.bool, device=found.device).scatter(
-        1, place.unsqueeze(1), found[place].unsqueeze(1)
+def _drawn(marks: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Return `count` rows, each with one of the places in `marks` marked, or none if there is none."""
+    rank = marks.long().cumsum(0)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64, device=marks.device)
+    wanted = (uniform * marks.sum()).long() + 1
+    place = torch.searchsorted(rank, wanted).clamp(max=max(marks.shape[0] - 1, 0))
+    if marks.shape[0] == 0:
+        return marks.expand(count, 0)
+    return torch.zeros((count, *marks.shape), dtype=torch.bool, device=marks.device).scatter(
+        1, place.unsqueeze(1), marks[place].unsqueeze(1)
     )
 
 
@@ -204,9 +204,9 @@ def _label_against_rest(scores: Tensor, target: Target) -> Tensor:
     return _pairs(scores, positive.unsqueeze(-1) & rival.unsqueeze(-2))
 
 
-def _pairs(scores: Tensor, found: Tensor) -> Tensor:
+def _pairs(scores: Tensor, marks: Tensor) -> Tensor:
     rival = torch.where(scores == -torch.inf, 0, scores).unsqueeze(-2)
-    return torch.where(found, scores.unsqueeze(-1) - rival, torch.inf)
+    return torch.where(marks, scores.unsqueeze(-1) - rival, torch.inf)
 
 
 def _average_precision(bits: Tensor, target: Target) -> Tensor:

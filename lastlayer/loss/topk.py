@@ -242,21 +242,21 @@ def _positive(op: str, name: str, value: Any) -> float:
 def first_label(labels: Labels) -> Tensor:
     """Return the lowest class among each row's labels, -1 where there is none, shape ``(*batch, 1)``."""
     if labels.index is not None:
-        found = torch.where(labels.index < 0, labels.n_classes, labels.index)
-        found = F.pad(found, (0, 1), value=labels.n_classes).amin(-1, keepdim=True)
+        first = torch.where(labels.index < 0, labels.n_classes, labels.index)
+        first = F.pad(first, (0, 1), value=labels.n_classes).amin(-1, keepdim=True)
     else:
         place = torch.arange(labels.n_classes, device=labels.positive().device)
-        found = torch.where(labels.positive(), place, labels.n_classes)
-        found = F.pad(found, (0, 1), value=labels.n_classes).amin(-1, keepdim=True)
-    return torch.where(found == labels.n_classes, -1, found)
+        first = torch.where(labels.positive(), place, labels.n_classes)
+        first = F.pad(first, (0, 1), value=labels.n_classes).amin(-1, keepdim=True)
+    return torch.where(first == labels.n_classes, -1, first)
 
 
 def _best(x: Tensor, wanted: Tensor, most: int, shard: ClassShard | None) -> Tensor:
     """Mark each row's `wanted` (shape ``batch``, at most `most`) largest entries over the classes of all ranks."""
-    found = torch.zeros_like(x, dtype=torch.bool)
+    best = torch.zeros_like(x, dtype=torch.bool)
     size = min(most, x.shape[-1])
     if most == 0 or (size == 0 and shard is None):
-        return found
+        return best
     value, place = x.topk(size, dim=-1)
     rank = torch.arange(size, device=x.device)
     if shard is not None:
@@ -265,7 +265,7 @@ def _best(x: Tensor, wanted: Tensor, most: int, shard: ClassShard | None) -> Ten
         order = everyone.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         mine = torch.distributed.get_rank(shard.group) * most
         rank = order[..., mine : mine + size]
-    return found.scatter(-1, place, rank < wanted.unsqueeze(-1))
+    return best.scatter(-1, place, rank < wanted.unsqueeze(-1))
 
 
 class TruncatedEntropyLoss(LossModule):

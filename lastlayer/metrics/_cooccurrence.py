@@ -50,8 +50,8 @@ def _pairs(sets: Tensor) -> tuple[Tensor, Tensor]:
     for part in _ranking.chunks(rows, max(len(a), n)):
         lists = sets[part].to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[:, :most]
         inside = b < size[part, None]  # both are there if the later one is
-        found = (lists[:, a] * n + lists[:, b])[inside]
-        keys, place = torch.cat([keys, found]).unique(return_inverse=True)
-        weight = torch.cat([number, torch.ones_like(found)])
+        pairs = (lists[:, a] * n + lists[:, b])[inside]
+        keys, place = torch.cat([keys, pairs]).unique(return_inverse=True)
+        weight = torch.cat([number, torch.ones_like(pairs)])
         number = torch.zeros_like(keys).index_add(0, place, weight)
     return keys, number

@@ -38,8 +38,8 @@ def _measured(kind: SetKind, average: Average, said: Tensor, true: Tensor, known
     """
     some = known.any(-1)
     said, target = said[some], torch.where(known, true.to(torch.int8), -1)[some]
-    found = sets.read("label_set_errors", said, target, None, None, False)
+    compared = sets.read("label_set_errors", said, target, None, None, False)
     if average != "macro":
-        return float(sets.settle(kind, sets.sums(kind, found, average), average, "one"))
-    value, there = _sums.quotient(kind, sets.classes_of(found))
+        return float(sets.settle(kind, sets.sums(kind, compared, average), average, "one"))
+    value, there = _sums.quotient(kind, sets.classes_of(compared))
     return float(value[there].mean()) if bool(there.any()) else 1.0

@@ -116,7 +116,7 @@ class Stream(Metric):
 
 def _digest(settings: dict[str, Any]) -> str:
     """A short text that differs where settings differ, and is the same in every process."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in settings.items():
         if isinstance(value, Tensor):
             content = value.detach().double().cpu().numpy().tobytes()
@@ -126,5 +126,5 @@ def _digest(settings: dict[str, Any]) -> str:
             content = f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}".encode()
         else:
             content = repr(value).encode()
-        found.update(name.encode() + b"=" + content + b";")
-    return found.hexdigest()[:12]
+        digest.update(name.encode() + b"=" + content + b";")
+    return digest.hexdigest()[:12]

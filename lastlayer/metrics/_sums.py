@@ -72,9 +72,9 @@ def row_gains(
     hit, count, at, full = ranking.hit.to(dtype), ranking.count[:, None], k.at, ranking.count > 0
     if kind == "psp":
         weight = hit if inverse is None else hit * inverse[ranking.index.clamp(min=0)]
-        found = k.take(weight.cumsum(-1))
+        gained = k.take(weight.cumsum(-1))
         best = k.take(_best_weights(ranking, inverse, k.most, part).cumsum(-1))
-        return RowGains(found / at.clamp(min=1), best / at.clamp(min=1), full)
+        return RowGains(gained / at.clamp(min=1), best / at.clamp(min=1), full)
     if kind == "ndcg":
         discount = 1 / torch.arange(2, k.most + 2, dtype=dtype, device=hit.device).log2()
         ideal = k.take((_best_gains(ranking, gain, k.most, part) * discount).cumsum(-1))
@@ -84,14 +84,14 @@ def row_gains(
         value = k.take(((ranking.index >= 0) & (hit == 0)).to(dtype).cumsum(-1)) / wrong.clamp(min=1)
         full = wrong.squeeze(-1) > 0
     else:
-        found = k.take(hit.cumsum(-1))
+        gained = k.take(hit.cumsum(-1))
         if kind == "accuracy":
-            value = (found > 0).to(dtype)
+            value = (gained > 0).to(dtype)
         elif kind == "f1":
-            value = 2 * found / (at + count).clamp(min=1)
+            value = 2 * gained / (at + count).clamp(min=1)
         else:
             whole = {"precision": at, "recall": count, "r_precision": torch.minimum(at, count)}[kind]
-            value = found / whole.clamp(min=1)
+            value = gained / whole.clamp(min=1)
     return RowGains(value, torch.ones_like(value), full)
 
 

@@ -82,12 +82,12 @@ def _average_precision(problems: Problems) -> tuple[Tensor, Tensor]:
     hit = problems.positive.gather(-1, order)
     end = _problems.tie_ends(ordered)
     precision = hit.cumsum(-1).gather(-1, end) / (end + 1).to(dtype)
-    found = hit & (ordered > -torch.inf)
-    return torch.where(found, precision, 0).sum(-1) / count.clamp(min=1), count.to(dtype)
+    counted = hit & (ordered > -torch.inf)
+    return torch.where(counted, precision, 0).sum(-1) / count.clamp(min=1), count.to(dtype)
 
 
 def binned_average_precision(positive: Tensor, total: Tensor) -> Tensor:
     """Average precision from counts of positives and of all items, ``(..., bins)``, lowest scores first."""
     dtype = _sums.exact_dtype(total.device)
-    found, seen = (v.flip(-1).cumsum(-1).flip(-1).to(dtype) for v in (positive, total))
-    return (positive * found / seen.clamp(min=1)).sum(-1) / positive.sum(-1).clamp(min=1)
+    hits, seen = (v.flip(-1).cumsum(-1).flip(-1).to(dtype) for v in (positive, total))
+    return (positive * hits / seen.clamp(min=1)).sum(-1) / positive.sum(-1).clamp(min=1)

@@ -229,8 +229,8 @@ def _add_all(sums: Tensor, rows: Tensor, labels: _check.Labels, n_bins: int, gro
         assert part.index is not None
         _add(sums, rows[c], index, torch.zeros_like(index, dtype=torch.bool), n_bins, groups)
         held = rows[c].gather(-1, part.index.clamp(min=0))
-        found = (part.index >= 0) & (held > -torch.inf)
-        place = torch.where(found, _place(held, part.index, n_bins, groups), sums.shape[-1] - 1).flatten()
+        is_label = (part.index >= 0) & (held > -torch.inf)
+        place = torch.where(is_label, _place(held, part.index, n_bins, groups), sums.shape[-1] - 1).flatten()
         sums[2].index_add_(0, place, torch.ones_like(place, dtype=sums.dtype))
 
 

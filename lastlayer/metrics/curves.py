@@ -66,8 +66,8 @@ def precision_recall_curve(
         counts = grid_counts(op, scores, target, grid)
         if average == "micro":
             counts = GridCounts(*(c.sum(0, keepdim=True) for c in counts))
-        found = curve_of(counts, grid, dtype)
-        return Curve(found.precision[0], found.recall[0], grid) if single else found
+        curve = curve_of(counts, grid, dtype)
+        return Curve(curve.precision[0], curve.recall[0], grid) if single else curve
     labels = _ranking.flat(_check.target(op, openset.items(op, scores, target) if scores.ndim == 1 else target, scores))
     rows = _ranking.matrix(scores)
     parts = [_exact(p, dtype) for p in _problems.problems(rows, labels, "all" if single else "class")]

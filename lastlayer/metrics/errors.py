@@ -73,8 +73,8 @@ class LabelSetErrors:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as dictionaries, lists and numbers, ready for JSON."""
-        found = asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        fields = asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
     def to_markdown(self) -> str:
         """Return the kinds of errors as a Markdown table, the costliest first."""
@@ -138,8 +138,8 @@ def label_set_errors(
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.8, 0.1], [0.2, 0.7, 0.1]])
-        >>> found = label_set_errors(scores, torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]))
-        >>> round(found.value, 4), [(kind.name, kind.false_alarms, kind.misses) for kind in found.kinds[:2]]
+        >>> errors = label_set_errors(scores, torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]))
+        >>> round(errors.value, 4), [(kind.name, kind.false_alarms, kind.misses) for kind in errors.kinds[:2]]
         (0.3333, [('confusion', 1, 1), ('count', 1, 0)])
     """
     op = "label_set_errors"
@@ -351,18 +351,18 @@ def _paired(
     pairs: Counter[tuple[int, int]] = Counter()
     for row in alarms.keys() & misses.keys():
         wrong, left = alarms[row], misses[row]
-        found = []
+        keys = []
         if parent is not None:
             for p in list(wrong):
                 t = next((t for t in left if parent[t] == parent[p]), None)
                 if t is not None:
-                    found.append((t, p))
+                    keys.append((t, p))
                     wrong.remove(p)
                     left.remove(t)
-        near += [(row, c) for pair in found for c in pair]
+        near += [(row, c) for pair in keys for c in pair]
         rest = list(zip(left, wrong, strict=False))
         far += [(row, c) for pair in rest for c in pair]
-        pairs.update(found + rest)
+        pairs.update(keys + rest)
     return _marked(near, x), _marked(far, x), pairs
 
 

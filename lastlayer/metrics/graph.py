@@ -60,9 +60,9 @@ def graph_recall_at_k(
     """
     op = "graph_recall_at_k"
     _check.choice(op, "empty", empty, ("skip", "zero", "one"))
-    found = find(op, index, target, k, boxes, labels, target_boxes, target_labels, iou)
-    value = _sums.settle_rows(over_images(found, found.real), empty)
-    return value if found.several else value.squeeze(0)
+    matches = find(op, index, target, k, boxes, labels, target_boxes, target_labels, iou)
+    value = _sums.settle_rows(over_images(matches, matches.real), empty)
+    return value if matches.several else value.squeeze(0)
 
 
 def graph_mean_recall_at_k(
@@ -110,10 +110,10 @@ def graph_mean_recall_at_k(
     if isinstance(n_predicates, bool) or not isinstance(n_predicates, int) or n_predicates < 1:
         raise ValueError(f"{op}: `n_predicates` must be a positive integer, got {n_predicates!r}.")
     _check.choice(op, "empty", empty, ("skip", "zero", "one"))
-    found = find(op, index, target, k, boxes, labels, target_boxes, target_labels, iou)
-    recall, images = over_predicates(found, n_predicates)
+    matches = find(op, index, target, k, boxes, labels, target_boxes, target_labels, iou)
+    recall, images = over_predicates(matches, n_predicates)
     value = _sums.settle_groups(recall / images.clamp(min=1), images, average, empty)
-    return value if found.several else value.squeeze(0)
+    return value if matches.several else value.squeeze(0)
 
 
 def graph_zero_shot_recall_at_k(
@@ -155,9 +155,9 @@ def graph_zero_shot_recall_at_k(
     op = "graph_zero_shot_recall_at_k"
     _check.choice(op, "empty", empty, ("skip", "zero", "one"))
     seen = triplets(op, "seen", seen)
-    found, new = find_new(op, index, target, k, seen, boxes, labels, target_boxes, target_labels, iou)
-    value = _sums.settle_rows(over_images(found, new), empty)
-    return value if found.several else value.squeeze(0)
+    matches, new = find_new(op, index, target, k, seen, boxes, labels, target_boxes, target_labels, iou)
+    value = _sums.settle_rows(over_images(matches, new), empty)
+    return value if matches.several else value.squeeze(0)
 
 
 def triplets(op: str, name: str, value: Any) -> Tensor:
@@ -180,23 +180,23 @@ def find_new(
     target_boxes: Tensor | None,
     target_labels: Tensor | None,
     iou: float,
-) -> tuple[Found, Tensor]:
+) -> tuple[Matches, Tensor]:
     """Match predictions with true relations, and mark the true ones whose combination is not among `seen`."""
     labels = _integers(op, "labels", labels)
     by_box = boxes is not None
     matched, true_labels = (labels, target_labels) if by_box else (None, None)
-    found = find(op, index, target, k, boxes, matched, target_boxes, true_labels, iou)
+    matches = find(op, index, target, k, boxes, matched, target_boxes, true_labels, iou)
     classes = labels if target_labels is None else target_labels
-    _in_boxes(op, "target", found.target, classes)
-    triplet = _named(found.target, classes).reshape(-1, 3)
+    _in_boxes(op, "target", matches.target, classes)
+    triplet = _named(matches.target, classes).reshape(-1, 3)
     known, place = torch.unique(torch.cat([seen.to(triplet.device), triplet]), dim=0, return_inverse=True)
     trained = torch.zeros(len(known), dtype=torch.bool, device=place.device)
     trained[place[: len(seen)]] = True
-    new = ~trained[place[len(seen) :]].view(found.real.shape)
-    return found, found.real & new
+    new = ~trained[place[len(seen) :]].view(matches.real.shape)
+    return matches, matches.real & new
 
 
-class Found(NamedTuple):
+class Matches(NamedTuple):
     """For each true relation of ``(images, g)``: whether it is one, and the first prediction that finds it."""
 
     target: Tensor
@@ -216,7 +216,7 @@ def find(
     target_boxes: Tensor | None,
     target_labels: Tensor | None,
     iou: float,
-) -> Found:
+) -> Matches:
     """Match predictions with true relations."""
     iou = _check.number(op, "iou", iou, 0, 1)
     predicted = _relations(op, "index", index[0] if isinstance(index, tuple) else index)
@@ -236,7 +236,7 @@ def find(
     target = target.reshape(n_images, -1, 3) if n_images else target.reshape(0, 0, 3)
     ranks = [_first(predicted[c], target[c], places, iou) for c in _chunks(n_images, predicted, target)]
     rank = torch.cat([*ranks, target.new_empty(0, target.shape[1])])
-    return Found(target, (target >= 0).all(-1), rank, cuts.at[0].tolist(), cuts.several)
+    return Matches(target, (target >= 0).all(-1), rank, cuts.at[0].tolist(), cuts.several)
 
 
 def _in_boxes(op: str, name: str, relations: Tensor, boxes: Tensor) -> None:
@@ -330,29 +330,29 @@ def _overlap(a: Tensor, b: Tensor) -> Tensor:
     return shared / ((a[..., 2:] - a[..., :2] + 1).prod(-1) + (b[..., 2:] - b[..., :2] + 1).prod(-1) - shared)
 
 
-def over_images(found: Found, counted: Tensor) -> RowSums:
+def over_images(matches: Matches, counted: Tensor) -> RowSums:
     """Add up over images the share of their counted relations that is found at each cut."""
-    cuts = torch.tensor(found.cuts, device=counted.device)
-    hit = (found.rank[..., None] < cuts) & counted[..., None]
+    cuts = torch.tensor(matches.cuts, device=counted.device)
+    hit = (matches.rank[..., None] < cuts) & counted[..., None]
     total = counted.sum(-1)
     full = total > 0
     share = (hit.sum(1).double() / total.clamp(min=1)[:, None]).sum(0)
     return RowSums(share, full.sum().double().expand_as(share), full.sum(), (~full).sum())
 
 
-def over_predicates(found: Found, n_predicates: int) -> tuple[Tensor, Tensor]:
+def over_predicates(matches: Matches, n_predicates: int) -> tuple[Tensor, Tensor]:
     """Add up over images the recall of each predicate, ``(cuts, n_predicates)``, and the images that have it."""
-    predicate = found.target[..., 2]
-    if bool((found.real & (predicate >= n_predicates)).any()):
+    predicate = matches.target[..., 2]
+    if bool((matches.real & (predicate >= n_predicates)).any()):
         raise ValueError(
             f"graph_mean_recall_at_k: `target` must hold predicates below n_predicates={n_predicates}, "
             f"got {int(predicate.max())}. Predicates count from 0."
         )
-    place = torch.where(found.real, predicate, n_predicates)  # padding goes to a column that is cut off
+    place = torch.where(matches.real, predicate, n_predicates)  # padding goes to a column that is cut off
     none = torch.zeros(len(place), n_predicates + 1, dtype=torch.float64, device=place.device)
     total = none.scatter_add(1, place, torch.ones_like(place, dtype=torch.float64))[:, :-1]
     recall = [
-        (none.scatter_add(1, place, (found.rank < cut).double())[:, :-1] / total.clamp(min=1)).sum(0)
-        for cut in found.cuts
+        (none.scatter_add(1, place, (matches.rank < cut).double())[:, :-1] / total.clamp(min=1)).sum(0)
+        for cut in matches.cuts
     ]
     return torch.stack(recall), (total > 0).sum(0).double()

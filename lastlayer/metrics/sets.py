@@ -386,15 +386,15 @@ def _compared(said: _check.Labels, true: _check.Labels) -> tuple[_Marks, _Marks,
     if said.index is None:
         known = true.known()
         chosen = _held(said) > 0 if known is None else (_held(said) > 0) & known
-        found = chosen if true.index is None else _at(chosen, held)
-        return _Marks(found & labels.mask, true.index), _Marks(chosen, None), labels
+        hit = chosen if true.index is None else _at(chosen, held)
+        return _Marks(hit & labels.mask, true.index), _Marks(chosen, None), labels
     chosen = said.index >= 0
     if true.index is not None:
-        found = (said.index[:, :, None] == held[:, None, :]).any(-1)
+        hit = (said.index[:, :, None] == held[:, None, :]).any(-1)
     else:
         entry = _at(held, said.index)
-        found, chosen = entry > 0, chosen & (entry >= 0)
-    return _Marks(found & chosen, said.index), _Marks(chosen, said.index), labels
+        hit, chosen = entry > 0, chosen & (entry >= 0)
+    return _Marks(hit & chosen, said.index), _Marks(chosen, said.index), labels
 
 
 def _at(columns: Tensor, index: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ class _Set(Stream):
     def update(self, predicted: Tensor, target: Target) -> None:
         """Add rows: label sets (or scores, with `threshold`) and target, as the function takes them."""
         needs_n = self._per_class or self.kind == "hamming"
-        found = sets.read(type(self).__name__, predicted, target, self.threshold, self.n_classes, needs_n)
-        self._add(**sets.sums(self.kind, found, self.average))
+        compared = sets.read(type(self).__name__, predicted, target, self.threshold, self.n_classes, needs_n)
+        self._add(**sets.sums(self.kind, compared, self.average))
 
     def compute(self) -> Tensor:
         """Return the metric of all rows so far, as the function returns it."""
@@ -232,10 +232,10 @@ class PrecisionRecallCurve(Stream):
         counts = curves.GridCounts(*(self._state(name) for name in curves.GridCounts._fields))
         if self.average == "micro":
             counts = curves.GridCounts(*(c.sum(0, keepdim=True) for c in counts))
-        found = curves.curve_of(counts, self.grid, torch.get_default_dtype())
+        curve = curves.curve_of(counts, self.grid, torch.get_default_dtype())
         if self.average == "micro" or self.n_classes is None:
-            return curves.Curve(found.precision[0], found.recall[0], found.threshold)
-        return found
+            return curves.Curve(curve.precision[0], curve.recall[0], curve.threshold)
+        return curve
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
         """Plot precision against recall.
@@ -290,8 +290,8 @@ class TuneRecall(Stream):
 
     def update(self, scores: Tensor, target: Target) -> None:
         """Add held-out rows, as the function takes them."""
-        found = _recall.label_scores(type(self).__name__, scores, target)
-        self._add(weight=_recall.histogram(found), rows=found.rows)
+        labels = _recall.label_scores(type(self).__name__, scores, target)
+        self._add(weight=_recall.histogram(labels), rows=labels.rows)
 
     def compute(self) -> Tensor:
         """Return the threshold of all rows so far."""

@@ -110,8 +110,8 @@ class GraphRecallAtK(_Rows):
     ) -> None:
         """Add images: predicted and true relations, and where and what their objects are."""
         places = (boxes, labels, target_boxes, target_labels)
-        found = graph.find(type(self).__name__, index, target, self.k, *places, self.iou)
-        self._add(**graph.over_images(found, found.real)._asdict())
+        matches = graph.find(type(self).__name__, index, target, self.k, *places, self.iou)
+        self._add(**graph.over_images(matches, matches.real)._asdict())
 
     def compute(self) -> Tensor:
         """Return the recall over all images so far."""
@@ -147,8 +147,8 @@ class GraphZeroShotRecallAtK(GraphRecallAtK):
     ) -> None:
         """Add images: predicted and true relations, and what and where their objects are."""
         places = (boxes, labels, target_boxes, target_labels)
-        found, new = graph.find_new(type(self).__name__, index, target, self.k, self.seen, *places, self.iou)
-        self._add(**graph.over_images(found, new)._asdict())
+        matches, new = graph.find_new(type(self).__name__, index, target, self.k, self.seen, *places, self.iou)
+        self._add(**graph.over_images(matches, new)._asdict())
 
 
 class GraphMeanRecallAtK(Stream):
@@ -190,8 +190,8 @@ class GraphMeanRecallAtK(Stream):
     ) -> None:
         """Add images: predicted and true relations, and where and what their objects are."""
         places = (boxes, labels, target_boxes, target_labels)
-        found = graph.find(type(self).__name__, index, target, self.k, *places, self.iou)
-        recall, images = graph.over_predicates(found, self.n_predicates)
+        matches = graph.find(type(self).__name__, index, target, self.k, *places, self.iou)
+        recall, images = graph.over_predicates(matches, self.n_predicates)
         self._add(recall=recall, images=images)
 
     def compute(self) -> Tensor:
@@ -255,13 +255,13 @@ class RotationError(Stream):
 
     def update(self, prediction: Tensor, target: Tensor) -> None:
         """Add rotations, as the function takes them."""
-        found = type(self).function(prediction, target).flatten()
+        matches = type(self).function(prediction, target).flatten()
         if self.reduction == "mean":
-            self._add(total=found.double().sum(), count=torch.tensor(len(found), device=found.device))
+            self._add(total=matches.double().sum(), count=torch.tensor(len(matches), device=matches.device))
         elif self.bins is None:
-            self._state("angles").append(found)
+            self._state("angles").append(matches)
         else:
-            place = (found * (self.bins / math.pi)).long().clamp(max=self.bins - 1)
+            place = (matches * (self.bins / math.pi)).long().clamp(max=self.bins - 1)
             self._add(counts=torch.bincount(place, minlength=self.bins))
 
     def compute(self) -> Tensor:
@@ -345,8 +345,8 @@ class LabelSetErrorsMetric(Stream):
         """Return the value of the metric and the gain of each kind, of all rows so far; empty before any row."""
         if not len(self._state("scores")):
             return {}
-        found = self._found()
-        numbers = {"value": found.value, **{kind.name: kind.gain for kind in found.kinds}}
+        counts = self._found()
+        numbers = {"value": counts.value, **{kind.name: kind.gain for kind in counts.kinds}}
         return {name: torch.tensor(number, device=self.device) for name, number in numbers.items()}
 
     def analysis(self) -> errors.LabelSetErrors:

@@ -69,15 +69,17 @@ def slopes(x: Tensor, nu: Tensor, wanted: tuple[int, ...], signs: tuple[float, .
     """Return the gradient of :func:`log_counts` with respect to `x`, in differentiable operations."""
     tilted = tilt(x, nu)
     tree = Tree(tilted, max(wanted), min(wanted))
-    weights = [sign / found for sign, found in zip(signs, tree.coefficients(wanted).unbind(-1), strict=True)]
+    weights = [
+        sign / coefficient for sign, coefficient in zip(signs, tree.coefficients(wanted).unbind(-1), strict=True)
+    ]
     return tilted.present * tree.gradient(wanted, torch.stack(weights, -1)).to(x.dtype)
 
 
 class _LogCounts(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, nu: Tensor, wanted: tuple[int, ...], signs: tuple[float, ...]) -> Tensor:
-        found = Tree(tilt(x, nu), max(wanted), min(wanted)).coefficients(wanted).log().unbind(-1)
-        return sum(sign * log for sign, log in zip(signs, found, strict=True)).to(x.dtype)  # type: ignore[union-attr]
+        coefficients = Tree(tilt(x, nu), max(wanted), min(wanted)).coefficients(wanted).log().unbind(-1)
+        return sum(sign * log for sign, log in zip(signs, coefficients, strict=True)).to(x.dtype)  # type: ignore[union-attr]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

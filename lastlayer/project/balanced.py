@@ -216,7 +216,7 @@ def _solve(
     live = fixed == 0
     possible = agree & _fits(live, sums, limits, at_most, shard)
     nu, mu = torch.zeros_like(sums), torch.zeros_like(limits)
-    best, found = torch.full_like(room, torch.inf), (nu, mu)
+    best, duals = torch.full_like(room, torch.inf), (nu, mu)
     for step in range(_STEPS):
         nu = _thresholds(x + mu, live, sums, shard)
         z = torch.where(live, x + nu + mu, -torch.inf)
@@ -226,7 +226,7 @@ def _solve(
         residual = reduce(off, "max", shard)
         better = residual < best
         best = torch.where(better, residual, best)
-        found = torch.where(better, nu, found[0]), torch.where(better, mu, found[1])
+        duals = torch.where(better, nu, duals[0]), torch.where(better, mu, duals[1])
         if bool(((best <= _TOLERANCE) | ~possible).all()):
             break
         moved = _thresholds((x + nu).mT, live.mT, limits.mT, None).mT
@@ -238,7 +238,7 @@ def _solve(
             moved = torch.where(newton.isfinite(), newton, moved)
         mu = moved.clamp(max=0) if at_most else moved - _mean(moved, shard)
     possible = possible & (best <= _ACCEPTED)
-    nu, mu = (torch.where(end == 0, dual, end * torch.inf) for end, dual in zip(ends, found, strict=True))
+    nu, mu = (torch.where(end == 0, dual, end * torch.inf) for end, dual in zip(ends, duals, strict=True))
     return torch.where(possible, nu, torch.nan), torch.where(possible, mu, torch.nan), fixed
 
 

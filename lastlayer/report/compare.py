@@ -126,9 +126,9 @@ def _difference(mean: float, drawn: np.ndarray) -> dict[str, float]:
     return {"difference": float(mean), "low": float(low), "high": float(high), "p": p}
 
 
-def _holm(found: list[dict[str, float]]) -> None:
+def _holm(tests: list[dict[str, float]]) -> None:
     """Adjust p in place (Holm, 1979)."""
     worst = 0.0
-    for place, one in enumerate(sorted(found, key=lambda d: d["p"])):
-        worst = max(worst, min((len(found) - place) * one["p"], 1.0))
+    for place, one in enumerate(sorted(tests, key=lambda d: d["p"])):
+        worst = max(worst, min((len(tests) - place) * one["p"], 1.0))
         one["p"] = worst

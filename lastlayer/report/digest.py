@@ -31,14 +31,14 @@ WORDS = {
 def summarise(runs: list[Run]) -> tuple[dict[str, Any], list[numbers.Analysis | None]]:
     """Return the summary of runs, and the error analyses, which know the kind of each error."""
     analyses = [numbers.Analysis(run) if run.held is not None and len(run.held) else None for run in runs]
-    found = {
+    summary = {
         "format": 1,
         "lastlayer": lastlayer.__version__,
         "runs": [_run(run, analysis) for run, analysis in zip(runs, analyses, strict=True)],
         "comparison": compare(runs),
     }
-    found["sentences"] = sentences(found)
-    return plain(found), analyses
+    summary["sentences"] = sentences(summary)
+    return plain(summary), analyses
 
 
 def _run(run: Run, analysis: numbers.Analysis | None) -> dict[str, Any]:
@@ -78,14 +78,14 @@ def lower_is_better(metric: str) -> bool:
     return metric.partition("@")[0] in ("ece", "ece_label", "hamming", "hamming_loss")
 
 
-def percent(found: dict[str, Any] | None) -> str:
+def percent(value: dict[str, Any] | None) -> str:
     """Return a value in percent, with its interval where there is one."""
-    if not found or found.get("value") is None:
+    if not value or value.get("value") is None:
         return "-"
-    text = f"{100 * found['value']:.1f}\u00a0%"
-    if found.get("low") is None or found.get("high") is None:
+    text = f"{100 * value['value']:.1f}\u00a0%"
+    if value.get("low") is None or value.get("high") is None:
         return text
-    return f"{text} ({100 * found['low']:.1f} to {100 * found['high']:.1f})"
+    return f"{text} ({100 * value['low']:.1f} to {100 * value['high']:.1f})"
 
 
 def best(runs: list[dict[str, Any]], metric: str) -> int | None:
@@ -107,9 +107,9 @@ def leader(runs: list[dict[str, Any]]) -> int | None:
     return None if main is None else best(runs, main)
 
 
-def sentences(found: dict[str, Any]) -> list[str]:
+def sentences(summary: dict[str, Any]) -> list[str]:
     """Say the main things in words."""
-    runs = found["runs"]
+    runs = summary["runs"]
     out = [_opening(runs)]
     main, first = _main(runs), leader(runs)
     if main is None or first is None:
@@ -121,7 +121,7 @@ def sentences(found: dict[str, Any]) -> list[str]:
             out.append(f"The best label is a true one in {percent(one)} of the rows.")
     else:
         out.append(f"{runs[first]['name']} finds most: {value} of the true labels are among the {k} best of their row.")
-        out += _lead(found, first, main)
+        out += _lead(summary, first, main)
     out += _costliest(runs[first], len(runs) > 1)
     return out
 
@@ -133,9 +133,9 @@ def _opening(runs: list[dict[str, Any]]) -> str:
     return f"{many} on {first} {part} rows with {runs[0]['n_labels']:,} labels to choose from."
 
 
-def _lead(found: dict[str, Any], first: int, metric: str) -> list[str]:
+def _lead(summary: dict[str, Any], first: int, metric: str) -> list[str]:
     """How far ahead the best run is of the next, and whether that may be chance."""
-    comparison, runs = found["comparison"], found["runs"]
+    comparison, runs = summary["comparison"], summary["runs"]
     if comparison is None or metric not in comparison["metrics"]:
         return [] if comparison is None or comparison["why"] is None else [comparison["why"]]
     others = [i for i in range(len(runs)) if i != first]

@@ -15,10 +15,10 @@ def text(value: object) -> str:
     return "".join(f"\\{c}" if c in SPECIAL else c for c in " ".join(str(value).split()))
 
 
-def markdown(found: dict[str, Any], *, labels: int = 20) -> str:
+def markdown(summary: dict[str, Any], *, labels: int = 20) -> str:
     """Return the summary of :func:`lastlayer.report.summary` as Markdown, with the `labels` most frequent labels."""
-    runs = found["runs"]
-    lines = ["# lastlayer report", "", " ".join(text(s) for s in found["sentences"]), ""]
+    runs = summary["runs"]
+    lines = ["# lastlayer report", "", " ".join(text(s) for s in summary["sentences"]), ""]
     notes = dict.fromkeys(note for run in runs for note in run["notes"])
     lines += [line for note in notes for line in (f"> {text(note)}", "")]
     names = list(dict.fromkeys(name for run in runs for name in run["metrics"]))
@@ -27,8 +27,8 @@ def markdown(found: dict[str, Any], *, labels: int = 20) -> str:
     lines += _table(["metric", *heads], [[words.title(m), *_values(runs, m)] for m in names])
     if any(run["sets"] for run in runs):
         lines += ["## Label sets", "", "Of the sets that are predicted.", "", *_sets(runs, heads)]
-    if found["comparison"]:
-        lines += _comparison(found["comparison"], heads)
+    if summary["comparison"]:
+        lines += _comparison(summary["comparison"], heads)
     for run in runs:
         of = f": {text(run['name'])}" if len(runs) > 1 else ""
         if run["errors"]:
@@ -55,24 +55,24 @@ def _sets(runs: list[dict[str, Any]], heads: list[str]) -> list[str]:
     return _table(["metric", *heads], rows)
 
 
-def _comparison(found: dict[str, Any], heads: list[str]) -> list[str]:
+def _comparison(summary: dict[str, Any], heads: list[str]) -> list[str]:
     lines = ["## Differences", ""]
-    if found["why"]:
-        return [*lines, text(found["why"]), ""]
+    if summary["why"]:
+        return [*lines, text(summary["why"]), ""]
     rows = []
-    for metric in found["metrics"]:
+    for metric in summary["metrics"]:
         cells = []
         for other in range(1, len(heads)):
-            one = found["pairs"][other][0][metric]
+            one = summary["pairs"][other][0][metric]
             ends = f"{100 * one['low']:+.1f} to {100 * one['high']:+.1f}"
-            cells.append(f"{100 * one['difference']:+.1f} ({ends}; {p_value(one['p'], found['least'])})")
+            cells.append(f"{100 * one['difference']:+.1f} ({ends}; {p_value(one['p'], summary['least'])})")
         rows.append([words.title(metric), *cells])
-    lines += [f"Percentage points, each run less {heads[0]}. {found['test']}", ""]
+    lines += [f"Percentage points, each run less {heads[0]}. {summary['test']}", ""]
     return lines + _table(["metric", *heads[1:]], rows)
 
 
-def _errors(found: dict[str, Any]) -> list[str]:
-    total = max(found["n_false_alarms"] + found["n_misses"], 1)
+def _errors(summary: dict[str, Any]) -> list[str]:
+    total = max(summary["n_false_alarms"] + summary["n_misses"], 1)
     rows = [
         [
             text(kind["name"]),
@@ -81,18 +81,18 @@ def _errors(found: dict[str, Any]) -> list[str]:
             f"{(kind['false_alarms'] + kind['misses']) / total:.0%}",
             f"{kind['gain']:+.4f}",
         ]
-        for kind in sorted(found["kinds"], key=lambda kind: -kind["gain"])
+        for kind in sorted(summary["kinds"], key=lambda kind: -kind["gain"])
     ]
-    return _table(["error", "false alarms", "misses", "share", f"gain of {text(found['metric'])}"], rows)
+    return _table(["error", "false alarms", "misses", "share", f"gain of {text(summary['metric'])}"], rows)
 
 
-def _labels(found: dict[str, Any], most: int) -> list[str]:
-    support = found["support"] or [0] * len(found["name"])
+def _labels(summary: dict[str, Any], most: int) -> list[str]:
+    support = summary["support"] or [0] * len(summary["name"])
     order = sorted(range(len(support)), key=lambda c: (-(support[c] or 0), c))[:most]
-    columns = [name for name in ("support", "predicted", "precision", "recall", "f1", "threshold") if found.get(name)]
+    columns = [name for name in ("support", "predicted", "precision", "recall", "f1", "threshold") if summary.get(name)]
 
     def cell(value: float | int | None) -> str:
         return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
 
-    rows = [[text(found["name"][c]), *(cell(found[name][c]) for name in columns)] for c in order]
+    rows = [[text(summary["name"][c]), *(cell(summary[name][c]) for name in columns)] for c in order]
     return _table(["label", *columns], rows)

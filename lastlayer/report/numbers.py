@@ -29,8 +29,10 @@ def hot(held: Held, n_labels: int) -> np.ndarray:
 
 def cuts(run: Run) -> list[int]:
     """The k of the run's metrics at k."""
-    found = {name.partition("@")[2] for name in run.metrics["metrics"] if name.startswith(("recall@", "precision@"))}
-    return sorted(int(k) for k in found if k.isdecimal() and int(k) > 0)
+    cuts_named = {
+        name.partition("@")[2] for name in run.metrics["metrics"] if name.startswith(("recall@", "precision@"))
+    }
+    return sorted(int(k) for k in cuts_named if k.isdecimal() and int(k) > 0)
 
 
 def headline(run: Run) -> list[str]:
@@ -71,11 +73,11 @@ def reliability(held: Held, k: int, n_labels: int) -> dict[str, Any]:
 
 
 def _bins(probability: np.ndarray, right: np.ndarray) -> dict[str, list[Any]]:
-    found = reliability_bins(torch.from_numpy(probability).double(), torch.from_numpy(right))
+    bins = reliability_bins(torch.from_numpy(probability).double(), torch.from_numpy(right))
     return {
-        "pairs": [int(v) for v in found.pairs.tolist()],
-        "confidence": _list(found.confidence.numpy()),
-        "accuracy": _list(found.accuracy.numpy()),
+        "pairs": [int(v) for v in bins.pairs.tolist()],
+        "confidence": _list(bins.confidence.numpy()),
+        "accuracy": _list(bins.accuracy.numpy()),
     }
 
 
@@ -127,12 +129,12 @@ def sets(run: Run) -> dict[str, dict[str, float]]:
 def _sets(predicted: torch.Tensor, target: Any, n_labels: int) -> dict[str, float]:
     averages = {"set_f1": "samples", "micro_f1": "micro", "macro_f1": "macro"}
     n = n_labels if predicted.dtype == torch.int64 else None
-    found = {
+    scores = {
         name: label_set_f1(predicted, target, average=average, n_classes=n)  # type: ignore[arg-type]
         for name, average in averages.items()
     }
-    found |= {"hamming": hamming_loss(predicted, target, n_classes=n), "exact_match": exact_match(predicted, target)}
-    return {name: round(float(value), 6) for name, value in found.items()}
+    scores |= {"hamming": hamming_loss(predicted, target, n_classes=n), "exact_match": exact_match(predicted, target)}
+    return {name: round(float(value), 6) for name, value in scores.items()}
 
 
 class Analysis:

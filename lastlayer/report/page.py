@@ -26,7 +26,7 @@ def page(runs: list[Run]) -> str:
     """Return the page about runs."""
     import jinja2
 
-    found, analyses = words.summarise(runs)
+    summary, analyses = words.summarise(runs)
     folder = files("lastlayer.report")
     style, early, *parts = (
         (folder / name).read_text("utf-8") for name in ("page.css", "theme.js", "plots.js", "labels.js", "page.js")
@@ -39,20 +39,20 @@ def page(runs: list[Run]) -> str:
     environment.filters |= {"percent": words.percent, "title": words.title, "meaning": words.meaning}
     template = environment.from_string((folder / "page.html").read_text("utf-8"))
     return template.render(
-        found=found,
-        table=_table(found),
-        sets=_sets(found["runs"]),
-        leader=words.leader(found["runs"]) or 0,
-        settings=_settings(found["runs"]),
-        commands=[_command(run) for run in found["runs"]],
+        summary=summary,
+        table=_table(summary),
+        sets=_sets(summary["runs"]),
+        leader=words.leader(summary["runs"]) or 0,
+        settings=_settings(summary["runs"]),
+        commands=[_command(run) for run in summary["runs"]],
         has={
-            key: any(run[key] for run in found["runs"])
+            key: any(run[key] for run in summary["runs"])
             for key in ("curve", "reliability", "errors", "together", "history", "sets")
         },
         style=_safe(style),
         early=_safe(early),
         script=_safe(script),
-        data=_safe(embedded(_data(runs, found, analyses))),
+        data=_safe(embedded(_data(runs, summary, analyses))),
         policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(early)} {_hash(script)}; "
         "base-uri 'none'; form-action 'none'",
     )
@@ -76,9 +76,9 @@ def embedded(value: Any) -> str:
     return text
 
 
-def _table(found: dict[str, Any]) -> list[dict[str, Any]]:
+def _table(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """The headline table: for each metric one cell a run, with its interval on the metric's own scale."""
-    runs, comparison = found["runs"], found["comparison"]
+    runs, comparison = summary["runs"], summary["comparison"]
     out = []
     for metric in dict.fromkeys(name for run in runs for name in run["headline"]):
         cells = [run["metrics"].get(metric) or {"value": None} for run in runs]
@@ -150,11 +150,11 @@ class _Names:
         return self.place.setdefault(name, len(self.place))
 
 
-def _data(runs: list[Run], found: dict[str, Any], analyses: list[Analysis | None]) -> dict[str, Any]:
+def _data(runs: list[Run], summary: dict[str, Any], analyses: list[Analysis | None]) -> dict[str, Any]:
     names = _Names()
     texts: dict[tuple[int, str | None, str | None], int] = {}
     out = []
-    for run, numbers, analysis in zip(runs, found["runs"], analyses, strict=True):
+    for run, numbers, analysis in zip(runs, summary["runs"], analyses, strict=True):
         together = numbers["together"]
         out.append(
             {
@@ -175,27 +175,29 @@ def _data(runs: list[Run], found: dict[str, Any], analyses: list[Analysis | None
         )
     return {
         "runs": out,
-        "comparison": found["comparison"],
-        "titles": {m: words.title(m) for run in found["runs"] for m in run["metrics"]},
+        "comparison": summary["comparison"],
+        "titles": {m: words.title(m) for run in summary["runs"] for m in run["metrics"]},
         "kinds": list(KINDS),
         "texts": [{"row": row, "id": name, "text": text} for row, name, text in texts],
         "names": list(names.place),
     }
 
 
-def _order(run: Run, found: dict[str, Any]) -> list[int]:
+def _order(run: Run, summary: dict[str, Any]) -> list[int]:
     """The labels of the page, the most frequent first."""
-    support = found["support"] or [0] * len(run.labels)
-    said = found.get("predicted") or [0] * len(run.labels)
+    support = summary["support"] or [0] * len(run.labels)
+    said = summary.get("predicted") or [0] * len(run.labels)
     return sorted(range(len(run.labels)), key=lambda c: (-(support[c] or 0), -said[c], c))[:LABELS]
 
 
-def _labels(run: Run, found: dict[str, Any], names: _Names) -> dict[str, Any]:
-    order = _order(run, found)
+def _labels(run: Run, summary: dict[str, Any], names: _Names) -> dict[str, Any]:
+    order = _order(run, summary)
     out: dict[str, Any] = {"all": len(run.labels), "name": [names(run.labels[c]) for c in order]}
     for column in COLUMNS + HALF:
-        if found.get(column):
-            out[column] = [found[column][c] if found[column][c] is None else round(found[column][c], 4) for c in order]
+        if summary.get(column):
+            out[column] = [
+                summary[column][c] if summary[column][c] is None else round(summary[column][c], 4) for c in order
+            ]
     return out
 
 

@@ -31,13 +31,13 @@ def curves(run: Run, order: list[int]) -> dict[str, Any] | None:
     held = run.held
     true = _Rows(held.index, np.repeat(np.arange(len(held)), np.diff(held.indptr)))
     best = None if held.probability is not None else _Rows(held.top_index.ravel(), np.arange(held.top_index.size))
-    found = []
+    labels = []
     for label in order[:LABELS]:
         right = np.zeros(len(held), dtype=bool)
         right[true.of(label)] = True
         score, at = _scores(held, label, best)
-        found.append(_points(score, right[at], int(right.sum())))
-    return {"stored": len(run.labels) if best is None else held.top_index.shape[1], "points": found}
+        labels.append(_points(score, right[at], int(right.sum())))
+    return {"stored": len(run.labels) if best is None else held.top_index.shape[1], "points": labels}
 
 
 class _Rows:

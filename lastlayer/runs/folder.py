@@ -216,30 +216,30 @@ class RunFolder:
 
     def train_counts(self) -> list[int]:
         """Read the number of training rows per label; empty if it was not stored."""
-        found = self.read_json("labels.json")
-        counts = found.get("train_counts", [])
-        if not _are_numbers(counts) or len(counts) not in (0, len(found.get("names") or [])):
+        labels = self.read_json("labels.json")
+        counts = labels.get("train_counts", [])
+        if not _are_numbers(counts) or len(counts) not in (0, len(labels.get("names") or [])):
             raise damaged(self / "labels.json", "`train_counts` must hold one number per label")
         return counts
 
     def metrics(self) -> dict[str, Any]:
         """Read the metrics of the held-out rows."""
         path = self / "metrics.json"
-        found = self.read_json("metrics.json")
-        metrics = found.get("metrics")
+        result = self.read_json("metrics.json")
+        metrics = result.get("metrics")
         if not isinstance(metrics, dict) or not all(isinstance(m, dict) for m in metrics.values()):
             raise damaged(path, "`metrics` must be an object of {value, low, high}")
         for name, metric in metrics.items():
             if not all(metric.get(key) is None or _is_number(metric[key]) for key in ("value", "low", "high")):
                 raise damaged(path, f"`{name}` must hold numbers or null")
-        if per_label := found.get("labels"):
+        if per_label := result.get("labels"):
             n_labels = len(self.labels())
             for key, values in per_label.items():
                 if not _are_numbers(values) or len(values) != n_labels:
                     raise damaged(path, f"`labels.{key}` must hold one number per label ({n_labels})")
-        if not _is_number(found.get("rows", 0)):
+        if not _is_number(result.get("rows", 0)):
             raise damaged(path, "`rows` must be a number")
-        return found
+        return result
 
     def examples(self) -> list[dict[str, Any]]:
         """Read the held-out texts; empty if they were not stored."""
@@ -253,33 +253,33 @@ class RunFolder:
         from safetensors.numpy import load_file
 
         path, n_labels = self / "predictions.safetensors", len(self.labels())
-        found = self._load("predictions.safetensors", load_file)
+        tensors = self._load("predictions.safetensors", load_file)
         needed = ("target_indptr", "target_index", "top_index", "top_probability", "k")
-        if absent := [name for name in needed if name not in found]:
+        if absent := [name for name in needed if name not in tensors]:
             raise damaged(path, f"must hold {', '.join(absent)}")
-        indptr, index, top, probability, k = (found[name] for name in needed)
-        n, whole = len(k), found.get("probability")
+        indptr, index, top, probability, k = (tensors[name] for name in needed)
+        n, whole = len(k), tensors.get("probability")
         fits = top.ndim == 2 and top.shape == probability.shape and len(top) == n and indptr.shape == (n + 1,)
         if not fits or (whole is not None and whole.shape != (n, n_labels)):
             raise damaged(path, "the shapes must agree in the number of rows and labels")
         if indptr[0] != 0 or indptr[-1] != len(index) or (np.diff(indptr) < 0).any():
             raise damaged(path, "`target_indptr` must grow from 0 to the number of true labels")
-        if "set_index" in found:
-            starts = found.get("set_indptr", indptr[:0])
-            if starts.shape != (n + 1,) or starts[0] != 0 or starts[-1] != len(found["set_index"]):
+        if "set_index" in tensors:
+            starts = tensors.get("set_indptr", indptr[:0])
+            if starts.shape != (n + 1,) or starts[0] != 0 or starts[-1] != len(tensors["set_index"]):
                 raise damaged(path, "`set_indptr` must grow from 0 to the number of predicted labels")
-        for name in ("target_index", "top_index", *(["set_index"] if "set_index" in found else [])):
-            if ((found[name] < 0) | (found[name] >= n_labels)).any():
+        for name in ("target_index", "top_index", *(["set_index"] if "set_index" in tensors else [])):
+            if ((tensors[name] < 0) | (tensors[name] >= n_labels)).any():
                 raise damaged(path, f"`{name}` must be between 0 and {n_labels - 1}")
-        return found
+        return tensors
 
     def errors(self) -> dict[str, Any] | None:
         """Read an error analysis that was put into the folder."""
-        found = read_json(self / "errors.json")
+        result = read_json(self / "errors.json")
         needed = ("metric", "value", "n_false_alarms", "n_misses", "kinds", "oracles", "confusions", "cooccurrence")
-        if found is not None and (absent := [name for name in needed if name not in found]):
+        if result is not None and (absent := [name for name in needed if name not in result]):
             raise damaged(self / "errors.json", f"must hold {', '.join(absent)}, as LabelSetErrors.to_dict() does")
-        return found
+        return result
 
     def write_environment(self, command: Sequence[str] | None = None) -> None:
         """Note the versions, the machine and the command."""

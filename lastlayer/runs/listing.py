@@ -38,8 +38,8 @@ def numbered(name: str, home: str | Path = HOME) -> list[Path]:
     home = Path(home)
     if not home.is_dir():
         return []
-    found = [(re.fullmatch(rf"{re.escape(name)}-(\d+)", path.name), path) for path in home.iterdir()]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+    matches = [(re.fullmatch(rf"{re.escape(name)}-(\d+)", path.name), path) for path in home.iterdir()]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
 
 
 def next_folder(name: str, home: str | Path = HOME) -> Path:
@@ -72,9 +72,9 @@ def row(run: RunFolder) -> dict[str, Any]:
         out |= {"k": resolved.get("k"), "train_rows": (parts.get("train") or {}).get("rows")}
         out["started"] = run.read_optional("environment.json").get("started")
         if run.is_done():
-            found = run.metrics()
-            out |= {"part": found.get("part"), "rows": found.get("rows")}
-            out["metrics"] = {name: metric.get("value") for name, metric in found["metrics"].items()}
+            result = run.metrics()
+            out |= {"part": result.get("part"), "rows": result.get("rows")}
+            out["metrics"] = {name: metric.get("value") for name, metric in result["metrics"].items()}
     except (RunError, AttributeError) as error:
         out |= {"state": "damaged", "error": str(error)}
     return out

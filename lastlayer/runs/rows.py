@@ -46,8 +46,10 @@ def row_metrics(
     for rows, lists in _padded(indptr, index):
         best = torch.from_numpy(top_index[rows])
         for name, function in AT_K.items():
-            found = function(ranks.expand(len(best), -1), label_lists(lists), list(at), indices=best, reduction="none")
-            for k, values in zip(at, found.numpy().T, strict=True):
+            measured = function(
+                ranks.expand(len(best), -1), label_lists(lists), list(at), indices=best, reduction="none"
+            )
+            for k, values in zip(at, measured.numpy().T, strict=True):
                 out[f"{name}@{k}"][rows] = values
     return out
 
@@ -89,8 +91,8 @@ def set_metrics(
     to have.
 
     Example:
-        >>> found = set_metrics(np.array([0, 2]), np.array([0, 1]), np.array([0, 1]), np.array([1]), n_labels=3)
-        >>> {name: round(value, 3) for name, value in found.items()}
+        >>> measured = set_metrics(np.array([0, 2]), np.array([0, 1]), np.array([0, 1]), np.array([1]), n_labels=3)
+        >>> {name: round(value, 3) for name, value in measured.items()}
         {'micro_f1': 0.667, 'macro_f1': 0.5, 'sample_f1': 0.667, 'hamming_loss': 0.333, 'exact_match': 0.0}
     """
     counts, right = set_counts(set_indptr, set_index, indptr, index)

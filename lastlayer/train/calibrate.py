@@ -66,8 +66,8 @@ class Calibration:
             >>> import scipy.sparse as sp
             >>> scores = np.array([[2.0], [1.0], [-1.0], [-2.0]] * 50)
             >>> hot = sp.csr_matrix(np.array([[1], [0], [1], [0]] * 50))
-            >>> found = Calibration.fit(scores, hot)
-            >>> bool(found.slope[0] < 1), found.rows
+            >>> calibration = Calibration.fit(scores, hot)
+            >>> bool(calibration.slope[0] < 1), calibration.rows
             (True, 200)
         """
         n, n_labels = scores.shape
@@ -108,10 +108,10 @@ class Calibration:
         """Read calibration.safetensors; None if the run has none."""
         if not (run / FILE).exists():
             return None
-        found = run.read_tensors(FILE)
+        tensors = run.read_tensors(FILE)
         try:
-            slope, offset = found["slope"].numpy(), found["offset"].numpy()
-            rows, penalty = found["numbers"].tolist()
+            slope, offset = tensors["slope"].numpy(), tensors["offset"].numpy()
+            rows, penalty = tensors["numbers"].tolist()
         except (KeyError, ValueError) as error:
             raise damaged(run / FILE, error) from None
         if slope.shape != (n_labels,) or offset.shape != (n_labels,):
@@ -149,11 +149,11 @@ def _pooled(scores: np.ndarray, hot: Any, weight: np.ndarray) -> tuple[float, fl
             a * c - b * b, 1e-12
         )
         size = 1.0
-        while size > 1e-4 and (found := _loss(theta - size * step, s, y, w)) > best:
+        while size > 1e-4 and (value := _loss(theta - size * step, s, y, w)) > best:
             size /= 2
         if size <= 1e-4:
             break
-        theta, gained, best = theta - size * step, best - found, found
+        theta, gained, best = theta - size * step, best - value, value
         if gained < 1e-9 * max(abs(best), 1):
             break
     return max(float(theta[0]), 1e-3 / scale), float(theta[1])

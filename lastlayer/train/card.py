@@ -35,8 +35,8 @@ def card(run: RunFolder, model: TrainedModel | None = None) -> str:
     lines += ["## Data", "", *_data(about)]
     lines += ["## Metrics", "", *_metrics(run, metrics)]
     lines += ["## Labels", "", *_labels(run, metrics)]
-    if model is not None and (found := _features(run, model)):
-        lines += ["## What speaks for a label", "", "The words or features with the largest weights.", "", *found]
+    if model is not None and (features := _features(run, model)):
+        lines += ["## What speaks for a label", "", "The words or features with the largest weights.", "", *features]
     lines += ["## Limits", "", *_limits(run, about, metrics)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -94,8 +94,8 @@ def _data(about: dict[str, Any]) -> list[str]:
 
 
 def _metrics(run: RunFolder, metrics: dict[str, Any]) -> list[str]:
-    found = run.read_optional("folds.json")
-    folds = found.get("metrics") or {}
+    measured = run.read_optional("folds.json")
+    folds = measured.get("metrics") or {}
     head = ["metric", "percent", "95 % interval"]
     rows = []
     for name, one in metrics["metrics"].items():
@@ -107,7 +107,7 @@ def _metrics(run: RunFolder, metrics: dict[str, Any]) -> list[str]:
         rows.append(row)
     lines = [f"On {metrics['rows']} rows of the {metrics['part']} part; intervals by bootstrap over rows.", ""]
     if folds:
-        head.append(f"mean ± deviation of {found['folds']} folds")
+        head.append(f"mean ± deviation of {measured['folds']} folds")
     return lines + table(head, rows)
 
 

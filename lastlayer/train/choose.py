@@ -151,8 +151,8 @@ class _Race:
 
     def resolved(self, candidate: Candidate) -> Resolved:
         """Return the settings that a candidate is trained with."""
-        found = Resolved.of(replace(self.config, loss=candidate.loss), self.pool.labels)
-        return replace(found, monitor=self.base.monitor, at=self.base.at)
+        resolved = Resolved.of(replace(self.config, loss=candidate.loss), self.pool.labels)
+        return replace(resolved, monitor=self.base.monitor, at=self.base.at)
 
     def run(self, fitted: np.ndarray, held: np.ndarray, first: bool) -> None:
         """Fit the candidates to some rows and score others."""
@@ -178,9 +178,9 @@ class _Race:
         if not costs:
             return
         begun = time.process_time()
-        for found in solve(x, labels, loss, sorted(costs), self.config):
-            candidate = Candidate(loss, float(found.C))
-            self.networks[candidate] = as_network(found, sp.issparse(x))
+        for weights in solve(x, labels, loss, sorted(costs), self.config):
+            candidate = Candidate(loss, float(weights.C))
+            self.networks[candidate] = as_network(weights, sp.issparse(x))
             self._add(candidate, held_x, (time.process_time() - begun) / len(costs))
 
     def _beyond(self, loss: str) -> float | None:
@@ -207,10 +207,10 @@ class _Race:
             self._add(candidate, held_x, time.process_time() - begun)
 
     def _add(self, candidate: Candidate, held_x: Any, seconds: float) -> None:
-        found = log_odds(self.networks[candidate], held_x, self.resolved(candidate))
+        scores = log_odds(self.networks[candidate], held_x, self.resolved(candidate))
         if len(self.held) > 1 and candidate not in self.scores:  # only the start of others
             return
-        self.scores.setdefault(candidate, []).append(found)
+        self.scores.setdefault(candidate, []).append(scores)
         self.seconds[candidate] = self.seconds.get(candidate, 0.0) + seconds
         if len(self.held) == 1:
             self.say({"candidate": candidate.words(), self.monitor: abs(self.value(candidate)), "seconds": seconds})
@@ -237,8 +237,8 @@ class _Race:
         rule = "macro_f1" if self.monitor == "macro_f1" else "micro_f1"
         level = Decision.tune(rule, y, hot).threshold
         said = sp.csr_matrix(y > level)
-        found = set_metrics(said.indptr, said.indices, hot.indptr, hot.indices, hot.shape[1])[self.monitor]
-        return -found if lower_is_better(self.monitor) else found
+        measured = set_metrics(said.indptr, said.indices, hot.indptr, hot.indices, hot.shape[1])[self.monitor]
+        return -measured if lower_is_better(self.monitor) else measured
 
     def _drop(self) -> None:
         """Leave out the candidates that are clearly worse than the best."""

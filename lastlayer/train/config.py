@@ -336,18 +336,18 @@ def _ngrams(value: Any) -> str:
     """Check a range of lengths: ``auto``, ``3`` for 1 to 3, or ``2-4``."""
     text = str(value).replace(" ", "")
     low, _, high = text.rpartition("-")
-    found = [int(v) for v in (low or "1", high) if v.isascii() and v.isdigit() and len(v) < 3]
-    if text != "auto" and (len(found) != 2 or not 1 <= found[0] <= found[1] <= 10):
+    bounds = [int(v) for v in (low or "1", high) if v.isascii() and v.isdigit() and len(v) < 3]
+    if text != "auto" and (len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1] <= 10):
         raise ConfigError(f"`ngrams` must be auto, a length from 1 to 10 or a range such as 2-4, got {value!r}.")
     return text
 
 
 def _switch(name: str, value: Any) -> bool:
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    found = value if isinstance(value, bool) else words.get(str(value).lower())
-    if found is None:
+    switch = value if isinstance(value, bool) else words.get(str(value).lower())
+    if switch is None:
         raise ConfigError(f"`{name}` must be true or false, got {value!r}.")
-    return found
+    return switch
 
 
 def _list(name: str, value: Any) -> tuple[Any, ...]:
@@ -375,12 +375,12 @@ def _number_or_word(name: str, value: Any) -> str:
     if isinstance(value, str) and value in words:
         return value
     try:
-        found = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if not (low <= found < high):
+        number = math.nan
+    if not (low <= number < high):
         raise ConfigError(f"`{name}` must be {rule} or {' or '.join(words)}, got {value!r}.")
-    return repr(found)
+    return repr(number)
 
 
 def _options(value: Any) -> dict[str, Any]:

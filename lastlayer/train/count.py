@@ -84,9 +84,9 @@ class CountModel:
             raise RunError(
                 f"{run.path}: was trained by version 0.1 with `k: predicted`, whose counts were wrong. Train it again."
             )
-        found = run.read_tensors(FILE)
+        tensors = run.read_tensors(FILE)
         try:
-            bias, low, high = found["numbers"].tolist()
-            return cls(found["weight"].numpy(), bias, low, high)
+            bias, low, high = tensors["numbers"].tolist()
+            return cls(tensors["weight"].numpy(), bias, low, high)
         except (KeyError, ValueError) as error:
             raise damaged(run / FILE, error) from None

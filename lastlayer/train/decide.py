@@ -48,8 +48,8 @@ class Decision:
         Example:
             >>> import scipy.sparse as sp
             >>> p = np.array([[0.9, 0.2], [0.6, 0.3], [0.4, 0.1]], np.float32)
-            >>> found = Decision.tune("micro_f1", p, sp.csr_matrix([[1, 0], [1, 0], [0, 0]]))
-            >>> float(found.threshold.round(3))
+            >>> decision = Decision.tune("micro_f1", p, sp.csr_matrix([[1, 0], [1, 0], [0, 0]]))
+            >>> float(decision.threshold.round(3))
             0.5
         """
         name, value = parse(rule)
@@ -101,17 +101,17 @@ class Decision:
     @classmethod
     def load(cls, run: RunFolder, n_labels: int) -> Decision | None:
         """Read decision.json; None for a run of an earlier version."""
-        found = run.read_optional(FILE)
-        if not found:
+        stored = run.read_optional(FILE)
+        if not stored:
             return None
         try:
-            level = found["threshold"]
+            level = stored["threshold"]
             threshold = None if level is None else np.asarray(level, np.float32)
             if threshold is not None and threshold.shape not in ((), (n_labels,)):
                 raise ValueError(f"must hold one threshold, or one per label ({n_labels})")
-            if (threshold is None) != (parse(found["rule"])[0] == "top_k"):
+            if (threshold is None) != (parse(stored["rule"])[0] == "top_k"):
                 raise ValueError("the rule and the threshold do not fit")
-            return cls(str(found["rule"]), threshold, int(found.get("rows", 0)))
+            return cls(str(stored["rule"]), threshold, int(stored.get("rows", 0)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged(run / FILE, error) from None
 

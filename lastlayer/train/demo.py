@@ -44,11 +44,11 @@ def verdict(runs: Sequence[RunFolder]) -> str:
     from lastlayer.runs.contents import Held
     from lastlayer.runs.rows import row_metrics
 
-    found = {run: run.metrics()["metrics"] for run in runs}
-    metric = max((name for name in found[runs[0]] if name.startswith("recall@")), key=lambda name: int(name[7:]))
-    first, second = sorted(runs, key=lambda run: -found[run][metric]["value"])[:2]
+    measured = {run: run.metrics()["metrics"] for run in runs}
+    metric = max((name for name in measured[runs[0]] if name.startswith("recall@")), key=lambda name: int(name[7:]))
+    first, second = sorted(runs, key=lambda run: -measured[run][metric]["value"])[:2]
     k = int(metric[7:])
-    value = [100 * found[run][metric]["value"] for run in (first, second)]
+    value = [100 * measured[run][metric]["value"] for run in (first, second)]
     rows = [Held.of(run.predictions()) for run in (first, second)]
     recalls = [row_metrics(held.top_index, held.indptr, held.index, [k])[metric] for held in rows]
     gap = 100 * (recalls[0] - recalls[1])
@@ -118,11 +118,11 @@ def best_on_validation(
     if len(options) == 1:
         return options[0]
     shown = {name: data for name, data in parts.items() if name != "test"}
-    found = []
+    tried = []
     for i, config in enumerate(options):
         tell(i)
         run = RunFolder(folder / f"{config.loss}_{config.lr}")
         if not run.is_done():
             run = train(shown, dataclasses.replace(config, bootstrap=0), run.path)
-        found.append(score(run, run.read_json("data.json")["resolved"]["monitor"])[0])
-    return options[max(range(len(found)), key=found.__getitem__)]
+        tried.append(score(run, run.read_json("data.json")["resolved"]["monitor"])[0])
+    return options[max(range(len(tried)), key=tried.__getitem__)]

@@ -316,8 +316,8 @@ def _finish(job: Job, model: TrainedModel, fitted: Fitted) -> None:
     if model.decision is not None:
         model.decision.save(run)
     part = next((p for p in ("test", "valid") if p in parts), "train")
-    found = evaluation.predict(model, inputs[part], parts[part])
-    measured = evaluation.measure(found, job.resolved.at, resamples=config.bootstrap, seed=config.seed)
+    predictions = evaluation.predict(model, inputs[part], parts[part])
+    measured = evaluation.measure(predictions, job.resolved.at, resamples=config.bootstrap, seed=config.seed)
     unknown = {name: model.features.unknown_rows(x) for name, x in inputs.items()}
     said = [model.features.note(n, len(parts[name]), f"rows of the {name} part") for name, n in unknown.items()]
     said += [evaluation.calibration_note(model, inputs[part], {**measured, "labels": parts[part]}, job.resolved.at)]
@@ -325,7 +325,7 @@ def _finish(job: Job, model: TrainedModel, fitted: Fitted) -> None:
     notes = [*evaluation.notes(config, part), *fitted.notes, *(note for note in said if note)]
     ends = {"best_epoch": fitted.best_epoch, "epochs": fitted.epochs, "notes": notes}
     run.write_json("metrics.json", {"part": part, **measured, **ends})
-    run.write_tensors("predictions.safetensors", found.tensors())
+    run.write_tensors("predictions.safetensors", predictions.tensors())
     run.write_json("examples.json", {"rows": examples(parts[part])})
     job.placement.once(lambda: card.write(run, model))
 

@@ -206,12 +206,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         """Choose the loss and C, fit all rows, calibrate and tune thresholds."""
         config, x = self._config(seed=self.seed_), self.features_.transform(X)
         pool = choose.Pool(x, labels, len(labels))
-        found = choose.choose(pool, config, self.resolved_, folds=True)
-        self.network_ = choose.fit(found.candidate, x, labels, config, found.resolved)
-        resolved = found.resolved if self.multilabel_ else replace(found.resolved, k=self.resolved_.k)
-        self.resolved_, self.loss_, self.choice_, self.n_iter_ = resolved, resolved.loss, found.line, 1
+        choice = choose.choose(pool, config, self.resolved_, folds=True)
+        self.network_ = choose.fit(choice.candidate, x, labels, config, choice.resolved)
+        resolved = choice.resolved if self.multilabel_ else replace(choice.resolved, k=self.resolved_.k)
+        self.resolved_, self.loss_, self.choice_, self.n_iter_ = resolved, resolved.loss, choice.line, 1
         if self.multilabel_:
-            held = None if found.scores is None else HeldOut(found.scores, found.labels)  # type: ignore[arg-type]
+            held = None if choice.scores is None else HeldOut(choice.scores, choice.labels)  # type: ignore[arg-type]
             self.calibration_, self.decision_ = decided(held, config, resolved)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> LabelSetClassifier:

@@ -51,11 +51,11 @@ def solve(
     return fit_path(x, labels, sorted(costs), settings, weighting, progress=progress, op="train")
 
 
-def as_network(found: LinearWeights, sparse: bool) -> LabelSetNetwork:
+def as_network(weights: LinearWeights, sparse: bool) -> LabelSetNetwork:
     """Return the network that computes the scores of linear classifiers."""
-    network = LabelSetNetwork(found.n_features, found.n_labels, sparse=sparse)
-    weight = found.matrix().T if sparse else found.matrix()
+    network = LabelSetNetwork(weights.n_features, weights.n_labels, sparse=sparse)
+    weight = weights.matrix().T if sparse else weights.matrix()
     with torch.no_grad():
         network.first.weight.copy_(torch.from_numpy(weight.toarray()))  # type: ignore[operator, union-attr]
-        network.bias.copy_(torch.from_numpy(found.intercept))
+        network.bias.copy_(torch.from_numpy(weights.intercept))
     return network.eval()

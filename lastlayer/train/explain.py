@@ -55,8 +55,10 @@ def explain(model: TrainedModel, x: Any, labels: Sequence[Sequence[str]], *, mos
         index[i, : len(row)] = torch.tensor([place[name] for name in row], dtype=torch.int64)
     names, out = FeatureNames(model.features), []
     for i in range(x.shape[0]):
-        found, held = _row(network, x[i : i + 1], index[i, : len(labels[i])])
-        out.append([_reason(label, held, values, names, most) for label, values in zip(labels[i], found, strict=True)])
+        contribution, held = _row(network, x[i : i + 1], index[i, : len(labels[i])])
+        out.append(
+            [_reason(label, held, values, names, most) for label, values in zip(labels[i], contribution, strict=True)]
+        )
     return out
 
 
@@ -73,8 +75,8 @@ def contributions(network: LabelSetNetwork, x: Any, index: Tensor) -> Tensor:
     """
     out = torch.zeros(*index.shape, network.n_features)
     for i in range(x.shape[0]):
-        found, held = _row(network, x[i : i + 1], index[i])
-        out[i][:, torch.from_numpy(held)] = found
+        contribution, held = _row(network, x[i : i + 1], index[i])
+        out[i][:, torch.from_numpy(held)] = contribution
     return out
 
 
@@ -119,10 +121,10 @@ def _row(network: LabelSetNetwork, x: Any, index: Tensor) -> tuple[Tensor, np.nd
     device, at = weight.device, torch.from_numpy(held.astype(np.int64)).to(weight.device)
     own = weight[at] if network.sparse else weight[:, at].T  # (features, width of the first layer)
     if not len(network.rest):
-        found = own[:, index.to(device)].T.detach()
+        contribution = own[:, index.to(device)].T.detach()
     else:
-        found = _gradient(network, x, index.to(device)) @ own.detach().T
-    return (found * value.to(device)).float().cpu(), held
+        contribution = _gradient(network, x, index.to(device)) @ own.detach().T
+    return (contribution * value.to(device)).float().cpu(), held
 
 
 def _gradient(network: LabelSetNetwork, x: Any, index: Tensor) -> Tensor:

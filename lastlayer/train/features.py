@@ -163,13 +163,13 @@ class FeatureMap:
 
         index, count, ends = array("i"), array("i"), array("q", [0])
         for text in texts:
-            found: dict[int, int] = {}
+            counts: dict[int, int] = {}
             for word in self._analyze(text):
                 if (place := self._places.get(word)) is not None:
-                    found[place] = found.get(place, 0) + 1
-            places = sorted(found)
+                    counts[place] = counts.get(place, 0) + 1
+            places = sorted(counts)
             index.extend(places)
-            count.extend([found[i] for i in places])
+            count.extend([counts[i] for i in places])
             ends.append(len(index))
         data = np.array(count, dtype=np.float32)
         parts = (data, np.array(index, dtype=np.int32), np.array(ends, dtype=np.int64))
@@ -270,11 +270,11 @@ def _analyzer(state: dict[str, Any]) -> Callable[[str], list[str]]:
     find = re.compile(_word_pattern() if state.get("marks") else r"(?u)\b\w\w+\b").findall
 
     def words(text: str) -> list[str]:
-        found: list[str] = find(text.lower())
+        tokens: list[str] = find(text.lower())
         if high == 1:
-            return found
-        spans = ((i, i + n) for n in range(low, min(high, len(found)) + 1) for i in range(len(found) - n + 1))
-        return [" ".join(found[a:b]) for a, b in spans]
+            return tokens
+        spans = ((i, i + n) for n in range(low, min(high, len(tokens)) + 1) for i in range(len(tokens) - n + 1))
+        return [" ".join(tokens[a:b]) for a, b in spans]
 
     def characters(text: str) -> list[str]:
         text = re.sub(r"\s\s+", " ", text.lower())

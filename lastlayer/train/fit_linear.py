@@ -31,14 +31,14 @@ def fit(job: Job) -> Fitted:
         lines.append({"epoch": len(lines), **numbers})
         job.say({"epoch": len(lines) - 1, **line})
 
-    found = choose.choose(pool, config, job.resolved, folds=again, say=say)
-    run.write_json("choice.json", {"line": found.line, "monitor": job.resolved.monitor, "candidates": found.table})
+    choice = choose.choose(pool, config, job.resolved, folds=again, say=say)
+    run.write_json("choice.json", {"line": choice.line, "monitor": job.resolved.monitor, "candidates": choice.table})
     run.write_history(lines)
-    network = found.network
+    network = choice.network
     if network is None or again:
         rows = (pool.x, pool.labels) if again else pool.train()
-        network = choose.fit(found.candidate, *rows, config, found.resolved)
-    resolved = replace(found.resolved, monitor=job.resolved.monitor)
-    held = None if found.scores is None or found.labels is None else HeldOut(found.scores, found.labels)
-    note = f"{found.line[0].upper()}{found.line[1:]}."
+        network = choose.fit(choice.candidate, *rows, config, choice.resolved)
+    resolved = replace(choice.resolved, monitor=job.resolved.monitor)
+    held = None if choice.scores is None or choice.labels is None else HeldOut(choice.scores, choice.labels)
+    note = f"{choice.line[0].upper()}{choice.line[1:]}."
     return Fitted(NetworkScorer(network, job.placement), None, None, resolved, held, (note,))

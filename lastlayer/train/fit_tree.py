@@ -18,16 +18,16 @@ from lastlayer.train.tree_scorer import TreeScorer, read_hierarchy
 
 def settings_of(config: Config, resolved: Resolved) -> TreeSettings:
     """Return how the trees of a run are fitted."""
-    found = TreeSettings(seed=config.seed, threads=torch.get_num_threads())
+    settings = TreeSettings(seed=config.seed, threads=torch.get_num_threads())
     if config.tree not in ("auto", "off"):
-        found = replace(found, trees=int(float(config.tree)))
+        settings = replace(settings, trees=int(float(config.tree)))
     if config.C != "auto":
-        found = replace(found, C=float(config.C))
+        settings = replace(settings, C=float(config.C))
     if config.loss in SOLVED:
-        found = replace(found, loss=SOLVED[config.loss])  # type: ignore[arg-type]
+        settings = replace(settings, loss=SOLVED[config.loss])  # type: ignore[arg-type]
     if config.labels == "incomplete" and resolved.observed:
-        found = replace(found, observed=resolved.observed)
-    return found
+        settings = replace(settings, observed=resolved.observed)
+    return settings
 
 
 def fit(job: Job) -> Fitted:

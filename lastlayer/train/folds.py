@@ -59,7 +59,7 @@ def train_with_folds(
     run, read = RunFolder(out), {name: data.fingerprint() for name, data in parts.items()}
     if options.get("overwrite") or (run / FILE).exists() or not _is_same(run, config, read):
         run = train(parts, config, out, **options)
-    measured, found = [], Collector(len(rows), rows.n_labels)
+    measured, collected = [], Collector(len(rows), rows.n_labels)
     place = fold_rows(rows, folds, seed=config.seed)
     for i in range(folds):
         tell(f"fold {i + 1} of {folds}")
@@ -73,9 +73,9 @@ def train_with_folds(
         at = 0
         for batch in model.batches(model.matrix(one["test"])):
             size = len(batch.probability)
-            found.add(held[at : at + size], batch.probability, batch.index)
+            collected.add(held[at : at + size], batch.probability, batch.index)
             at += size
-    found.found().save(run)
+    collected.found().save(run)
     about = {"path": path, "fingerprint": rows.fingerprint(), "source": rows.source}
     run.write_json(FILE, {"folds": folds, "rows": len(rows), "metrics": spread(measured), "data": about})
     card.write(run, load(run.path))

@@ -43,13 +43,13 @@ class HeldOut:
             x, labels = x[rows], labels.take(rows)
         out, at = np.full((len(labels), len(model.labels)), -np.inf, np.float32), 0
         for batch in model.batches(x):
-            found = odds(batch.logits, model.resolved)[0].float().cpu().numpy()
-            part = out[at : at + len(found)]
-            at += len(found)
+            scores = odds(batch.logits, model.resolved)[0].float().cpu().numpy()
+            part = out[at : at + len(scores)]
+            at += len(scores)
             if batch.index is None:
-                part[:] = found
+                part[:] = scores
             else:
-                np.put_along_axis(part, batch.index.cpu().numpy(), found, 1)
+                np.put_along_axis(part, batch.index.cpu().numpy(), scores, 1)
         return cls(out, labels)
 
     def hot(self) -> sp.csr_matrix:
@@ -101,10 +101,10 @@ def decided(held: HeldOut | None, config: Config, resolved: Resolved) -> tuple[C
 def calibrated(held: HeldOut, hot: sp.csr_matrix, resolved: Resolved) -> Calibration:
     """Calibrate each label by itself, as far as that does not spoil the order of the labels of a row."""
     weight, k = held.labels.weights, resolved.at[-1]
-    found = Calibration.fit(held.scores, hot, weight=weight)
+    calibration = Calibration.fit(held.scores, hot, weight=weight)
     before = _ranking(held.scores, held.labels, k)
     half = np.random.default_rng(0).permutation(len(held.labels)) % 2 == 0
-    for penalty in [p for p in PENALTIES if p >= found.penalty]:
+    for penalty in [p for p in PENALTIES if p >= calibration.penalty]:
         if penalty == np.inf or len(held.labels) < 4:
             break
         crossed = np.empty_like(held.scores)

@@ -80,36 +80,36 @@ def predict(
 
 def _sets(model: TrainedModel, batch: Batch) -> list[np.ndarray]:
     """Return the label set of each row."""
-    found, _, sizes = model.chosen(batch)
-    lists = [row[:size] for row, size in zip(found.numpy(), sizes, strict=True)]
+    labels, _, sizes = model.chosen(batch)
+    lists = [row[:size] for row, size in zip(labels.numpy(), sizes, strict=True)]
     return [row[row >= 0] for row in lists]
 
 
-def measure(found: Predictions, at: tuple[int, ...], *, resamples: int = 200, seed: int = 0) -> dict[str, Any]:
+def measure(predictions: Predictions, at: tuple[int, ...], *, resamples: int = 200, seed: int = 0) -> dict[str, Any]:
     """Return the metrics of predictions, each with a 95 % bootstrap interval over rows."""
     from lastlayer.metrics.average_precision import mean_average_precision
     from lastlayer.metrics.calibration import label_calibration_error
 
-    labels, n = found.labels, len(found.labels)
-    usable = tuple(a for a in at if a <= found.top_index.shape[1]) or (1,)
-    top_index = found.top_index.numpy()
+    labels, n = predictions.labels, len(predictions.labels)
+    usable = tuple(a for a in at if a <= predictions.top_index.shape[1]) or (1,)
+    top_index = predictions.top_index.numpy()
     each_row = row_metrics(top_index, labels.indptr, labels.indices, usable)
     metrics = _means(each_row, resamples, seed)
-    if found.set_indptr is not None and found.set_index is not None:
+    if predictions.set_indptr is not None and predictions.set_index is not None:
         n_labels = labels.n_labels
-        sets = found.set_indptr, found.set_index, labels.indptr, labels.indices
+        sets = predictions.set_indptr, predictions.set_index, labels.indptr, labels.indices
         whole, (counts, _) = set_metrics(*sets, n_labels), set_counts(*sets)
         metrics["micro_f1"] = _micro(whole["micro_f1"], counts, resamples, seed)
         metrics["macro_f1"] = _interval(whole["macro_f1"], torch.empty(0))
         metrics |= _means(set_rows(counts, n_labels), resamples, seed)
     last = usable[-1]
     right = torch.from_numpy(hits(top_index[:, :last], labels.indptr, labels.indices))
-    bins = _bins(found.top_probability[:, :last].double(), right)
+    bins = _bins(predictions.top_probability[:, :last].double(), right)
     draws = torch.cat([_ece(weights @ bins) for weights in _weights(n, resamples, seed)])
     metrics[f"ece@{last}"] = _interval(_ece(bins.sum(0, keepdim=True))[0], draws)
     per_label: dict[str, Any] = {}
-    if found.probability is not None and n:
-        y = found.probability
+    if predictions.probability is not None and n:
+        y = predictions.probability
         hot = torch.zeros_like(y, dtype=torch.bool)
         hot[np.repeat(np.arange(n), labels.row_counts()), labels.indices] = True
         metrics["ece"] = _interval(label_calibration_error(y.double(), hot), torch.empty(0))
@@ -226,8 +226,8 @@ def calibration_note(model: TrainedModel, x: Any, after: dict[str, Any], at: tup
     return f"Calibrated on {model.calibration.rows} held-out rows, {own}: {'; '.join(shown)}."
 
 
-def _percent(found: dict[str, float]) -> str:
-    return f"{100 * found['value']:.2f} %"
+def _percent(value: dict[str, float]) -> str:
+    return f"{100 * value['value']:.2f} %"
 
 
 def notes(config: Config, part: str) -> list[str]:
@@ -265,8 +265,8 @@ def evaluate(run: Any, data: LabelData, *, resamples: int = 200) -> dict[str, An
         rows = f"all labels are unknown to the run: {', '.join(names)}" if names else "no row has a label"
         raise DataError(f"evaluate: `data` must have labels that the run knows; {rows}.")
     x = model.features(known)
-    found = predict(model, x, known)
-    out = measure(found, model.resolved.at, resamples=resamples, seed=model.config.seed)
+    predictions = predict(model, x, known)
+    out = measure(predictions, model.resolved.at, resamples=resamples, seed=model.config.seed)
     said = [*notes(model.config, "other"), model.features.note(model.features.unknown_rows(x), len(known))]
     return {
         **out,

@@ -109,8 +109,8 @@ def probabilities(
     from lastlayer.project.lml import lml
 
     if calibration is not None:
-        found, _ = odds(logits, resolved, shard=shard)  # what was calibrated; a predicted number is the set's size
-        y = (found * calibration[0] + calibration[1]).sigmoid()
+        scores, _ = odds(logits, resolved, shard=shard)  # what was calibrated; a predicted number is the set's size
+        y = (scores * calibration[0] + calibration[1]).sigmoid()
         return y, reduce(y, "sum", shard).squeeze(-1) if count is None else count
     if resolved.probability == "sigmoid":
         y = odds(logits, resolved)[0].sigmoid()
@@ -169,8 +169,8 @@ class TrainedModel:
                 threshold, or the number of labels that the run expects, at least 1.
             threshold: Instead of `k`: every label whose probability is at least this.
         """
-        found = self.predict_pairs(rows, k=k, threshold=threshold)
-        return [[name for name, _ in row] for row in found]
+        pairs = self.predict_pairs(rows, k=k, threshold=threshold)
+        return [[name for name, _ in row] for row in pairs]
 
     def predict_pairs(
         self, rows: Any, *, k: int | None = None, threshold: float | None = None
@@ -187,8 +187,8 @@ class TrainedModel:
         for batch in self.batches(x):
             index, value, sizes = self.chosen(batch, k, threshold)
             for labels, values, size in zip(index.tolist(), value.tolist(), sizes, strict=True):
-                found = zip(labels[:size], values[:size], strict=True)
-                yield [(self.labels[label], p) for label, p in found if label >= 0]
+                pairs = zip(labels[:size], values[:size], strict=True)
+                yield [(self.labels[label], p) for label, p in pairs if label >= 0]
 
     def chosen(
         self, batch: Batch, k: int | None = None, threshold: float | None = None
@@ -361,10 +361,10 @@ def load(
 
 
 def _thresholds(run: RunFolder) -> np.ndarray | None:
-    found = run.metrics().get("labels") or {}
-    if not found.get("threshold"):
+    labels = run.metrics().get("labels") or {}
+    if not labels.get("threshold"):
         return None
-    return np.array([np.nan if t is None else t for t in found["threshold"]], dtype=np.float32)
+    return np.array([np.nan if t is None else t for t in labels["threshold"]], dtype=np.float32)
 
 
 def _table(rows: Any) -> LabelData:

@@ -176,14 +176,14 @@ class ShardedPlacement(Placement):
         if not dist.is_initialized():
             return
         mine = {name: (part["rows"], part["fingerprint"]) for name, part in about["parts"].items()}
-        found: list[Any] = [None] * dist.get_world_size()
-        sharding._answered(dist.all_gather_object, found, mine, group=None)
-        for rank, theirs in enumerate(found):
-            for name in sorted({*found[0], *theirs}):
-                if theirs.get(name) != found[0].get(name):
+        gathered: list[Any] = [None] * dist.get_world_size()
+        sharding._answered(dist.all_gather_object, gathered, mine, group=None)
+        for rank, theirs in enumerate(gathered):
+            for name in sorted({*gathered[0], *theirs}):
+                if theirs.get(name) != gathered[0].get(name):
                     raise DataError(
                         f"rank {rank} was given other {name} rows than rank 0 ({_rows(theirs, name)} and "
-                        f"{_rows(found[0], name)}). Give every process the same files."
+                        f"{_rows(gathered[0], name)}). Give every process the same files."
                     )
 
     def check_checkpoints(self, run: RunFolder) -> None:

@@ -78,9 +78,9 @@ class Collector:
             return
         width = min(self.probability.shape[1], probability.shape[1])
         best = probability.topk(width)
-        found = best.indices if index is None else index.cpu().gather(1, best.indices)
+        place = best.indices if index is None else index.cpu().gather(1, best.indices)
         self.probability[at[:, None], torch.arange(width)] = best.values
-        self.index[at[:, None], torch.arange(width)] = found
+        self.index[at[:, None], torch.arange(width)] = place
 
     def _spread(self, probability: Tensor, index: Tensor) -> Tensor:
         n = self.probability.shape[1]
@@ -118,16 +118,16 @@ def out_of_fold(
         raise DataError("no row has a label, so there is nothing to learn from.")
     fold = fold_rows(data, folds, seed=seed)
     config = config or Config()
-    found = Collector(len(data), data.n_labels)
+    collected = Collector(len(data), data.n_labels)
     for i in range(folds):
         inside, outside = np.flatnonzero(fold != i), np.flatnonzero(fold == i)
         train, held = data.take(inside), data.take(outside)
         features = FeatureMap.fit(train, config)
         model = fit_linear(features(train), train, loss="logistic", C=COST, n_labels=data.n_labels, tolerance=0.1)
         for at, logits in _logits(model, features(held)):
-            found.add(outside[at], torch.from_numpy(logits).sigmoid())
+            collected.add(outside[at], torch.from_numpy(logits).sigmoid())
         say(f"fold {i + 1} of {folds}: {len(inside)} rows to learn from, {len(outside)} scored")
-    return found.found()
+    return collected.found()
 
 
 def _logits(model: Any, x: Any) -> Iterator[tuple[slice, np.ndarray]]:

@@ -38,8 +38,8 @@ def score(run: RunFolder, monitor: str) -> tuple[float, int]:
     """Return the best value of the monitored metric on the validation rows, larger is better, and its epoch."""
     values = [(row.get(monitor), int(row["epoch"] or 0)) for row in run.history()]
     sign = -1 if lower_is_better(monitor) else 1
-    found = [(sign * v, e) for v, e in values if v is not None and math.isfinite(v)]
-    return max(found, key=lambda pair: (pair[0], -pair[1])) if found else (-math.inf, 0)
+    values_at = [(sign * v, e) for v, e in values if v is not None and math.isfinite(v)]
+    return max(values_at, key=lambda pair: (pair[0], -pair[1])) if values_at else (-math.inf, 0)
 
 
 def tune(

@@ -63,10 +63,10 @@ def _search_plain(
     trees: list[FittedTree], x: sp.csr_matrix, loss: str, n_labels: int, k: int, beam: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Search without compiled code: the same answers up to rounding, and a hundred times slower."""
-    found = [_walk(tree, x, loss, beam) for tree in trees]
+    walks = [_walk(tree, x, loss, beam) for tree in trees]
     if len(trees) > 1:
-        found = [_best(*one, keep=4 * k) for one in found]
-    row, label, score = (np.concatenate(part) for part in zip(*found, strict=True))
+        walks = [_best(*one, keep=4 * k) for one in walks]
+    row, label, score = (np.concatenate(part) for part in zip(*walks, strict=True))
     if len(trees) > 1:
         sums = sp.csr_matrix((np.exp(score) / len(trees) + 1e-37, (row, label)), shape=(x.shape[0], n_labels))
         row, label, score = sums.nonzero()[0], sums.indices, np.log(sums.data)

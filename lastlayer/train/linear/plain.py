@@ -54,7 +54,7 @@ def solve(
     dense = a["indptr"] is None
     x = values.reshape(shape) if dense else sp.csr_matrix((values, a["indices"], a["indptr"]), shape=shape)
     weight = np.ones(shape[0]) if a["row_weight"] is None else a["row_weight"]
-    found: list[list[Any]] = [[None] * n_labels for _ in costs]
+    solutions: list[list[Any]] = [[None] * n_labels for _ in costs]
     intercepts, passes = np.zeros((len(costs), n_labels)), np.zeros((len(costs), n_labels), np.int32)
     done = 0
     for problem in range(len(a["label_start"]) - 1):
@@ -73,13 +73,13 @@ def solve(
                 w, b, count = solver.run(cost, tolerance, max_passes)
                 for lane, label in enumerate(block):
                     kept = np.flatnonzero((np.abs(w[:, lane]) >= threshold) & (w[:, lane] != 0))
-                    found[step][label] = kept.astype(np.int32), w[kept, lane].astype(a["values"].dtype)
+                    solutions[step][label] = kept.astype(np.int32), w[kept, lane].astype(a["values"].dtype)
                 intercepts[step, block], passes[step, block] = b, count
                 done += len(block)
                 if progress is not None:
                     progress(done)
     out = []
-    for step, lists in enumerate(found):
+    for step, lists in enumerate(solutions):
         indptr = np.concatenate([[0], np.cumsum([len(pair[0]) for pair in lists])]).astype(np.int64)
         empty = np.empty(0, np.int32), np.empty(0, a["values"].dtype)
         both = [np.concatenate([empty[i], *(pair[i] for pair in lists)]) for i in (0, 1)]

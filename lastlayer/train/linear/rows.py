@@ -36,9 +36,9 @@ class LabelRows(NamedTuple):
         """Return the labels of the given rows (increasing), which are then numbered from 0."""
         place = np.full(n_rows, -1, np.int32)
         place[rows] = np.arange(len(rows), dtype=np.int32)
-        found = place[self.rows]
-        sums = np.concatenate([[0], np.cumsum(found >= 0)])
-        return LabelRows(sums[self.start], found[found >= 0])
+        place_of = place[self.rows]
+        sums = np.concatenate([[0], np.cumsum(place_of >= 0)])
+        return LabelRows(sums[self.start], place_of[place_of >= 0])
 
 
 def take_lists(start: np.ndarray, items: np.ndarray, lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

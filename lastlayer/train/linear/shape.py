@@ -146,7 +146,7 @@ def halve(vectors: Any, rng: np.random.Generator) -> np.ndarray:
     centre = vectors[[second]] - vectors[[first]]
     centre = np.asarray(centre.todense() if sp.issparse(centre) else centre).ravel()
     total = vectors.T @ np.ones(n, np.float32)
-    best, found = -np.inf, np.zeros(n, bool)
+    best, upper_half = -np.inf, np.zeros(n, bool)
     for _ in range(ROUNDS):
         order = np.argpartition(vectors @ centre, n // 2)
         upper = np.zeros(n, bool)
@@ -156,9 +156,9 @@ def halve(vectors: Any, rng: np.random.Generator) -> np.ndarray:
         lengths = float(np.linalg.norm(low)), float(np.linalg.norm(high))
         if sum(lengths) <= best * (1 + GAIN):  # the sum of the cosines to the centre of the own half
             break
-        best, found = sum(lengths), upper
+        best, upper_half = sum(lengths), upper
         centre = high / max(lengths[1], 1e-30) - low / max(lengths[0], 1e-30)
-    return found
+    return upper_half
 
 
 def cluster(vectors: Any, *, leaf: int, branching: int, seed: int) -> TreeShape:

@@ -186,8 +186,8 @@ def fit_linear(
         >>> import numpy as np
         >>> from lastlayer.train.linear import fit_linear
         >>> x = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-        >>> found = fit_linear(x, [[1], [0], [0, 1], [1]], tolerance=1e-6)
-        >>> np.round(found.matrix().toarray(), 3), np.round(found.intercept, 3)
+        >>> weights = fit_linear(x, [[1], [0], [0, 1], [1]], tolerance=1e-6)
+        >>> np.round(weights.matrix().toarray(), 3), np.round(weights.intercept, 3)
         (array([[ 1.047, -0.403],
                [-0.314,  1.02 ]]), array([-0.107, -0.118]))
     """
@@ -250,12 +250,12 @@ def fit_path(
         kept = np.flatnonzero(row_weight)
         x, labels, row_weight = x[kept], labels.among(kept, x.shape[0]), row_weight[kept]
     problems = Problems(_cut(len(order)), labels.take(order))
-    found = solve_problems(
+    path = solve_problems(
         x, problems, costs, settings, Weighting(row_weight, *signs), progress=progress, parallel=parallel, op=op
     )
-    warn_unfinished(found, settings, op)
+    warn_unfinished(path, settings, op)
     back = np.argsort(order, kind="stable")
-    return [one.take(back) for one in found]
+    return [one.take(back) for one in path]
 
 
 SIGNS = ("positive", "negative")
@@ -316,7 +316,7 @@ def solve_problems(
     """Solve several problems on rows that `check_rows` returned; :func:`fit_path` documents the arguments."""
     settings.check(op, costs)
     if parallel is None:
-        found = _solve(x, problems, costs, settings, weighting, progress, op)
+        solutions = _solve(x, problems, costs, settings, weighting, progress, op)
     else:
         from joblib import delayed
 
@@ -328,13 +328,13 @@ def solve_problems(
             signs = [_some(getattr(weighting, name), share) for name in SIGNS]
             jobs.append(delayed(_solve)(x, part, costs, settings, Weighting(weighting.row, *signs), None, op))
         parts = list(parallel(jobs))
-        found = [LinearWeights.join(step) for step in zip(*parts, strict=True)]
-    return found
+        solutions = [LinearWeights.join(step) for step in zip(*parts, strict=True)]
+    return solutions
 
 
-def warn_unfinished(found: Sequence[LinearWeights], settings: SolverSettings, op: str) -> None:
+def warn_unfinished(solutions: Sequence[LinearWeights], settings: SolverSettings, op: str) -> None:
     """Warn if the solver ended fits before they were within the tolerance."""
-    late, total = (sum(int(count(one.passes)) for one in found) for count in (lambda p: (p < 0).sum(), len))
+    late, total = (sum(int(count(one.passes)) for one in solutions) for count in (lambda p: (p < 0).sum(), len))
     if late:
         warnings.warn(
             f"{op}: {late} of {total} fits did not come within the tolerance {settings.tolerance} in "
@@ -387,7 +387,7 @@ def _solve(
         impl = "numpy" if native.unavailable() else "native"
     total = labels.n_labels * len(path)
     run = native.solve if impl == "native" else plain.solve
-    found = run(
+    solved = run(
         arrays,
         shape=x.shape,
         loss=settings.loss,
@@ -400,7 +400,7 @@ def _solve(
         threads=settings.threads or os.cpu_count() or 1,
         progress=None if progress is None else lambda done: progress(done, total),
     )
-    return [LinearWeights(*one[:4], x.shape[1], float(cost), one[4]) for one, cost in zip(found, path, strict=True)]
+    return [LinearWeights(*one[:4], x.shape[1], float(cost), one[4]) for one, cost in zip(solved, path, strict=True)]
 
 
 def _as(array: np.ndarray | None, dtype: Any) -> np.ndarray | None:

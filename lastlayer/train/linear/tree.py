@@ -200,8 +200,8 @@ class LinearTree:
             score, hit = _score_held_out(trees, x[out], labels.among(out, x.shape[0]), settings)
             scores.append(score)
             hits.append(hit)
-        knots, found = _calibrate(scores, hits)
-        return cls(fitter.fit(x, labels, row_weight, shapes), settings, labels.n_labels, knots, found)
+        knots, quality = _calibrate(scores, hits)
+        return cls(fitter.fit(x, labels, row_weight, shapes), settings, labels.n_labels, knots, quality)
 
     def predict_proba(
         self, x: Any, k: int = 5, *, beam: int | None = None, threads: int | None = None
@@ -415,8 +415,8 @@ def _calibrate(scores: list[np.ndarray], hits: list[np.ndarray]) -> tuple[np.nda
             odds[part] = monotone.apply_map(monotone.fit_map(score[other], hit[other]), np.nan_to_num(score[part]))
     used = real & best
     before, after = (monotone.calibration_error(1 / (1 + np.exp(-values[used])), hit[used]) for values in (score, odds))
-    found = {"rows": float(len(score)), "ece_before": before, "ece_after": after}
-    return monotone.fit_map(score[real], hit[real]), found
+    quality = {"rows": float(len(score)), "ece_before": before, "ece_after": after}
+    return monotone.fit_map(score[real], hit[real]), quality
 
 
 class _Progress:
@@ -451,7 +451,7 @@ class _Fitter:
         for shape in shapes:
             problems = shape.problems(labels, x.shape[0])
             weighting = Weighting(row_weight, self._positive_weight(shape, labels, x.shape[0]), 1.0)
-            (found,) = solve_problems(
+            (weights,) = solve_problems(
                 x,
                 problems,
                 [settings.C],
@@ -461,10 +461,10 @@ class _Fitter:
                 parallel=self.parallel,
                 op="LinearTree.fit",
             )
-            if (found.passes < 0).mean() > 0.1:
-                warn_unfinished([found], solver, "LinearTree.fit")
-            intercept = _settle(shape, problems, found.intercept, settings.loss)
-            trees.append(FittedTree(shape, replace(found, intercept=intercept)))
+            if (weights.passes < 0).mean() > 0.1:
+                warn_unfinished([weights], solver, "LinearTree.fit")
+            intercept = _settle(shape, problems, weights.intercept, settings.loss)
+            trees.append(FittedTree(shape, replace(weights, intercept=intercept)))
             self.report.end(len(shape.child))
         return trees
 
