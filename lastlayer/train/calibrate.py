@@ -25,6 +25,7 @@ CELLS = 1 << 21  # pairs of row and label that are held in float64 at a time
 POOLED, TRIED = 4_000_000, 4_000_000  # pairs that the common fit, and the choice of the penalty, look at
 STEPS = 25  # of Newton's method
 FEWEST = 20  # positive pairs below which nothing but the offset is fitted
+MARGIN = 1e-3  # by which probabilities of true labels stay below 1
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,15 @@ class Calibration:
         offset: One number per label.
         rows: The number of rows it was fitted to.
         penalty: The penalty on what differs between labels; infinity if nothing does.
+        observed: The share of the true labels that these rows carry; 1 for all. Probabilities are those of the true
+            labels: see :func:`true_probability`.
     """
 
     slope: np.ndarray
     offset: np.ndarray
     rows: int
     penalty: float
+    observed: float = 1.0
 
     @classmethod
     def fit(
@@ -79,25 +83,22 @@ class Calibration:
         own = _per_label(scores, hot, weight, (slope, offset), penalty)
         return cls((slope * own[0]).astype(np.float32), (offset * own[0] + own[1]).astype(np.float32), n, penalty)
 
-    def shifted(self, amount: float) -> Calibration:
-        """Return it with an amount added to all log-odds."""
-        return Calibration(self.slope, (self.offset + amount).astype(np.float32), self.rows, self.penalty)
-
     def log_odds(self, scores: np.ndarray) -> np.ndarray:
-        """Return the log-odds of scores, ``(rows, n_labels)`` float32."""
+        """Return the log-odds that labels with these scores are written down, ``(rows, n_labels)`` float32."""
         return scores * self.slope + self.offset
 
     def probability(self, scores: np.ndarray) -> np.ndarray:
         """Return the probabilities of scores, ``(rows, n_labels)`` float32."""
-        return torch.from_numpy(self.log_odds(scores).astype(np.float32)).sigmoid().numpy()
+        recorded = torch.from_numpy(self.log_odds(scores).astype(np.float32)).sigmoid()
+        return true_probability(recorded, self.observed).numpy()
 
-    def tensors(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return slope and offset in the dtype and on the device of a tensor."""
-        return torch.from_numpy(self.slope).to(like), torch.from_numpy(self.offset).to(like)
+    def tensors(self, like: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Return slope and offset in the dtype and on the device of a tensor, and the observed share."""
+        return torch.from_numpy(self.slope).to(like), torch.from_numpy(self.offset).to(like), self.observed
 
     def save(self, run: RunFolder) -> None:
         """Write calibration.safetensors."""
-        numbers = torch.tensor([self.rows, self.penalty], dtype=torch.float64)
+        numbers = torch.tensor([self.rows, self.penalty, self.observed], dtype=torch.float64)
         run.write_tensors(
             FILE,
             {"slope": torch.from_numpy(self.slope), "offset": torch.from_numpy(self.offset), "numbers": numbers},
@@ -111,14 +112,34 @@ class Calibration:
         tensors = run.read_tensors(FILE)
         try:
             slope, offset = tensors["slope"].numpy(), tensors["offset"].numpy()
-            rows, penalty = tensors["numbers"].tolist()
+            rows, penalty, *rest = tensors["numbers"].tolist()
         except (KeyError, ValueError) as error:
             raise damaged(run / FILE, error) from None
         if slope.shape != (n_labels,) or offset.shape != (n_labels,):
             raise damaged(run / FILE, f"must hold one slope and offset per label ({n_labels})")
         if not (np.isfinite(slope).all() and np.isfinite(offset).all()):
             raise damaged(run / FILE, "must hold finite numbers")
-        return cls(slope, offset, int(rows), penalty)
+        observed = rest[0] if rest else 1.0  # runs that were written before there was one have no third number
+        if not 0 < observed <= 1:
+            raise damaged(run / FILE, "must hold an observed share above 0 and at most 1")
+        return cls(slope, offset, int(rows), penalty, observed)
+
+
+def true_probability(recorded: Tensor, observed: float) -> Tensor:
+    """Return the probability that a label applies, from the probability that it is written down.
+
+    Where labels are missing at random this is ``min(1, recorded / observed)``. Probabilities that would exceed 1 stay
+    below it by at most 0.001, so that the order of the labels does not change.
+
+    Args:
+        recorded: The probability that the label is written down.
+        observed: The share of the true labels that are written down.
+
+    Example:
+        >>> true_probability(torch.tensor([0.1, 0.4, 0.8, 0.9]), 0.5)
+        tensor([0.2000, 0.8000, 0.9998, 0.9999])
+    """
+    return recorded if observed == 1 else torch.minimum(recorded / observed, 1 - MARGIN * (1 - recorded))
 
 
 def _blocks(n: int, n_labels: int) -> Iterator[slice]:

@@ -23,7 +23,7 @@ from lastlayer.data.labeldata import NumberNames
 from lastlayer.hierarchy import LabelTree
 from lastlayer.train import choose
 from lastlayer.train.batches import EpochBatches, rows_to_input
-from lastlayer.train.calibrate import Calibration
+from lastlayer.train.calibrate import Calibration, true_probability
 from lastlayer.train.config import Config
 from lastlayer.train.count import CountModel
 from lastlayer.train.decide import Decision
@@ -426,8 +426,10 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
             logits = copy.deepcopy(self.network_).double()(rows)
             count = None if self.count_ is None else torch.from_numpy(self.count_(x))
             if self.calibration_ is not None:
-                slope, offset = self.calibration_.tensors(logits)
+                slope, offset, observed = self.calibration_.tensors(logits)
                 logits = odds(logits, self.resolved_)[0] * slope + offset
+                if observed < 1:
+                    logits = true_probability(logits.sigmoid(), observed).logit()
                 if count is None and isinstance(self.k, str):
                     return logits, logits.sigmoid().sum(-1)
                 return logits, torch.full_like(logits[:, 0], self.resolved_.k) if count is None else count.double()

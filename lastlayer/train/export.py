@@ -24,7 +24,7 @@ class Exported(nn.Module):
             self.count_weight = nn.Buffer(torch.from_numpy(self.count.weight))
         self.calibrated = model.calibration is not None
         if model.calibration is not None:
-            slope, offset = model.calibration.tensors(torch.zeros(()))
+            slope, offset, self.observed = model.calibration.tensors(torch.zeros(()))
             self.slope, self.offset = nn.Buffer(slope), nn.Buffer(offset)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ class Exported(nn.Module):
         logits, count = self.network(features), None
         if self.count is not None:
             count = (features @ self.count_weight + self.count.bias).expm1().clamp(self.count.low, self.count.high)
-        calibration = (self.slope, self.offset) if self.calibrated else None
+        calibration = (self.slope, self.offset, self.observed) if self.calibrated else None
         return logits, probabilities(logits, self.resolved, count, calibration=calibration)[0]
 
 

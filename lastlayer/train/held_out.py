@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ def decided(held: HeldOut | None, config: Config, resolved: Resolved) -> tuple[C
     if calibrate:
         calibration = calibrated(held, hot, resolved)
         if config.labels == "incomplete" and resolved.observed:
-            calibration = calibration.shifted(-float(np.log(resolved.observed)))
+            calibration = replace(calibration, observed=resolved.observed)
     if calibration is not None:
         y = calibration.probability(held.scores)
     else:

@@ -22,7 +22,7 @@ from lastlayer.runs import RunFolder
 from lastlayer.runs.files import RunError, damaged
 from lastlayer.runs.folder import finished
 from lastlayer.shard import ClassShard, gather, reduce
-from lastlayer.train.calibrate import Calibration
+from lastlayer.train.calibrate import Calibration, true_probability
 from lastlayer.train.config import Config, make
 from lastlayer.train.count import CountModel
 from lastlayer.train.decide import Decision
@@ -90,7 +90,7 @@ def probabilities(
     resolved: Resolved,
     count: Tensor | None = None,
     *,
-    calibration: tuple[Tensor, Tensor] | None = None,
+    calibration: tuple[Tensor, Tensor, float] | None = None,
     shard: ClassShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turn logits into probabilities.
@@ -99,7 +99,8 @@ def probabilities(
         logits: ``(rows, n_labels)``.
         resolved: The rule, k and the temperature of the run.
         count: The number of labels of each row, where it is predicted.
-        calibration: One slope and one offset per label for the log-odds.
+        calibration: One slope and one offset per label for the log-odds, and the share of true labels that is
+            observed.
         shard: This process's slice of the labels.
 
     Returns:
@@ -110,7 +111,8 @@ def probabilities(
 
     if calibration is not None:
         scores, _ = odds(logits, resolved, shard=shard)  # what was calibrated; a predicted number is the set's size
-        y = (scores * calibration[0] + calibration[1]).sigmoid()
+        slope, offset, observed = calibration
+        y = true_probability((scores * slope + offset).sigmoid(), observed)
         return y, reduce(y, "sum", shard).squeeze(-1) if count is None else count
     if resolved.probability == "sigmoid":
         y = odds(logits, resolved)[0].sigmoid()
@@ -246,8 +248,8 @@ class TrainedModel:
                     count = torch.from_numpy(self.count(part)).to(logits)
                 calibration = None if self.calibration is None else self.calibration.tensors(logits)
                 if calibration is not None and index is not None:
-                    slope, offset = calibration
-                    calibration = slope[index.clamp(min=0)], offset[index.clamp(min=0)]
+                    slope, offset, observed = calibration
+                    calibration = slope[index.clamp(min=0)], offset[index.clamp(min=0)], observed
                 y, k = probabilities(logits, self.resolved, count, calibration=calibration, shard=self.shard)
                 if self.calibration is not None and self.fixed_k is not None:
                     k = torch.full_like(k, self.fixed_k)

@@ -11,10 +11,12 @@ from lastlayer import metrics
 from lastlayer.data import DataError, LabelData
 from lastlayer.runs.rows import set_metrics
 from lastlayer.train import Config, ConfigError, LabelSetClassifier, evaluate, train
-from lastlayer.train.calibrate import Calibration
+from lastlayer.train.calibrate import Calibration, true_probability
 from lastlayer.train.choose import Pool
 from lastlayer.train.decide import Decision
 from lastlayer.train.engine import prepare
+from lastlayer.train.export import Exported
+from lastlayer.train.held_out import HeldOut, decided
 from lastlayer.train.linear import fit_linear
 from lastlayer.train.module import LabelSetModule
 from lastlayer.train.network import LabelSetNetwork
@@ -124,6 +126,23 @@ def test_platt_scaling_finds_the_slopes_and_shrinks_rare_labels():
     assert np.ptp(one.slope) == 0
 
 
+def test_probabilities_are_those_of_the_true_labels_where_labels_are_missing_at_random():
+    rng = np.random.default_rng(0)
+    true = rng.random((4000, 3)) * [0.9, 0.5, 0.1]
+    z = np.log(0.5 * true / (1 - 0.5 * true)).astype(np.float32)  # the log-odds that a label is written down
+    hot = sp.csr_matrix((rng.random(true.shape) < true) & (rng.random(true.shape) < 0.5))
+    labels = LabelData(None, None, hot.indptr.astype(np.int64), hot.indices.astype(np.int64), ["a", "b", "c"])
+    config = Config(loss="binary", labels="incomplete", observed=0.5)
+    found, _ = decided(HeldOut(z, labels), config, Resolved.of(config, labels))
+    assert found.observed == 0.5
+    assert np.abs(found.probability(z) - true).mean() < 0.02
+    sure = torch.tensor([[20.0, 5.0, 1.0, 0.5, -3.0]])  # more probable than half of the true labels can be
+    y = true_probability(sure.sigmoid(), 0.5)
+    assert (y.diff() < 0).all()
+    assert 0.999 < y[0, 3] < y.max() <= 1
+    torch.testing.assert_close(y[0, 4], 2 * sure[0, 4].sigmoid())
+
+
 @pytest.mark.parametrize("observed", [0.0, 0.5])
 def test_thresholds_are_those_of_trying_all(observed):
     rng = np.random.default_rng(0)
@@ -206,3 +225,15 @@ def test_probabilities_of_lml_are_those_of_the_true_labels_where_labels_are_miss
     config = Config(loss="lml", labels=labels, keep=keep, bootstrap=0, epochs=2)
     run = train({"all": noisy()}, config, tmp_path / "a")
     assert (run / "calibration.safetensors").exists() == calibrated
+
+
+def test_a_run_serves_the_probabilities_of_the_true_labels(tmp_path):
+    config = Config(loss="binary", labels="incomplete", observed=0.6, keep=0.6, bootstrap=0)
+    run = train({"all": noisy()}, config, tmp_path / "a")
+    model, rows = ll.load(run.path), noisy().take(np.arange(40))
+    assert model.calibration.observed == 0.6
+    expected = model.calibration.probability(model.decision_function(rows))
+    np.testing.assert_allclose(model.predict_proba(rows), expected, rtol=1e-5)
+    with torch.no_grad():
+        y = Exported(model)(torch.from_numpy(model.matrix(rows).toarray()))[1]
+    np.testing.assert_allclose(y.numpy(), expected, rtol=1e-4)
