@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser_tools import chromium, serious
 from tools import HUNG
 
 import lastlayer as ll
@@ -22,10 +23,6 @@ METHODS = {
     "cappedSparsemax": lambda x, k, t: ll.capped_sparsemax(x, k, temperature=t),
     "lml": lambda x, k, t: ll.lml(x, k, temperature=t),
 }
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
 
 
 def states():
@@ -89,31 +86,22 @@ def test_the_polygon_is_a_triangle_then_a_hexagon():
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    api = pytest.importorskip("playwright.sync_api")
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not program:
-        pytest.skip("no browser is installed")
     sys.path.insert(0, str(DOCS / "_ext"))
     pytest.importorskip("sphinx")
     import playground
 
-    folder = tmp_path_factory.mktemp("page")
-    (folder / "index.html").write_text(f"<!doctype html><meta charset=utf-8><body>{playground.bundle()}", "utf-8")
-    with api.sync_playwright() as driver:
-        browser = driver.chromium.launch_persistent_context(
-            str(folder / "profile"), executable_path=program, headless=True, args=FLAGS
-        )
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    path.write_text(f"<!doctype html><meta charset=utf-8><body>{playground.bundle()}", "utf-8")
+    with chromium() as browser:
         view = browser.new_page()
         view.set_default_timeout(1000 * HUNG)
         view.complaints = []
         view.on("console", lambda message: view.complaints.append(message.text))
         view.on("pageerror", lambda error: view.complaints.append(str(error)))
         view.on("request", lambda r: r.url.startswith("file:") or view.complaints.append(r.url))
-        view.address = (folder / "index.html").as_uri()
-        view.goto(view.address)
+        view.goto(path.as_uri())
         yield view
         assert view.complaints == []
-        browser.close()
 
 
 def shown(page):
@@ -121,6 +109,7 @@ def shown(page):
     return page.evaluate("document.getElementById('play').state")
 
 
+@pytest.mark.slow
 def test_numbers_in_a_browser(page):
     for state in list(states())[::5]:
         words = ",".join(map(str, state["x"]))
@@ -134,6 +123,7 @@ def test_numbers_in_a_browser(page):
         assert [float(cell) for cell in cells] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_keyboard_and_pointer_move_the_logits(page):
     page.evaluate("location.hash = 'x=1,0,-1&k=1&t=1&label=0'")
     page.wait_for_function("document.getElementById('play').state.x.join() === '1,0,-1'")
@@ -156,6 +146,7 @@ def test_keyboard_and_pointer_move_the_logits(page):
     assert shown(page)["label"] == 2
 
 
+@pytest.mark.slow
 def test_a_finger_moves_the_logits_and_not_the_page(page):
     """Real touch events: without `touch-action` on the svg the browser scrolls and cancels the pointer."""
     session = page.context.new_cdp_session(page)
@@ -178,6 +169,7 @@ def test_a_finger_moves_the_logits_and_not_the_page(page):
     session.send("Emulation.setTouchEmulationEnabled", {"enabled": False})
 
 
+@pytest.mark.slow
 def test_headings_follow_the_title(page):
     """The page's title is the only heading above those of the app."""
     assert set(page.evaluate("[...document.querySelectorAll('#play :is(h1, h2, h3, h4)')].map(h => h.tagName)")) == {
@@ -185,13 +177,14 @@ def test_headings_follow_the_title(page):
     }
 
 
+@pytest.mark.slow
 def test_axe_finds_nothing_serious(page):
-    axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which brings axe-core")
-    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
-    found = page.evaluate("axe.run('#play')")["violations"]
-    assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")] == []
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        assert serious(page, "#play") == []
 
 
+@pytest.mark.slow
 def test_it_fits_on_a_phone(page):
     page.set_viewport_size({"width": 390, "height": 844})
     for n in (3, 8):

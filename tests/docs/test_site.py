@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -10,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from browser_tools import chromium, serious
 
 pytest.importorskip("sphinx")
 pytest.importorskip("furo")
@@ -104,22 +104,12 @@ def test_the_report_of_the_demo_is_part_of_the_site(site, pages):
 
 
 def test_axe_finds_nothing_serious(site):
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which brings axe-core")
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not program:
-        pytest.skip("needs Chromium")
-    source = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
-    with api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as browser:
         for name, scheme in (("index", "light"), ("index", "dark"), ("playground", "light"), ("loss", "dark")):
             page = browser.new_page(color_scheme=scheme)
             page.goto((site / f"{name}.html").as_uri())
-            page.evaluate(source)
-            found = page.evaluate("axe.run()")["violations"]
-            serious = [(v["id"], v["nodes"][0]["html"][:150]) for v in found if v["impact"] in ("serious", "critical")]
-            assert serious == [], f"{name}, {scheme}"
-        browser.close()
+            assert serious(page) == [], f"{name}, {scheme}"
+            page.close()
 
 
 def test_every_public_name_can_be_linked(site):

@@ -1,14 +1,13 @@
-"""The page in a real browser; skipped where there is no Playwright or no Chromium."""
+"""The report in a real browser; skipped, with a word why, where there is no Playwright or no Chromium."""
 
 import csv
 import itertools
 import re
-import shutil
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
+from browser_tools import chromium, serious
 from report_tools import HOSTILE, make_run
 from tools import HUNG
 
@@ -16,33 +15,14 @@ from lastlayer import report
 from lastlayer.report import numbers
 from lastlayer.runs.contents import read
 
-api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+pytestmark = pytest.mark.slow  # a browser takes a minute of processor time
 DASH = "\u2013"
 
 
 @pytest.fixture(scope="module")
 def browser():
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    with api.sync_playwright() as playwright:
-        found = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
-        if not Path(found).exists():
-            pytest.skip("needs Chromium")
-        try:
-            browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        except api.Error as error:
-            pytest.skip(f"Chromium does not start: {error.message.splitlines()[0]}")
-        yield browser
-        browser.close()
+    with chromium() as found:
+        yield found
 
 
 @contextmanager
@@ -212,17 +192,12 @@ def test_what_is_left_out_is_said(browser, tmp_path, monkeypatch):
         assert "the 3 most frequent of 40 labels; this is none of them" in page.locator("#threshold-note").inner_text()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(browser, one, three, scheme):
-    axe = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python, which brings axe-core")
-    source = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
-    for path in (one, three):
-        with opened(browser, path, scheme=scheme) as page:
-            page.evaluate(source)
-            found = page.evaluate("axe.run()")["violations"]
-            assert [
-                (v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")
-            ] == []
+@pytest.mark.parametrize(
+    ("runs", "scheme", "width"), [("one", "light", 390), ("three", "light", 1280), ("three", "dark", 1280)]
+)
+def test_axe_finds_nothing_serious(browser, runs, scheme, width, request):
+    with opened(browser, request.getfixturevalue(runs), scheme=scheme, width=width) as page:
+        assert serious(page) == []
 
 
 def test_the_label_table_sorts_and_searches_by_keyboard(browser, one):
