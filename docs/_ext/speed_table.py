@@ -77,7 +77,8 @@ def rows_of(data: Any) -> list[dict[str, Any]]:
 def about(name: str, data: dict[str, Any]) -> str:
     """Where the numbers come from, and whether all of them are there."""
     machine = data["machine"]
-    threads = f", {machine['threads']} CPU threads" if "threads" in machine else ""
+    count = machine.get("threads")
+    threads = "" if count is None else f", {count} CPU thread{'' if count == 1 else 's'}"
     part = "" if data.get("complete", True) else "; the run was cut short, these are the rows it reached"
     return f"{machine['device']}, torch {machine['torch']}{threads} (`benchmarks/results/{name}`{part}):"
 
