@@ -59,7 +59,8 @@ class FunctionModule(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)
+        options = {name: getattr(self, name) for name in self._options}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
 
 
 class LossModule(FunctionModule):

@@ -379,57 +379,47 @@ def _product(given: Tensor, inverse: Tensor) -> Tensor:
     return torch.where(given == 0, 0, given * torch.where(given == 0, 0, inverse))
 
 
-class LML(FunctionModule):
+class _Projection(FunctionModule):
+    """The Modules of this file: budget, weights and bounds are stored, the mask comes with a call."""
+
+    def __init__(
+        self,
+        k: float | Tensor,
+        *,
+        dim: Dim = -1,
+        temperature: float | Tensor = 1.0,
+        weight: float | Tensor | None = None,
+        lower: float | Tensor | None = None,
+        upper: float | Tensor | None = None,
+        impl: Impl = "auto",
+    ) -> None:
+        super().__init__(k=k, dim=dim, temperature=temperature, weight=weight, lower=lower, upper=upper, impl=impl)
+
+    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
+        """Return what the function returns: a value per class, or per row for the threshold."""
+        out: Tensor = self._call(logits, mask=mask, shard=shard)
+        return out
+
+
+class LML(_Projection):
     """Module form of :func:`lml`, which documents the arguments."""
 
     function = staticmethod(lml)
 
-    def __init__(self, k: float | Tensor, *, dim: Dim = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
-        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
-    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
-        """Return the probabilities."""
-        out: Tensor = self._call(logits, mask=mask, shard=shard)
-        return out
-
-
-class LogLML(FunctionModule):
+class LogLML(_Projection):
     """Module form of :func:`log_lml`, which documents the arguments."""
 
     function = staticmethod(log_lml)
 
-    def __init__(self, k: float | Tensor, *, dim: Dim = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
-        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
-    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
-        """Return the log-probabilities."""
-        out: Tensor = self._call(logits, mask=mask, shard=shard)
-        return out
-
-
-class LMLThreshold(FunctionModule):
+class LMLThreshold(_Projection):
     """Module form of :func:`lml_threshold`, which documents the arguments."""
 
     function = staticmethod(lml_threshold)
 
-    def __init__(self, k: float | Tensor, *, dim: Dim = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
-        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
 
-    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
-        """Return the dual variable of each row."""
-        out: Tensor = self._call(logits, mask=mask, shard=shard)
-        return out
-
-
-class LMLAtMost(FunctionModule):
+class LMLAtMost(_Projection):
     """Module form of :func:`lml_at_most`, which documents the arguments."""
 
     function = staticmethod(lml_at_most)
-
-    def __init__(self, k: float | Tensor, *, dim: Dim = -1, temperature: float = 1.0, impl: Impl = "auto") -> None:
-        super().__init__(k=k, dim=dim, temperature=temperature, impl=impl)
-
-    def forward(self, logits: Tensor, *, mask: Tensor | None = None, shard: ClassShard | None = None) -> Tensor:
-        """Return the probabilities."""
-        out: Tensor = self._call(logits, mask=mask, shard=shard)
-        return out

@@ -492,6 +492,10 @@ def test_autocast_meta_and_modules():
     k = torch.nn.Parameter(torch.tensor(2.0))
     assert list(ll.LML(k).parameters()) == [k]
     assert repr(ll.LML(2, temperature=0.5)) == "LML(k=2, dim=-1, temperature=0.5, impl='auto')"
+    x, weight = torch.randn(4, 6), torch.tensor([1.0, 2, 3, 1, 2, 3])
+    module = ll.LML(4.0, weight=weight, upper=0.9)
+    assert list(module.state_dict()) == ["weight"]
+    torch.testing.assert_close(module(x), ll.lml(x, 4.0, weight=weight, upper=0.9))
 
 
 def test_the_backward_keeps_one_tensor_of_the_size_of_the_input():
