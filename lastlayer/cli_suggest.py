@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         accepted = _ticked(ticked, data)
     else:
         from lastlayer.train import suggest as work
+        from lastlayer.train.suggest_sheet import sheet
 
         if scores is None:
             tell = lambda line: print(line, file=sys.stderr)  # noqa: E731
@@ -61,13 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
         suggested = work.suggest(data, scores, **options)
         lines = _lines(suggested, data)
         _write(out, lines, suggested, data)
+        page = _page(arguments, out, sheet(path, data, suggested))
         accepted = [line for line in lines if least is not None and line["probability"] >= least]
         _tell(suggested, data, out)
-    if arguments.accept is None:
-        print(
-            f"next: tick the column accept of {out / 'suggestions.csv'}, then run this again with --accept and the file"
-        )
-        return 0
+        if arguments.accept is None:
+            if page is not None:
+                print(f"next: open {page}, tick, and save the corrected file")
+            print(f"or: tick the column accept of {out / 'suggestions.csv'}, then run this again with --accept and it")
+            return 0
     from lastlayer.data.rewrite import rewrite
 
     if path == "-":
@@ -165,6 +167,25 @@ def _write(out: Path, lines: list[dict[str, Any]], suggested: Any, data: Any) ->
             writer.writerow([safe(name), count, f"{rate:.3f}"])
 
 
+def _page(arguments: argparse.Namespace, out: Path, found: dict[str, Any]) -> Path | None:
+    """Write the page, and store the suggestions of a run for its report; without Jinja there is no page."""
+    from lastlayer.runs import RunFolder
+    from lastlayer.runs.files import write_atomically
+    from lastlayer.train.suggest_sheet import FILE
+
+    run = RunFolder(arguments.data)
+    if run.exists():
+        run.write_json(FILE, found)
+    try:
+        from lastlayer.report.suggestions import suggestions_page
+
+        text = suggestions_page(found)
+    except ModuleNotFoundError:
+        return None
+    write_atomically(out / "suggestions.html", text.encode("utf-8", "replace"))
+    return out / "suggestions.html"
+
+
 def _tell(suggested: Any, data: Any, out: Path) -> None:
     n_missing = int(suggested.missing.sum())
     print(f"{n_missing} labels are probably missing, {len(suggested) - n_missing} probably wrong, in {len(data)} rows")
@@ -181,7 +202,7 @@ def _ticked(path: Path, data: Any) -> list[dict[str, Any]]:
     from lastlayer.data import DataError
 
     numbers = {int(n): i for i, n in enumerate(data.row_numbers())}
-    names = {reading.harmless(name): name for name in data.label_names}
+    names = {reading.harmless(name): name for name in data.label_names} | {name: name for name in data.label_names}
     out = []
     with open(path, encoding="utf-8-sig", newline="") as file:
         table = csv.DictReader(file)

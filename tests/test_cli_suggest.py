@@ -50,6 +50,7 @@ def test_finds_what_was_hidden_and_planted_and_writes_a_corrected_file(rows, tmp
     wrong = {int(f["row"]) for f in found if f["kind"] == "wrong" and f["label"] == "label1"}
     assert len(missing & hidden) >= 8
     assert len(wrong & planted) >= 5
+    assert "Labels to look at" in (tmp_path / "tags-suggestions/suggestions.html").read_text()
     assert [f["label"] for f in table("tags-suggestions/rates.csv")] == [f"label{i}" for i in range(6)]
     for i, line in enumerate(found):
         line["accept"] = "x" if i < 3 else ""
@@ -124,6 +125,15 @@ def test_folds_give_means_spreads_and_scores(rows, tmp_path, monkeypatch, capsys
     assert (run / "folds/1/done.json").stat().st_mtime_ns == stamp
     assert main(["suggest", "run", "-n", "5", "--out", "found"]) == 0
     assert len(table("found/suggestions.csv")) == 5
+    stored = run.read_json("suggestions.json")
+    assert len(stored["items"]) == 5
+    assert stored["file"]["text"] == path.read_text()
+    assert main(["report", "run"]) == 0
+    assert 'id="suggestions"' in (run / "report.html").read_text()
+    run.write_json("suggestions.json", {"items": 3})
+    assert main(["report", "run"]) == 2
+    assert "suggestions.json: damaged" in capsys.readouterr().err
+    (run / "suggestions.json").unlink()
     (run / "out_of_fold.safetensors").unlink()
     assert main(["suggest", "run"]) == 2
     assert "has no out-of-fold scores. Train with --folds 5" in capsys.readouterr().err

@@ -1,12 +1,17 @@
-"""Write a file again with other labels, in its own format; rows that do not change keep their characters."""
+"""Write a file again with other labels, in its own format: only the characters that name labels change.
+
+For each row that changes, a reader of its format finds the places of its labels, and how they are written there
+(:class:`Spot`). The text between the places is copied. The report's page does the same with the same places, in
+``lastlayer/report/suggest.js``.
+"""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +22,7 @@ from lastlayer.data.read import read_parts
 from lastlayer.data.source import DataError, Limits, Source
 
 WRITABLE = ("tsv", "csv", "jsonl", "json", "fasttext", "svm")
-_SUFFIX = {"fasttext": ".txt"}
+SUFFIX = {"fasttext": ".txt"}
 
 
 class Change(NamedTuple):
@@ -30,6 +35,56 @@ class Change(NamedTuple):
         """Return the labels of a row after the change: those that stay in their order, then the new ones sorted."""
         kept = [name for name in labels if name not in self.drop]
         return kept + sorted(self.add - set(kept))
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A place of a text that names labels, and how.
+
+    Args:
+        start: The first character.
+        end: The character after the last.
+        labels: The labels that are there. Of a flag: the one label that it stands for.
+        style: ``"words"``: names with `join` between them; ``"json"``: a JSON list of names; ``"numbers"``: of whole
+            numbers; ``"flag"``: one of the two `words`, for no and yes.
+        join: What stands between names.
+        words: The words of a flag.
+        prefix: What stands before each name.
+        after: What follows the names; without names it loses the spaces at its start.
+        quote: How the whole is wrapped: as it is, as a JSON string (``"json"``), or in the quotes of a CSV file where
+            it holds a quote, a line end or the delimiter, which is given here.
+    """
+
+    start: int
+    end: int
+    labels: tuple[str, ...]
+    style: str = "words"
+    join: str = ","
+    words: tuple[str, str] = ("", "")
+    prefix: str = ""
+    after: str = ""
+    quote: str = ""
+
+    def written(self, change: Change) -> str:
+        """Return what stands here after a change."""
+        if self.style == "flag":
+            return self.words[self.labels[0] in change.add]
+        names = change.of(list(self.labels))
+        if self.style == "numbers" and all(name.isascii() and name.isdigit() for name in names):
+            return f"[{', '.join(names)}]"
+        if self.style != "words":
+            text = json.dumps(names, ensure_ascii=False)
+        else:
+            text = self.join.join(f"{self.prefix}{name}" for name in names)
+            text += self.after if names else self.after.lstrip(" ")
+        if self.quote == "json":
+            return json.dumps(text, ensure_ascii=False)
+        if self.quote and any(mark in text for mark in (self.quote, '"', "\n", "\r")):
+            return '"' + text.replace('"', '""') + '"'
+        return text
+
+
+Rows = Mapping[int, frozenset[str]]  # the labels in question, for rows by their number in the file
 
 
 def rewrite(path: str | Path, out: Path, data: LabelData, changes: Mapping[int, Change]) -> Path:
@@ -48,24 +103,54 @@ def rewrite(path: str | Path, out: Path, data: LabelData, changes: Mapping[int, 
     Returns:
         The path of the copy.
     """
-    kind, options = str(data.source.get("format")), dict(data.source.get("options") or {})
+    kind = str(data.source.get("format"))
     if kind not in WRITABLE:
         raise DataError(f"{path}: a file of format {kind} cannot be written again, only {', '.join(WRITABLE)}.")
-    source = Source(path)
-    if source.is_stream:
-        raise DataError(f"{source}: cannot be read a second time. Save it to a file.")
-    encoding = str(options.get("encoding") or "utf-8")
-    text = "".join(pieces(source, Limits(), encoding))
-    made = "".join(_WRITERS[kind](text, options, changes))
-    target = out.with_name(f"{out.name}{_SUFFIX.get(kind, f'.{kind}')}")
-    _check(path, target.suffix, made.encode(encoding), data, changes)
+    text, encoding = text_of(path, data)
+    found = spots(text, data, {row: change.add | change.drop for row, change in changes.items()})
+    raw = copied(text, found, changes).encode(encoding)
+    target = out.with_name(f"{out.name}{SUFFIX.get(kind, f'.{kind}')}")
+    check_copy(path, target.suffix, raw, data, changes)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(made.encode(encoding))
+    target.write_bytes(raw)
     return target
 
 
-def _check(path: Any, suffix: str, raw: bytes, data: LabelData, changes: Mapping[int, Change]) -> None:
-    """Compare the rows of the copy with what they should be."""
+def copied(text: str, places: Mapping[int, list[Spot]], changes: Mapping[int, Change]) -> str:
+    """Return the text with the labels at the places changed."""
+    made, at = [], 0
+    for row, spot in sorted(((row, spot) for row, some in places.items() for spot in some), key=lambda x: x[1].start):
+        made += [text[at : spot.start], spot.written(changes[row])]
+        at = spot.end
+    return "".join([*made, text[at:]])
+
+
+def text_of(path: str | Path, data: LabelData) -> tuple[str, str]:
+    """Return the text of the file that rows were read from, and its encoding."""
+    source = Source(path)
+    if source.is_stream:
+        raise DataError(f"{source}: cannot be read a second time. Save it to a file.")
+    encoding = str((data.source.get("options") or {}).get("encoding") or "utf-8")
+    return "".join(pieces(source, Limits(), encoding)), encoding
+
+
+def spots(text: str, data: LabelData, rows: Rows) -> dict[int, list[Spot]]:
+    """Return the places of the labels of rows.
+
+    Args:
+        text: The text of the file.
+        data: Rows of the file, which tell how it is read.
+        rows: For each row that may change, by its number in the file, the labels in question.
+
+    Returns:
+        The places by row. A row that cannot be found has none.
+    """
+    options = dict(data.source.get("options") or {})
+    return {row: found for row, found in _FINDERS[str(data.source["format"])](text, options, rows) if found}
+
+
+def check_copy(path: Any, suffix: str, raw: bytes, data: LabelData, changes: Mapping[int, Change]) -> None:
+    """Read the copy, and raise an error unless its rows have the labels that they should have."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -85,170 +170,201 @@ def _check(path: Any, suffix: str, raw: bytes, data: LabelData, changes: Mapping
             )
 
 
-def _split(text: str) -> list[str]:
-    """Return the lines with their ends, which are LF, or CR where there is no LF."""
-    end = "\n" if "\n" in text or "\r" not in text else "\r"
-    return [line for line in re.split(f"(?<={end})", text) if line]
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines, without their ends, and where they start. Lines end with LF, or CR where there is no LF."""
+    end, at = "\n" if "\n" in text or "\r" not in text else "\r", 0
+    for line in text.split(end):
+        yield at, line.removesuffix("\r") if end == "\n" else line
+        at += len(line) + 1
 
 
-def _ending(line: str) -> tuple[str, str]:
-    body = line.rstrip("\r\n")
-    return body, line[len(body) :]
-
-
-def _lines(change: Callable[[str, Change], str]) -> Callable[..., Iterator[str]]:
-    """Return a writer of a format with one row per line."""
-
-    def write(text: str, options: dict[str, Any], changes: Mapping[int, Change]) -> Iterator[str]:
-        for number, line in enumerate(_split(text)):
-            body, end = _ending(line)
-            yield change(body, changes[number]) + end if number in changes and body.strip() else line
-
-    return write
-
-
-def _fasttext(body: str, change: Change) -> str:
+def _fasttext(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[int, list[Spot]]]:
     pattern = re.compile(r"(?:^|(?<=\s))__label__(\S*)\s*")
-    labels = change.of([name for name in pattern.findall(body) if name])
-    return " ".join([*(f"__label__{name}" for name in labels), pattern.sub("", body).strip()])
+    for number, (start, body) in enumerate(_lines(text)):
+        if number in rows and body.strip():
+            labels = tuple(name for name in pattern.findall(body) if name)
+            rest = pattern.sub("", body).strip()
+            yield number, [Spot(start, start + len(body), labels, join=" ", prefix="__label__", after=f" {rest}")]
 
 
-def _svm(text: str, options: dict[str, Any], changes: Mapping[int, Change]) -> Iterator[str]:
-    lines = _split(text)
-    first = lines[0].split() if lines else []
+def _svm(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[int, list[Spot]]]:
+    lines = list(_lines(text))
+    first = lines[0][1].split() if lines else []
     has_header = len(first) == 3 and all(token.isascii() and token.isdigit() for token in first)
-    for i, line in enumerate(lines):
-        number = i - has_header
-        if number not in changes or number < 0:
-            yield line
+    for number, (start, body) in enumerate(lines[has_header:]):
+        if number not in rows:
             continue
-        body, end = _ending(line)
-        given, space, rest = body.partition(" ")
-        if ":" in given or not given:
-            given, space, rest = "", " ", body.lstrip()
-        yield ",".join(changes[number].of([name for name in given.split(",") if name])) + (space or " ") + rest + end
+        given = body.split(" ", 1)[0]
+        if ":" in given or not given:  # no labels: they go before the space at the start
+            place = start + len(body) - len(body.lstrip())
+            yield number, [Spot(start, place, (), after=" ")]
+            continue
+        labels = tuple(name for name in given.split(",") if name)
+        yield number, [Spot(start, start + len(given), labels)]
 
 
-def _record(item: dict[str, Any], options: dict[str, Any], change: Change) -> dict[str, Any]:
-    """Return a JSON object with its labels changed, in the form in which they are."""
-    column = options.get("label_column", "labels")
-    if isinstance(column, list):
-        return {**item, **_flags({name: item.get(name) for name in column}, change)}
-    held = item.get(column)
-    if isinstance(held, str):
-        return {**item, column: _cell(held, options, change)}
-    if isinstance(held, list) and held and all(isinstance(v, int | float) and v in (0, 1) for v in held):
-        numbers = [str(i) for i, v in enumerate(held) if v]
-        if {str(i) for i in range(len(held))} >= {*change.add, *change.drop}:
-            wanted = set(change.of(numbers))
-            return {**item, column: [type(v)(str(i) in wanted) for i, v in enumerate(held)]}
-    names = change.of([str(v) for v in held or []])
-    numeric = bool(held) and all(isinstance(v, int) for v in held or [])
-    return {**item, column: [int(n) for n in names] if numeric and all(n.isdigit() for n in names) else names}
+def _jsonl(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[int, list[Spot]]]:
+    for number, (start, body) in enumerate(_lines(text)):
+        if number in rows and body.strip():
+            yield number, _record(text, start, options, rows[number])
 
 
-def _flags(cells: dict[str, Any], change: Change) -> dict[str, Any]:
-    """Return columns of 0 and 1 with some set, written as the others of the row are."""
-    out = {}
-    for name, value in cells.items():
-        wanted = True if name in change.add else False if name in change.drop else None
-        if wanted is None:
-            out[name] = value
-        elif isinstance(value, str):
-            words = ("False", "True") if value.strip().lower() in ("true", "false") else ("0", "1")
-            words = ("0.0", "1.0") if "." in value else words
-            out[name] = words[wanted]
-        else:
-            out[name] = type(value)(wanted) if value is not None else int(wanted)
+def _json(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[int, list[Spot]]]:
+    for number, (start, _, _) in enumerate(_items(text, 0)):
+        if number in rows:
+            yield number, _record(text, start, options, rows[number])
+
+
+_VALUE, _SPACE = json.JSONDecoder(), re.compile(r"\s*")
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _items(text: str, at: int) -> Iterator[tuple[int, int, Any]]:
+    """Yield the items of a JSON list that starts here or after space: where each starts and ends, and its value."""
+    at = _after_space(text, at)
+    if text[at : at + 1] != "[":
+        return
+    at = _after_space(text, at + 1)
+    while text[at] != "]":
+        value, end = _VALUE.raw_decode(text, at)
+        yield at, end, value
+        at = _after_space(text, end)
+        at = _after_space(text, at + 1) if text[at] == "," else at
+
+
+def _fields(text: str, at: int) -> dict[str, tuple[int, int, Any]]:
+    """Return the fields of a JSON object that starts here or after space: where each value is, and the value."""
+    out, at = {}, _after_space(text, _after_space(text, at) + 1)
+    while text[at] != "}":
+        name, at = _VALUE.raw_decode(text, at)
+        start = _after_space(text, _after_space(text, at) + 1)
+        value, end = _VALUE.raw_decode(text, start)
+        out[name] = start, end, value
+        at = _after_space(text, end)
+        at = _after_space(text, at + 1) if text[at] == "," else at
     return out
 
 
-def _cell(cell: str, options: dict[str, Any], change: Change) -> str:
-    """Return a cell of label names with some changed: a JSON list stays one, other lists become JSON."""
+def _record(text: str, at: int, options: dict[str, Any], labels: frozenset[str]) -> list[Spot]:
+    """Return the places of the labels of a JSON object, in the form in which they are."""
+    fields, column = _fields(text, at), options.get("label_column", "labels")
+    if isinstance(column, list):
+        absent = [name for name in column if name in labels and name not in fields]
+        if absent:
+            raise DataError(f"the field {absent[0]!r} must be in each row whose labels change.")
+        return [_flag(text, *fields[name][:2], name) for name in column if name in labels]
+    if column not in fields:
+        raise DataError(f"the field {column!r} must be in each row whose labels change.")
+    start, end, held = fields[column]
+    if isinstance(held, str):
+        return [_cell(held, start, end, options, quote="json")]
+    held = held or []
+    flags = bool(held) and all(isinstance(v, int | float) and v in (0, 1) for v in held)
+    if flags and labels <= {str(i) for i in range(len(held))}:
+        each = list(_items(text, start))
+        return [_flag(text, *each[int(name)][:2], name) for name in sorted(labels, key=int)]
+    numeric = bool(held) and all(isinstance(v, int) for v in held)
+    return [Spot(start, end, tuple(str(v) for v in held), style="numbers" if numeric else "json")]
+
+
+def _flag(text: str, start: int, end: int, label: str) -> Spot:
+    """Return the place of a 0 or 1, which is written as it was: as a number, a fraction or a word."""
+    held = text[start:end]
+    low = held.strip().strip('"').lower()
+    words = {"true": ("False", "True"), "false": ("False", "True")}.get(low, ("0", "1"))
+    words = (words[0].lower(), words[1].lower()) if held.strip() in ("true", "false") else words
+    words = ("0.0", "1.0") if "." in low else words
+    if held.strip().startswith('"'):
+        words = (f'"{words[0]}"', f'"{words[1]}"')
+    return Spot(start, end, (label,), style="flag", words=words)
+
+
+def _cell(cell: str, start: int, end: int, options: dict[str, Any], quote: str = "") -> Spot:
+    """Return the place of a cell of label names: a JSON list stays one, other lists become JSON."""
     separator = str(options.get("label_separator", ","))
     separator = {"space": " ", "none": "", "tab": "\t"}.get(separator, separator)
-    names = change.of(split_labels(cell, separator) or [])
+    labels = tuple(split_labels(cell, separator) or [])
     if cell.strip()[:1] in ("[", "(", "{"):
-        return json.dumps(names, ensure_ascii=False)
+        return Spot(start, end, labels, style="json", quote=quote)
     wide = separator + " " if separator and f"{separator} " in cell and separator != " " else separator
-    return (wide or ", ").join(names)
+    return Spot(start, end, labels, join=wide or ", ", quote=quote)
 
 
-def _jsonl(text: str, options: dict[str, Any], changes: Mapping[int, Change]) -> Iterator[str]:
-    def change(body: str, wanted: Change) -> str:
-        return json.dumps(_record(json.loads(body), options, wanted), ensure_ascii=False)
-
-    yield from _lines(change)(text, options, changes)
-
-
-def _json(text: str, options: dict[str, Any], changes: Mapping[int, Change]) -> Iterator[str]:
-    items = [_record(item, options, changes[i]) if i in changes else item for i, item in enumerate(json.loads(text))]
-    yield json.dumps(items, ensure_ascii=False, indent=1) + "\n"
-
-
-def _table(text: str, options: dict[str, Any], changes: Mapping[int, Change]) -> Iterator[str]:
-    """Write CSV or TSV. Columns are named by the header, or numbered."""
+def _table(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[int, list[Spot]]]:
+    """Find the cells of CSV or TSV. Columns are named by the header, or numbered."""
     delimiter, quotes = str(options.get("delimiter") or ","), bool(options.get("quotes"))
     column = options.get("label_column", "labels")
     names: list[str] | None = None if options.get("header") else []
     number = 0
-    for raw, cells in _records(text, delimiter, quotes):
+    for start, raw, cells in _records(text, delimiter, quotes):
         if number == 0 and raw.lower().startswith("sep=") and len(raw.strip()) == 5:
-            yield raw
             continue
         if names is None:
             names = [cell.strip() for cell in cells]
-            yield raw
             continue
-        if number in changes:
+        if number in rows:
             places = {name: i for i, name in enumerate(names)} if names else {str(i): i for i in range(len(cells))}
-            cells = list(cells)
+            at = list(_cells(raw, delimiter, quotes))
+            quote = delimiter if quotes else ""
             if isinstance(column, list):
-                for name, value in _flags({c: cells[places[c]] for c in column}, changes[number]).items():
-                    cells[places[name]] = value
+                chosen = [(name, *at[places[name]]) for name in column if name in rows[number]]
+                yield number, [_flag(text, start + a, start + b, name) for name, a, b in chosen]
             else:
-                cells[places[str(column)]] = _cell(cells[places[str(column)]], options, changes[number])
-            raw = _joined(cells, delimiter, quotes) + _ending(raw)[1]
-        yield raw
+                a, b = at[places[str(column)]]
+                yield number, [_cell(cells[places[str(column)]], start + a, start + b, options, quote)]
         number += 1
 
 
-def _records(text: str, delimiter: str, quotes: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield each record as it is written and as cells; a quoted cell may hold several lines."""
+def _records(text: str, delimiter: str, quotes: bool) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield where each record starts, its text without its end, and its cells; a quoted cell may hold lines."""
     if not quotes:
-        for line in _split(text):
-            yield line, _ending(line)[0].split(delimiter)
+        for start, line in _lines(text):
+            yield start, line, line.split(delimiter)
         return
-    taken: list[str] = []
+    taken: list[tuple[int, int]] = []
 
     def feed() -> Iterator[str]:
-        for line in _split(text):
-            taken.append(line)
-            body, _ = _ending(line)
-            yield body + "\n"
+        for start, line in _lines(text):
+            taken.append((start, start + len(line)))
+            yield line + "\n"
 
     before = csv.field_size_limit(len(text) + 1)
     try:
         for cells in csv.reader(feed(), delimiter=delimiter, strict=True):
-            yield "".join(taken), cells
+            yield taken[0][0], text[taken[0][0] : taken[-1][1]], cells
             taken.clear()
     finally:
         csv.field_size_limit(before)
 
 
-def _joined(cells: list[str], delimiter: str, quotes: bool) -> str:
-    if not quotes:
-        return delimiter.join(cells)
-    out = io.StringIO()
-    csv.writer(out, delimiter=delimiter, lineterminator="").writerow(cells)
-    return out.getvalue()
+def _cells(raw: str, delimiter: str, quotes: bool) -> Iterator[tuple[int, int]]:
+    """Yield where each cell of a record starts and ends, with its quotes."""
+    at = 0
+    while True:
+        end = at
+        if quotes and raw[at : at + 1] == '"':
+            end = at + 1
+            while raw[end : end + 1] and (raw[end] != '"' or raw[end : end + 2] == '""'):
+                end += 1 + (raw[end] == '"')
+            end += 1
+        while raw[end : end + 1] and raw[end] != delimiter:
+            end += 1
+        yield at, end
+        if end >= len(raw):
+            return
+        at = end + 1
 
 
-_WRITERS: dict[str, Callable[..., Iterator[str]]] = {
+_FINDERS: dict[str, Callable[..., Iterator[tuple[int, list[Spot]]]]] = {
     "tsv": _table,
     "csv": _table,
     "jsonl": _jsonl,
     "json": _json,
-    "fasttext": _lines(_fasttext),
+    "fasttext": _fasttext,
     "svm": _svm,
 }

@@ -327,7 +327,7 @@ curves();
 reliabilities();
 gains();
 history();
-const labels = labelTable(), explorer = examples();
+const labels = labelTable(), explorer = examples(), list = suggestions();
 labelChanges();
 for (const [node, name] of [["all-metrics", "metrics"], ["set-metrics", "label sets"], ["kind-table", "errors"], ["difference-all", "differences"]]) {
   const region = byId(node)?.closest(".scroll");
@@ -339,6 +339,7 @@ function detail() {
   together();
   labels();
   explorer();
+  list();
 }
 byId("run")?.addEventListener("change", (event) => { chosen = +event.target.value; detail(); });
 detail();

@@ -24,21 +24,12 @@ HALF = ("half_precision", "half_recall", "half_f1")
 
 def page(runs: list[Run]) -> str:
     """Return the page about runs."""
-    import jinja2
-
     summary, analyses = words.summarise(runs)
-    folder = files("lastlayer.report")
-    style, early, *parts = (
-        (folder / name).read_text("utf-8") for name in ("page.css", "theme.js", "plots.js", "labels.js", "page.js")
-    )
-    script = f'"use strict";\n(() => {{\n{"".join(parts)}}})();\n'
-    # Everything of the user's goes through autoescape, or through JSON that the script turns into text nodes.
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters |= {"percent": words.percent, "title": words.title, "meaning": words.meaning}
-    template = environment.from_string((folder / "page.html").read_text("utf-8"))
-    return template.render(
+    return render(
+        "page.html",
+        ("plots.js", "labels.js", "suggest.js", "page.js"),
+        "",
+        embedded(_data(runs, summary, analyses)),
         summary=summary,
         table=_table(summary),
         sets=_sets(summary["runs"]),
@@ -46,15 +37,43 @@ def page(runs: list[Run]) -> str:
         settings=_settings(summary["runs"]),
         commands=[_command(run) for run in summary["runs"]],
         has={
-            key: any(run[key] for run in summary["runs"])
-            for key in ("curve", "reliability", "errors", "together", "history", "sets")
+            **{
+                key: any(run[key] for run in summary["runs"])
+                for key in ("curve", "reliability", "errors", "together", "history", "sets")
+            },
+            "suggestions": any(run.suggestions for run in runs),
         },
+    )
+
+
+def render(template: str, scripts: tuple[str, ...], end: str, data: str, **values: Any) -> str:
+    """Return a page that fetches nothing: a template with its style, its scripts and its data inside."""
+    import jinja2
+
+    folder = files("lastlayer.report")
+
+    def text(name: str) -> str:
+        return (folder / name).read_text("utf-8")
+
+    style, early = text("page.css"), text("theme.js")
+    script = f'"use strict";\n(() => {{\n{"".join(map(text, scripts))}{end}}})();\n'
+    # Everything of the user's goes through autoescape, or through JSON that the script turns into text nodes.
+    environment = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(text),
+    )
+    environment.filters |= {"percent": words.percent, "title": words.title, "meaning": words.meaning}
+    return environment.get_template(template).render(
         style=_safe(style),
         early=_safe(early),
         script=_safe(script),
-        data=_safe(embedded(_data(runs, summary, analyses))),
+        data=_safe(data),
         policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(early)} {_hash(script)}; "
         "base-uri 'none'; form-action 'none'",
+        **values,
     )
 
 
@@ -171,6 +190,7 @@ def _data(runs: list[Run], summary: dict[str, Any], analyses: list[Analysis | No
                 "monitor": numbers["resolved"].get("monitor") if isinstance(numbers["resolved"], dict) else None,
                 "best": numbers["best_epoch"],
                 "examples": _examples(run, analysis, names, texts),
+                "suggestions": run.suggestions or None,
             }
         )
     return {

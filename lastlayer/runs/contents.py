@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lastlayer.runs.files import RunError
+from lastlayer.runs.files import RunError, damaged
 from lastlayer.runs.folder import RunFolder
 from lastlayer.runs.rows import hits
 
@@ -89,6 +89,7 @@ class Run:
     data: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    suggestions: dict[str, Any] = field(default_factory=dict)
 
 
 def read(paths: Sequence[str | Path]) -> list[Run]:
@@ -132,4 +133,14 @@ def _read(folder: Path, name: str) -> Run:
         data=run.read_optional("data.json"),
         environment=run.read_optional("environment.json"),
         config=run.config(),
+        suggestions=_suggestions(run),
     )
+
+
+def _suggestions(run: RunFolder) -> dict[str, Any]:
+    """Return what ``lastlayer suggest`` stored, or an empty dictionary."""
+    found = run.read_optional("suggestions.json")
+    kinds = {"items": list, "names": list, "texts": dict, "rates": list, "file": dict}
+    if found and not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
+        raise damaged(run / "suggestions.json", "must hold items, names, texts, rates and file")
+    return found

@@ -70,6 +70,9 @@ under a temporary name, flushed to disk and renamed, so a reader finds a whole f
     {"mean", "deviation", "values"}}, "data": {"path", "fingerprint", "source"}}``; and the probabilities of each row by
     the run that has not seen it: ``probability`` (rows, n_labels) float32, or for more than 50 million the best 50 of
     each row with their labels, ``index`` int64, padded with -1.
+``suggestions.json``
+    Only after ``lastlayer suggest RUN``: what the report shows as labels to look at
+    (:func:`lastlayer.train.suggest_sheet.sheet`).
 ``model_card.md``
     Data, counts, metrics, intended use and limits in Markdown, for people. Nothing reads it.
 ``done.json``
@@ -98,7 +101,7 @@ FILES = (
     "environment.json", "data.json", "labels.json", "features.json", "weights.safetensors", "count.safetensors",
     "calibration.safetensors", "decision.json", "choice.json", "tree.json", "tree.safetensors", "history.csv",
     "metrics.json", "predictions.safetensors", "examples.json", "errors.json", "report.html", "folds.json",
-    "out_of_fold.safetensors", "model_card.md",
+    "out_of_fold.safetensors", "model_card.md", "suggestions.json",
 )  # fmt: skip
 
 

@@ -20,6 +20,18 @@ FILES = {
     "g.svm": "fruit,round 1:0.5 2:1\nred 1:1\nblue 3:2\n",
     "h.tsv": "text\tlabels\nan apple\t['fruit', 'round']\na tomato\t['red']\nthe sky\t['blue']\n",
 }
+MADE = {
+    "a.tsv": "text\tlabels\nan apple\tround,red\na 'tomato\tred\nthe sky\t\n",
+    "b.csv": 'id,text,tags\r\n7,"an, apple",round; red\r\n8,"two\nlines",red\r\n9,the sky,\r\n',
+    "c.csv": "text,fruit,round,red,blue\nan apple here,0,1,1,0\na tomato here,0,0,1,0\nthe sky here,0,0,0,0\n",
+    "d.jsonl": '{"text": "an apple", "labels": ["round", "red"]}\n{"text":"x","labels":["red"]}\n'
+    '{"text": "the sky", "labels": ""}\n',
+    "e.json": '[{"text": "an apple", "labels": ["round", "red"]}, {"text": "x", "labels": ["red"]},\n'
+    '{"text": "the sky", "labels": []}]',
+    "f.txt": "__label__round __label__red an apple\n__label__red a tomato\nthe sky\n",
+    "g.svm": "round,red 1:0.5 2:1\nred 1:1\n 3:2\n",
+    "h.tsv": 'text\tlabels\nan apple\t["round", "red"]\na tomato\t[\'red\']\nthe sky\t[]\n',
+}
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -33,11 +45,7 @@ def test_only_the_labels_change(tmp_path, name):
     assert again.texts == data.texts
     if data.features is not None:
         assert (again.features != data.features).nnz == 0
-    if not name.endswith(".json"):
-        before, after = FILES[name].splitlines(True), made.read_bytes().decode().splitlines(True)
-        assert [line for line in before if "tomato" in line or "two" in line] == [
-            line for line in after if "tomato" in line or "two" in line
-        ]
+    assert made.read_bytes().decode() == MADE[name]
 
 
 def test_what_cannot_be_written_is_an_error_and_writes_nothing(tmp_path):

@@ -361,3 +361,96 @@ def test_a_run_with_little_in_it(browser, tmp_path):
         path = report.write(runs, tmp_path / "report.html")
         with opened(browser, path) as page:
             assert page.locator("#label-table tbody tr").count() == 8
+
+
+# ---- labels to look at: ticks, and the corrected file
+SUGGESTED = {  # in the first row `fruit` is wrong and `red` missing, in the third `blue` is wrong
+    "a.tsv": "text\tlabels\nan apple\tfruit,round\na 'tomato\tred\nthe sky \U0001f600\tblue\n",
+    "b.csv": '\ufeffid,text,tags\r\n7,"an, apple","fruit; round"\r\n8,"two\nlines",red\r\n9,the sky,blue\r\n',
+    "c.csv": "text,fruit,round,red,blue\nan apple here,1,1,0,0\na tomato here,0,0,1,0\nthe sky here,0,0,0,1\n",
+    "d.jsonl": '{"text": "an apple", "labels": ["fruit", "round"], "n": 1.0}\n{"text":"x","labels":["red"]}\n'
+    '{"text": "the sky", "labels": "blue"}\n',
+    "e.json": '[{"labels": ["fruit", "round"], "text": "an apple"}, {"text": "x", "labels": ["red"]},\n'
+    '{"text": "the sky", "labels": ["blue"]}]',
+    "f.txt": "__label__fruit __label__round an apple\n__label__red a tomato\n__label__blue the sky\n",
+    "g.svm": "fruit,round 1:0.5 2:1\nred 1:1\nblue 3:2\n",
+    "h.tsv": "text\tlabels\nan äpple\t['fruit', 'round']\na tomato\t['red']\nthe sky\t['blue']\n",
+}
+
+
+def suggested(path):
+    """Rows of a file, what is suggested for them, and the page's data."""
+    import torch
+
+    from lastlayer.data import read
+    from lastlayer.decode.suggest import LabelSuggestions
+    from lastlayer.train.suggest_sheet import sheet
+
+    data = read(path)
+    label = torch.tensor([data.label_names.index(name) for name in ("red", "fruit", "blue")])
+    sure, rates = torch.tensor([0.9, 0.8, 0.7]), torch.full((data.n_labels,), 0.8)
+    found = LabelSuggestions(torch.tensor([0, 0, 2]), label, torch.tensor([True, False, False]), sure, rates, 0.8, 3)
+    return data, sheet(str(path), data, found)
+
+
+@pytest.mark.parametrize("name", sorted(SUGGESTED))
+def test_the_corrected_file_of_the_page_is_that_of_the_command(browser, tmp_path, name, monkeypatch):
+    from lastlayer.data.rewrite import Change, rewrite
+    from lastlayer.report.suggestions import suggestions_page
+    from lastlayer.train import suggest_sheet
+
+    path = tmp_path / name
+    path.write_bytes(SUGGESTED[name].encode())
+    if picked := name.startswith("b"):
+        monkeypatch.setattr(suggest_sheet, "PART", 10)
+    data, found = suggested(path)
+    (tmp_path / "page.html").write_text(suggestions_page(found))
+    changes = {0: Change(frozenset({"red"}), frozenset({"fruit"})), 2: Change(drop=frozenset({"blue"}))}
+    with opened(browser, tmp_path / "page.html") as page:
+        save = page.locator("#suggest-corrected")
+        assert save.is_disabled()
+        page.locator("#suggest-all").click()
+        if picked:  # too large to be a part of the page: the file is chosen, and another one is refused
+            (tmp_path / "other.csv").write_text("text,labels\n")
+            page.locator("#suggest-file").set_input_files(tmp_path / "other.csv")
+            page.wait_for_selector("text=not the file")
+            assert save.is_disabled()
+            page.locator("#suggest-file").set_input_files(path)
+            page.wait_for_selector("text=This is the file")
+        with page.expect_download() as download:
+            save.click()
+        made = rewrite(path, tmp_path / "by_command", data, changes)
+        assert download.value.suggested_filename == f"corrected{made.suffix}"
+        assert Path(download.value.path()).read_bytes() == made.read_bytes()
+
+
+def test_ticks_are_searched_kept_and_saved_for_the_command(browser, tmp_path, monkeypatch):
+    from lastlayer.cli import main
+
+    path, run = tmp_path / "a.tsv", make_run(tmp_path / "run", rows=20, labels=6)
+    path.write_text(SUGGESTED["a.tsv"])
+    _, found = suggested(path)
+    from lastlayer.runs import RunFolder
+
+    RunFolder(run).write_json("suggestions.json", found)
+    written = report.write(run, tmp_path / "report.html")
+    context = browser.new_context()
+    with opened(browser, written, context=context) as page:
+        section = page.locator("#suggestions")
+        assert "1 labels are probably missing and 2 probably wrong" in section.inner_text()
+        page.locator("#suggest-search").fill("apple")
+        assert section.locator("#suggest-table tbody tr").count() == 2
+        page.locator("#suggest-kind").select_option("wrong")
+        section.locator("#suggest-table input").first.check()
+        assert "1 of 3 suggestions; 1 ticked" in page.locator("#suggest-count").inner_text()
+        page.reload()
+        page.wait_for_selector("html[data-ready]")
+        assert "3 of 3 suggestions; 1 ticked" in page.locator("#suggest-count").inner_text()
+        with page.expect_download() as download:
+            page.locator("#suggest-ticks").click()
+        download.value.save_as(tmp_path / "ticks.csv")
+        section.locator("summary").click()
+        assert "about 80 %" in page.locator("#rate-table").inner_text()
+    monkeypatch.chdir(tmp_path)
+    assert main(["suggest", "a.tsv", "--accept", "ticks.csv", "--out", "done"]) == 0
+    assert (tmp_path / "done/corrected.tsv").read_text() == SUGGESTED["a.tsv"].replace("fruit,round", "round")
