@@ -3,6 +3,7 @@
 import csv
 import itertools
 import re
+from pathlib import Path
 from contextlib import contextmanager
 
 import numpy as np
