@@ -3,8 +3,8 @@
 import csv
 import itertools
 import re
-from pathlib import Path
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
