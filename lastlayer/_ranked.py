@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+exporting = getattr(torch.compiler, "is_exporting", bool)  # since torch 2.7
 _LAST = torch.iinfo(torch.int64).max
 
 
@@ -18,7 +19,7 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     size = min(k, x.shape[-1])
     x, index = _chosen(x, size) if readable(x) else _chosen_blindly(x, size)
     index = index.sort(-1).values
-    value, order = x.gather(-1, index).sort(dim=-1, descending=True, stable=True)
+    value, order = _descending(x.gather(-1, index))
     index = torch.where(value > -torch.inf, index.gather(-1, order), -1)
     return F.pad(value, (0, k - size), value=-torch.inf), F.pad(index, (0, k - size), value=-1)
 
@@ -30,7 +31,7 @@ def ordered(value: Tensor, index: Tensor, k: int, *others: Tensor) -> tuple[Tens
     width `k`; what is missing is ``-inf``, -1, and 0 in `others`.
     """
     index, order = torch.where(value > -torch.inf, index, _LAST).sort(-1)
-    value, place = value.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    value, place = _descending(value.gather(-1, order))
     index = index.gather(-1, place)
     index = torch.where(index == _LAST, -1, index)
     order = order.gather(-1, place)
@@ -38,6 +39,18 @@ def ordered(value: Tensor, index: Tensor, k: int, *others: Tensor) -> tuple[Tens
     rest = (F.pad(x.gather(-1, order)[..., :k], (0, missing)) for x in others)
     value = F.pad(value[..., :k], (0, missing), value=-torch.inf)
     return value, F.pad(index[..., :k], (0, missing), value=-1), *rest
+
+
+def _descending(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort each row, the largest first; equal entries keep their order."""
+    if to_onnx():  # which has no stable sort, but whose TopK takes the lowest index of equal entries
+        return x.topk(x.shape[-1], -1)
+    return x.sort(dim=-1, descending=True, stable=True)
+
+
+def to_onnx() -> bool:
+    """Whether ``torch.onnx`` is exporting; asked only within an export, since the question loads the exporter."""
+    return exporting() and torch.onnx.is_in_onnx_export()
 
 
 def readable(x: Tensor) -> bool:

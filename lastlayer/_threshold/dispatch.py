@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lastlayer import _check, _native, _triton
+from lastlayer._ranked import exporting
 from lastlayer._threshold.search import sizes
 from lastlayer.shard import ClassShard, local_part, spread, unwrap
 
@@ -62,7 +63,7 @@ def enter(
     if isinstance(divisor, Tensor):  # one per row; autograd sees the division
         x, divisor = _divided(x, spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype)), 1.0
     impl = choose(op, impl, x, shard)
-    if isinstance(k, Tensor) or torch.compiler.is_compiling():
+    if isinstance(k, Tensor) or (torch.compiler.is_compiling() and not exporting()):
         k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
     else:
         n = x.shape[-1]
@@ -83,7 +84,7 @@ def _divided(x: Tensor, temperature: Tensor) -> Tensor:
 def choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None) -> Impl:
     """Turn ``"auto"`` into the fastest implementation that applies; check an explicit one."""
     if impl == "auto":
-        if _exporting():  # a graph for other runtimes holds plain operators
+        if exporting():  # a graph for other runtimes holds plain operators
             return "torch"
         if (x.is_cuda or _triton.INTERPRETED) and not _unfit("triton", x, shard):
             return "triton"
@@ -106,9 +107,6 @@ def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
             return "the kernels are for float32, bfloat16 and float16"
         return _triton.unavailable(x.device)
     return _native.missing if x.is_cpu else _native.unavailable(x.device)
-
-
-_exporting = getattr(torch.compiler, "is_exporting", bool)  # since torch 2.7
 
 
 def transformed() -> bool:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer._module import FunctionModule
+from lastlayer._ranked import exporting
+from lastlayer._threshold import exported
 from lastlayer._threshold.autograd import broken_rows, mapped, nestable, without_transforms
 from lastlayer._threshold.dispatch import Impl, Problem, backward, differentiated, enter, forward, recorded, transformed
 from lastlayer._threshold.search import points, scores, shifted, sizes, solve, tails
@@ -219,6 +221,8 @@ def lml_at_most(
 
 def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
+    if exporting():  # which has no use for derivatives
+        return _forward(problem, kind)
     if torch.compiler.is_compiling():  # the compiler takes no Function that defines forward mode
         function: Any = _LML
     elif transformed():
@@ -238,6 +242,9 @@ def _forward(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
 def _plain(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` in plain torch: the fallback, and what the kernels are checked against."""
     dtype, x = problem.x.dtype, scores(problem.x, problem.mask, problem.temperature)
+    if problem.shard is None and exporting():
+        out, center, delta = exported.project(x, problem.k, kind)
+        return out.to(dtype), center, delta
     center, delta = solve(x, sizes(problem.k, x), problem.shard)
     if kind == "nu":
         return x.new_empty(0, dtype=dtype), center, delta

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lastlayer import ClassShard, DecodeThreshold, decode_threshold, tune_thresholds
+from lastlayer import ClassShard, DecodeThreshold, DecodeTopK, decode_threshold, tune_thresholds
 
 INF = float("inf")
 
@@ -49,6 +49,22 @@ def test_mask_and_batch_shapes():
     assert decode_threshold(torch.rand(0, 4)).index.shape == (0, 0)
     assert decode_threshold(torch.rand(4)).index.ndim == 1
     assert torch.equal(DecodeThreshold(0.3, at_most=2)(scores).index, decode_threshold(scores, 0.3, at_most=2).index)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch before 2.7")
+@pytest.mark.parametrize("module", [DecodeTopK(5), DecodeThreshold(0.5, at_most=7, at_least=2)])
+def test_onnx(tmp_path, module):
+    """Ties by the lowest index, as here; nan and -inf are never chosen."""
+    runtime, path = pytest.importorskip("onnxruntime"), str(tmp_path / "model.onnx")
+    scores = torch.rand(9, 50)
+    scores[0], scores[1, 5:20], scores[2, 3], scores[3], scores[4, 1:] = 0.7, 0.8, torch.nan, -torch.inf, -torch.inf
+    rows = torch.export.Dim("rows")
+    torch.onnx.export(module.eval(), (scores[:4],), path, dynamo=True, verbose=False, dynamic_shapes=({0: rows},))
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: scores.numpy()})
+    for ours, theirs in zip(module(scores), found, strict=True):
+        assert torch.equal(ours, torch.as_tensor(theirs))
 
 
 def test_compiles_with_a_fixed_width():

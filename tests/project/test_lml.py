@@ -13,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import lastlayer as ll
+from lastlayer._threshold import exported
 
 INF, NAN = math.inf, math.nan
 PROJECTIONS = [ll.lml, ll.log_lml, ll.lml_threshold, ll.lml_at_most]
@@ -454,16 +455,68 @@ def test_export():
     torch.testing.assert_close(program.module()(x[:3]), model(x[:3]))
 
 
+ENDS = torch.tensor(
+    [
+        [INF, 1, 0, -1, -2, -3],
+        [INF, INF, 0, -1, -2, -3],
+        [INF, INF, INF, -1, -2, -3],
+        [2, 1, -INF, -INF, -INF, -INF],
+        [2, -INF, -INF, -INF, -INF, -INF],
+        [INF, 1, -INF, -INF, -INF, -INF],
+        [INF, INF, -INF, -INF, -INF, -INF],
+        [NAN, 1, 0, -1, -2, -3],
+        [300, 300, 1, -1, -200, -INF],
+        [1e4, 1e4 - 1, 1e4 - 2, 0, -1e4, -INF],
+    ]
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_graph_for_exports_is_as_accurate_as_the_search(dtype):
+    for _, name, x, k in accuracy.cases(100):
+        found = exported.project(x.to(dtype), k, "y")[0].double()
+        by_tensor = exported.project(x.to(dtype), torch.full((1, 1), k, dtype=dtype), "log")[0].double()
+        expected = accuracy.exact(x[0].to(dtype), k)[None]
+        live = expected.isfinite()
+        limits = accuracy.LIMITS[dtype]
+        assert abs(found.sum().item() - k) <= limits[0] * max(k, 1), (name, k)
+        assert (found - expected.exp()).abs().max() <= limits[1], (name, k)
+        off = (by_tensor - expected)[live].abs() / expected[live].abs().clamp(min=1)
+        assert off.max() <= limits[2], (name, k)
+
+
+@pytest.mark.parametrize("kind", ["y", "log"])
+def test_the_graph_for_exports_at_the_ends(kind):
+    function = {"y": ll.lml, "log": ll.log_lml}[kind]
+    for k in (0, 0.5, 2, 5.5, 6):
+        torch.testing.assert_close(exported.project(ENDS, k, kind)[0], function(ENDS, k), equal_nan=True)
+    each = torch.tensor([-1, 0, 1e-25, 1, 2, 2.5, 5, 6, 6.5, NAN])[:, None]
+    x = torch.arange(6.0).repeat(10, 1)
+    found = exported.project(x, each, kind)[0]
+    torch.testing.assert_close(found, function(x, each[:, 0]), equal_nan=True)
+
+
 @pytest.mark.slow
-def test_onnx(tmp_path):
-    runtime = pytest.importorskip("onnxruntime")
-    model = torch.nn.Sequential(torch.nn.Linear(6, 30), ll.LML(3)).eval()
-    x = torch.randn(4, 6)
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
+@pytest.mark.parametrize("module", [ll.LML, ll.LogLML, ll.LMLThreshold])
+def test_onnx(tmp_path, module):
+    """Few nodes, with those of the loop, and in another runtime as accurate as here."""
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    hop = pytest.importorskip("torch.onnx._internal.exporter._torchlib.ops.hop")
+    model, path = module(2).eval(), str(tmp_path / "model.onnx")
+    rows = torch.export.Dim("rows")
+    torch.onnx.export(model, (ENDS,), path, dynamo=True, verbose=False, dynamic_shapes=({0: rows},))
+    if hasattr(hop, "higher_order_while_loop"):  # of older exporters the passes stand one after another
+        assert nodes(onnx.load(path).graph) <= 150
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    x = torch.cat([ENDS, *(scale * torch.randn(20, 6) for scale in (0.01, 1, 10, 100))])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.as_tensor(found), model(x).detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(torch.as_tensor(found), model(x), equal_nan=True)
+
+
+def nodes(graph):
+    """The number of nodes of a graph and of the graphs within it."""
+    inner = (nodes(a.g) for node in graph.node for a in node.attribute if a.HasField("g"))
+    return len(graph.node) + sum(inner)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
