@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "accessible",
+    "looks",
     "mathml",
     "playground",
     "reference",

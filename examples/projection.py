@@ -64,19 +64,19 @@ def faces(points: np.ndarray) -> list[np.ndarray]:
     return list(found.values())
 
 
-def figure_polytopes() -> Figure:
+def figure_polytopes(narrow: bool = False) -> Figure:
     """Figure 1: the sets {0 <= y <= 1, sum y = k}; for n = 4 seen in the three dimensions of their plane."""
-    figure = plt.figure(figsize=(11, 2.9))
+    figure, ink = plt.figure(figsize=(4.4, 6) if narrow else (11, 2.9)), plt.rcParams["text.color"]
     for place, (n, k) in enumerate([(3, 1), (3, 2), (4, 1), (4, 2), (4, 3)], start=1):
-        axes = figure.add_subplot(1, 5, place, projection="3d")
+        axes = figure.add_subplot(*((3, 2) if narrow else (1, 5)), place, projection="3d")
         points = corners(n, k)
         if n == 4:  # an orthonormal basis of the plane sum y = k
             basis = np.linalg.svd(np.ones((1, 4)))[2][1:]
             drawn, sides = points @ basis.T, faces(points @ basis.T)
         else:
             drawn, sides = points, [points[[0, 1, 2]]]
-        axes.add_collection3d(Poly3DCollection(sides, facecolor=BLUE, edgecolor="black", alpha=0.25))
-        axes.scatter(*drawn.T, color="black", s=12)
+        axes.add_collection3d(Poly3DCollection(sides, facecolor=BLUE, edgecolor=ink, alpha=0.25))
+        axes.scatter(*drawn.T, color=ink, s=12)
         logits = torch.randn(200, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
         cloud = ll.lml(logits, k).numpy()
         axes.scatter(*(cloud @ basis.T if n == 4 else cloud).T, color=ORANGE, s=3)
@@ -86,14 +86,17 @@ def figure_polytopes() -> Figure:
         axes.set_box_aspect((1, 1, 1), zoom=1.15)
         axes.view_init(elev=22, azim=28 if n == 3 else -60)
         axes.set(xticks=[], yticks=[], zticks=[])
-    figure.suptitle("The polytopes of k labels among n, and projected normal logits")
+        for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+            axis.set_pane_color((0.5, 0.5, 0.5, 0.08))
+    gap = "\n" if narrow else " "
+    figure.suptitle(f"The polytopes of k labels among n,{gap}and projected normal logits")
     figure.tight_layout()
     return figure
 
 
-def figure_root() -> Figure:
-    """Figure 2: the one equation a row: g(nu) = sum sigmoid(x + nu) - k."""
-    figure, axes = plt.subplots(figsize=(6.4, 4))
+def figure_root(narrow: bool = False) -> Figure:
+    """Figure 2: the one equation per row: g(nu) = sum sigmoid(x + nu) - k."""
+    figure, axes = plt.subplots(figsize=(4.4, 3.8) if narrow else (6.4, 4))
     x, k = LOGITS, 2
     nu = torch.linspace(-8, 6, 400, dtype=torch.float64)
     axes.plot(nu, (x + nu[:, None]).sigmoid().sum(-1) - k, color=BLUE, label=r"$g(\nu)$")
@@ -103,18 +106,19 @@ def figure_root() -> Figure:
     n, ranked = len(x), x.sort(descending=True).values
     low, high = -ranked[k - 1].item() - np.log(n - k), -ranked[k].item() + np.log(k)
     axes.axvspan(low, high, color=ORANGE, alpha=0.15, label="exact bracket")
-    axes.axhline(0, color="black", linewidth=0.8)
+    axes.axhline(0, color=plt.rcParams["text.color"], linewidth=0.8)
     axes.plot(root, 0, "o", color=ORANGE, label=rf"$\nu^* = {root:.3f}$")
-    axes.set(xlabel=r"$\nu$", ylabel=r"$g(\nu)$", title="One increasing function a row (grey: its terms, less k)")
+    axes.set(xlabel=r"$\nu$", ylabel=r"$g(\nu)$", title="One increasing function per row\n(grey: its terms, less k)")
     axes.legend()
     figure.tight_layout()
     return figure
 
 
-def figure_entropies() -> Figure:
+def figure_entropies(narrow: bool = False) -> Figure:
     """Figure 7: the entropies over the polytope n = 3, k = 2: what pulls the answer off the corners."""
-    figure, panels = plt.subplots(1, 3, figsize=(10.5, 3.6))
+    figure, panels = plt.subplots(3, 1, figsize=(4.2, 9)) if narrow else plt.subplots(1, 3, figsize=(10.5, 3.6))
     points = corners(3, 2)
+    torch.manual_seed(0)
     weights = torch.distributions.Dirichlet(torch.ones(3, dtype=torch.float64)).sample((6000,)).numpy()
     y = torch.as_tensor(weights @ points).clamp(1e-12, 1 - 1e-12)
     u = np.array([1.0, -1.0, 0.0]) / np.sqrt(2)
@@ -140,7 +144,6 @@ FIGURES = {"polytopes": figure_polytopes, "root": figure_root, "entropies": figu
 def save(folder: Path) -> list[Path]:
     """Draw the figures and write each as PNG and SVG."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
     written = []
     for name, draw in FIGURES.items():
         figure = draw()

@@ -1,5 +1,6 @@
 """Draw the figures of the guides from the guides' own code: what is shown is what the page computes.
 
+Each is drawn four times, for light and dark pages and for wide screens and phones (``looks.py``).
 ``python docs/_ext/figures.py [--readme]``: with ``--readme``, also the pictures of README.md, which are committed.
 """
 
@@ -9,26 +10,23 @@ import contextlib
 import doctest
 import io
 import json
-import os
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 import speed_table
 import torch
+from looks import LOOKS, Look, looking, paths, save, save_all
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 import lastlayer as ll
 
 DOCS = Path(__file__).parents[1]
-OUT = DOCS / "_static" / "figures"
-BLUE, ORANGE, GREY, GREEN = "#2563eb", "#ea580c", "#64748b", "#059669"
 doctest.register_optionflag("NUMBER")  # pytest's
 
 
@@ -41,27 +39,28 @@ def run(page: Path) -> dict[str, Any]:
     return names
 
 
-def tags(page: dict[str, Any]) -> Figure:
-    figure = reliability(page, (8, 3.7))
+def tags(page: dict[str, Any], look: Look) -> Figure:
+    figure = reliability(page, look, (8, 3.7))
     figure.suptitle("Tags of unseen texts, all labels known", fontsize=11)
     return figure
 
 
-def reliability(page: dict[str, Any], size: tuple[float, float]) -> Figure:
-    figure, panels = plt.subplots(1, 2, figsize=size, sharey=True)
-    for axes, (name, probability), colour in zip(panels, page["p"].items(), (GREY, BLUE), strict=True):
+def reliability(page: dict[str, Any], look: Look, size: tuple[float, float]) -> Figure:
+    figure, panels = look.panels(2, size, (4.2, 6.6))
+    for axes, (name, probability), colour in zip(panels, page["p"].items(), (look.grey, look.blue), strict=True):
         bins = ll.metrics.reliability_bins(probability, page["truth"])
         kept = bins.pairs >= 30
-        axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
+        axes.plot([0, 1], [0, 1], color=look.ink, linewidth=0.8, linestyle="--")
         axes.plot(bins.confidence[kept], bins.accuracy[kept], "o-", color=colour)
         axes.set(title=name, xlabel="probability", xlim=(0, 1), ylim=(0, 1))
-    panels[0].set_ylabel("share that applies")
+        if look.phone or axes is panels[0]:
+            axes.set_ylabel("share that applies")
     return figure
 
 
-def calibration(page: dict[str, Any]) -> Figure:
+def calibration(page: dict[str, Any], look: Look) -> Figure:
     """The two diagrams of the guide, with the names that users know and the errors that the guide prints."""
-    figure = reliability(page, (6.4, 3.3))
+    figure = reliability(page, look, (6.4, 3.3))
     for axes, probability, name in zip(figure.axes, page["p"].values(), ("BCE", "lml_loss"), strict=True):
         error = ll.metrics.label_calibration_error(probability, page["truth"], k=6)
         recall = ll.recall_at_k(probability, page["truth"], 6)
@@ -69,88 +68,133 @@ def calibration(page: dict[str, Any]) -> Figure:
     return figure
 
 
-def images(page: dict[str, Any]) -> Figure:
-    figure = plt.figure(figsize=(9, 3.9))
-    left, right = figure.subfigures(1, 2, width_ratios=(1.05, 1))
-    axes = left.subplots()
+def images(page: dict[str, Any], look: Look) -> Figure:
+    figure = plt.figure(figsize=(4.2, 7.6) if look.phone else (9, 4.2))
+    shape, ratios = ((2, 1), {"height_ratios": (1, 1.2)}) if look.phone else ((1, 2), {"width_ratios": (1.05, 1)})
+    curves, answers = figure.subfigures(*shape, **ratios)
+    curves.set_facecolor("none")
+    answers.set_facecolor("none")
+    axes = curves.subplots()
+    curves.subplots_adjust(left=0.15, bottom=0.16)
     epochs = 1 + 3 * torch.arange(len(page["lml"]))
-    for name, curve, colour in (("cross-entropy", page["entropy"], GREY), ("LML, k = 5", page["lml"], BLUE)):
+    for name, curve, colour in (("cross-entropy", page["entropy"], look.grey), ("LML, k = 5", page["lml"], look.blue)):
         axes.plot(epochs, curve[:, 1], color=colour, label=f"{name}: {curve[-3:, 1].mean():.2f} at the end")
-    axes.set(xlabel="epoch", ylabel="top-5 accuracy", title="clean labels, unseen images", ylim=(0.5, 0.85))
+    axes.set(xlabel="epoch", ylabel="top-5 accuracy", title="Clean labels, unseen images", ylim=(0.5, 0.85))
     axes.legend()
-    for i, axes in enumerate(right.subplots(3, 2).flat):
+    panels = answers.subplots(3, 2)
+    answers.subplots_adjust(left=0.04, right=0.96, bottom=0.03, top=0.8, hspace=0.55, wspace=0.15)
+    answers.suptitle("The five answers of LML to an image, best first;\nblue: the number is among them", fontsize=10)
+    for i, axes in enumerate(panels.flat):
         best = ll.decode_top_k(page["net_lml"](page["x_test"][i : i + 1]), 5).index[0].tolist()
         axes.imshow(page["x_test"][i, 0], cmap="gray_r")
-        truth = int(page["truth"][i])
-        answers = "  ".join(f"{label:02d}" for label in best)
-        axes.set_title(f"{truth:02d}?  {answers}", fontsize=8, color=BLUE if truth in best else ORANGE)
+        text = " ".join(f"{label:02d}" for label in best)
+        axes.set_title(text, fontsize=9, color=look.blue if int(page["truth"][i]) in best else look.orange)
         axes.set(xticks=[], yticks=[])
     return figure
 
 
-def relations(page: dict[str, Any]) -> Figure:
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4.4))
-    image, pairs, colours = 0, page["pairs"], plt.get_cmap("tab10").colors
+def relations(page: dict[str, Any], look: Look) -> Figure:
+    """A test scene whose relations can be read: few, with room for their names."""
+    figure, panels = look.panels(2, (10, 5.4), (4.4, 9.4))
+    few = page["true_test"].sum((1, 2)).argsort(stable=True)[:40].tolist()
+    image = max(few, key=lambda image: room(page, image))
     truth = {tuple(t) for t in page["target"][image].tolist() if t[0] >= 0}
-    things = page["things"][image]
+    things, colours = page["things"][image].numpy(), (look.blue, look.orange, look.green, look.grey)
     for axes, (name, scores) in zip(panels, page["scores"].items(), strict=True):
-        found = ll.decode_graph(scores[image], pairs, len(truth), constrained=False).index.tolist()
-        right = [tuple(t) for t in found if tuple(t) in truth]
-        for j, relation in enumerate(sorted(truth)):
-            a, b = things[relation[0], :2], things[relation[1], :2]
-            arrow = {
-                "arrowstyle": "-|>",
-                "connectionstyle": f"arc3,rad={0.12 + 0.05 * (j % 3)}",
-                "shrinkA": 9,
-                "shrinkB": 9,
-            }
-            style = {"color": BLUE, "alpha": 0.7} if relation in right else {"color": ORANGE, "linestyle": "--"}
-            axes.annotate("", b.tolist(), a.tolist(), arrowprops=arrow | style)
-        for number, thing in enumerate(things):
+        best = ll.decode_graph(scores[image], page["pairs"], len(truth), constrained=False).index.tolist()
+        right = truth & {tuple(t) for t in best}
+        for pair in sorted({relation[:2] for relation in truth}):
+            names = [(page["predicates"][r[2]], r in right) for r in sorted(truth) if r[:2] == pair]
+            edge(axes, look, things[pair[0], :2], things[pair[1], :2], names)
+        for thing in things:
             kind = int(thing[3:].argmax())
-            axes.scatter(*thing[:2], s=2600 * float(thing[2]), color=colours[kind], zorder=3, edgecolor="white")
-            axes.text(*thing[:2], str(number), ha="center", va="center", color="white", zorder=4, fontsize=9)
-        axes.set(
-            title=f"{name}: {len(right)} of {len(truth)}", xticks=[], yticks=[], xlim=(-0.1, 1.1), ylim=(1.1, -0.1)
-        )
-    figure.suptitle("True relations of a scene: found (blue), not among the best (orange, dashed)", fontsize=11)
+            style = {"color": colours[kind], "edgecolor": look.ink, "linewidth": 0.8}
+            axes.scatter(*thing[:2], s=2200 * float(thing[2]), zorder=3, marker="osD^"[kind], **style)
+        axes.set(title=f"{name}: {len(right)} of {len(truth)} relations", xticks=[], yticks=[])
+        low, high = things[:, :2].min(0) - 0.14, things[:, :2].max(0) + 0.14
+        axes.set(xlim=(low[0], high[0]), ylim=(high[1], low[1]))
+    keys = [
+        Line2D([], [], color=look.ink, label=f"among the best {len(truth)}"),
+        Line2D([], [], color=look.orange, linestyle="--", label="not among them"),
+        *(
+            Line2D([], [], color=colour, marker=mark, linestyle="", label=f"thing of kind {n}")
+            for n, (mark, colour) in enumerate(zip("osD^", colours, strict=True), start=1)
+        ),
+    ]
+    figure.legend(handles=keys, ncols=2 if look.phone else 6, loc="upper center", bbox_to_anchor=(0.5, 0.01))
     return figure
 
 
-def gate(page: dict[str, Any]) -> Figure:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+BEND = 0.16  # of an arrow, so that those of both directions lie apart
+
+
+def room(page: dict[str, Any], image: int) -> float:
+    """How far names and things are from what is next to them, on average; a name is wider than high."""
+    places = page["things"][image, :, :2].numpy()
+    a, b = (places[page["pairs"][page["true_test"][image].any(-1)][:, end].numpy()] for end in (0, 1))
+    points = np.concatenate([places, (a + b) / 2 + BEND / 2 * (b - a)[:, ::-1] * (-1, 1)]) * (0.4, 1)
+    gaps = np.linalg.norm(points[:, None] - points, axis=-1) + 9 * np.eye(len(points))
+    return float(gaps.min(1).clip(max=0.1).mean())
+
+
+def edge(axes: Any, look: Look, a: np.ndarray, b: np.ndarray, names: list[tuple[str, bool]]) -> None:
+    """An arrow from one thing to another, with its predicates written beside its middle."""
+    missed = not all(hit for _, hit in names)
+    style = {"color": look.orange, "linestyle": "--"} if missed else {"color": look.ink, "alpha": 0.55}
+    arrow = {"arrowstyle": "-|>", "connectionstyle": f"arc3,rad={BEND}", "shrinkA": 10, "shrinkB": 10, **style}
+    axes.annotate("", b, a, arrowprops=arrow)
+    middle = (a + b) / 2 + BEND / 2 * (b - a)[::-1] * (-1, 1)
+    for line, (name, hit) in enumerate(names):
+        offset = (0, 10 * ((len(names) - 1) / 2 - line))
+        box = {"boxstyle": "round,pad=0.1", "facecolor": look.paper, "edgecolor": "none", "alpha": 0.85}
+        place = {
+            "xytext": offset,
+            "textcoords": "offset points",
+            "ha": "center",
+            "va": "center",
+            "zorder": 5 if hit else 6,
+        }
+        axes.annotate(
+            name, middle, fontsize=8.5 if look.phone else 8, color=look.ink if hit else look.orange, bbox=box, **place
+        )
+
+
+def gate(page: dict[str, Any], look: Look) -> Figure:
+    figure, (left, right) = look.panels(2, (9, 3.6), (4.2, 6.4))
     k, temperature, gates = zip(*page["history"], strict=True)
-    left.plot(k, color=BLUE, label="k, learned")
-    left.plot(temperature, color=ORANGE, label="temperature, annealed")
-    left.axhline(3, color="black", linewidth=0.8, linestyle="--")
-    left.set(xlabel="step", ylim=(0, 6.2))
+    left.plot(k, color=look.blue, label="k, learned")
+    left.plot(temperature, color=look.orange, label="temperature, annealed")
+    left.axhline(3, color=look.ink, linewidth=0.8, linestyle="--")
+    left.set(xlabel="step", ylim=(0, 6.2), title="k and the temperature")
     left.legend()
     needed = set(page["x_test"][0, :, 0].topk(3).indices.tolist())
     for token, line in enumerate(torch.stack(gates).T):
-        right.plot(line, color=BLUE if token in needed else GREY, linewidth=1.6 if token in needed else 0.8)
-    right.set(xlabel="step", ylabel="gate", title="the twelve gates of one input (blue: the three needed)")
-    right.title.set_size(10)
+        style = {"color": look.blue, "linewidth": 1.6} if token in needed else {"color": look.grey, "linewidth": 0.8}
+        first = token in (min(needed), min({*range(12)} - needed))
+        right.plot(line, label=("the three needed" if token in needed else "others") if first else None, **style)
+    right.set(xlabel="step", ylabel="gate", title="The twelve gates of one input")
+    right.legend(loc="center right")
     return figure
 
 
-def million(page: dict[str, Any]) -> Figure:
+def million(page: dict[str, Any], look: Look) -> Figure:
     from lastlayer.capacity import Problem, plan
 
-    figure, axes = plt.subplots(figsize=(6.4, 3.8))
+    figure, (axes,) = look.panels(1, (6.4, 3.8), (4.2, 3.8))
     labels = [10**e * m for e in (4, 5, 6) for m in (1, 2, 5)] + [10**7]
-    for devices, colour in ((1, BLUE), (8, GREEN)):
-        found = [plan(Problem(n, 512, 1024, devices, dtype="float32")) for n in labels]
-        held = [f.memory_bytes - f.activation_bytes + f.materialised_bytes for f in found]
+    for devices, colour in ((1, look.blue), (8, look.green)):
+        plans = [plan(Problem(n, 512, 1024, devices, dtype="float32")) for n in labels]
+        held = [p.memory_bytes - p.activation_bytes + p.materialised_bytes for p in plans]
         name = f"{devices} device{'s' if devices > 1 else ''}"
-        axes.loglog(labels, [f.memory_bytes / 1e9 for f in found], color=colour, label=f"{name}, in blocks")
+        axes.loglog(labels, [p.memory_bytes / 1e9 for p in plans], color=colour, label=f"{name}, in blocks")
         axes.loglog(labels, [h / 1e9 for h in held], color=colour, linestyle="--", label=f"{name}, logits held")
-    axes.set(xlabel="labels", ylabel="GB a device", title="512 features, 1,024 rows, float32, Adam (calculated)")
-    axes.title.set_size(10)
+    title = "512 features, 1,024 rows,\nfloat32, Adam (calculated)"
+    axes.set(xlabel="labels", ylabel="GB per device", title=title if look.phone else title.replace("\n", " "))
     axes.legend()
     return figure
 
 
-GUIDES: dict[str, Callable[[dict[str, Any]], Figure]] = {
+GUIDES: dict[str, Callable[[dict[str, Any], Look], Figure]] = {
     "tags": tags,
     "images": images,
     "relations": relations,
@@ -159,7 +203,7 @@ GUIDES: dict[str, Callable[[dict[str, Any]], Figure]] = {
 }
 
 
-def speed(results: Path = speed_table.RESULTS) -> Figure:
+def speed(look: Look, results: Path = speed_table.RESULTS) -> Figure:
     """Time divided by that of torch's operation against the number of classes: a panel per machine, from its file."""
     machines = {}
     for path in sorted(results.glob("*.json")):
@@ -167,53 +211,48 @@ def speed(results: Path = speed_table.RESULTS) -> Figure:
         rows = speed_table.rows_of(data)
         if kept := [row for row in rows if speed_table.CORE.match(row["name"])]:
             machines[f"{data['machine']['device']} ({path.name})"] = kept
-    figure, panels = plt.subplots(1, len(machines), figsize=(9, 3.9), squeeze=False, sharey=True)
-    for axes, (name, rows) in zip(panels[0], machines.items(), strict=True):
+    figure, panels = look.panels(len(machines), (9, 3.9), (4.2, 3.4 * len(machines)))
+    for axes, (name, rows) in zip(panels, machines.items(), strict=True):
         lines: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
         for row in rows:
             lines.setdefault((row["name"].split("/")[0], row["dtype"], row["against"]), []).append(
                 (row["n"], row["ratio"])
             )
         for (function, dtype, against), points in lines.items():
-            colour = {"lml": BLUE, "lml_backward": GREEN, "lml_loss": ORANGE}[function]
+            colour = {"lml": look.blue, "lml_backward": look.green, "lml_loss": look.orange}[function]
             half = dtype != "float32"
             text = f"{function.replace('_backward', ', backward')} / {against.replace('_', '-')}"
             style = {"linestyle": "--" if half else "-", "marker": "s" if half else "o", "markersize": 4}
             axes.plot(*zip(*sorted(points), strict=True), color=colour, label=f"{text}, {dtype}", **style)
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set(xscale="log", yscale="log", xlabel="number of classes n", title=name)
+        axes.axhline(1, color=look.ink, linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="number of classes n", title=name, ylim=(0.1, 4))
         axes.set_yticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
-        axes.title.set_size(10)
-        axes.grid(axis="y", color="#e2e8f0")
+        axes.grid(axis="y")
         axes.minorticks_off()
-    panels[0][0].set_ylabel("time / torch's time")
-    keys = {text: line for axes in panels[0] for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(keys.values(), keys.keys(), ncols=2, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.0))
+        axes.set_ylabel("time / torch's time")
+    keys = {text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    columns = 1 if look.phone else 2
+    figure.legend(keys.values(), keys.keys(), ncols=columns, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.0))
     return figure
 
 
-def readme() -> Figure:
+def projections(look: Look) -> Figure:
     """Sigmoid, softmax and LML of one row, for three k."""
     x = torch.tensor([3.0, 2.0, 1.5, 0.0, -2.0])
     answers = {"sigmoid": x.sigmoid(), "softmax": x.softmax(-1)} | {f"lml, k = {k}": ll.lml(x, k) for k in (1, 2, 3)}
-    figure, panels = plt.subplots(1, 5, figsize=(8.4, 2.0), sharey=True)
+    if look.phone:
+        figure, grid = plt.subplots(2, 3, figsize=(4.2, 3.4), sharey=True)
+        grid[0, 2].remove()
+        panels = [grid[0, 0], grid[0, 1], *grid[1]]
+    else:
+        figure, panels = look.panels(5, (8.4, 2.0), (0, 0))
     for axes, (name, y) in zip(panels, answers.items(), strict=True):
-        axes.bar(range(5), y, color=BLUE if name.startswith("lml") else GREY, width=0.7)
+        axes.bar(range(5), y, color=look.blue if name.startswith("lml") else look.grey, width=0.7)
         axes.set(ylim=(0, 1), xticks=[], yticks=[0, 1])
         axes.set_title(name, fontsize=10)
         axes.set_xlabel(f"sum {y.sum():.2f}", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not figure.subfigs:
-        figure.tight_layout()
-    part = path.with_stem(f"{path.stem}.{os.getpid()}")  # another build may be reading
-    figure.savefig(part, dpi=130, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
-    part.replace(path)
-    plt.close(figure)
 
 
 def stale(path: Path, *sources: Path) -> bool:
@@ -222,20 +261,26 @@ def stale(path: Path, *sources: Path) -> bool:
 
 def draw_all() -> None:
     """Draw what is missing or older than its source."""
-    paper = DOCS.parent / "examples" / "projection.py"
-    if stale(OUT / "entropies.png", paper):
-        runpy.run_path(str(paper))["save"](OUT)
-    if stale(OUT / "speed.png", *speed_table.RESULTS.glob("*.json"), Path(__file__)):
-        save(speed(), OUT / "speed.png")
+    here, paper = Path(__file__), DOCS.parent / "examples" / "projection.py"
+    if any(stale(path, paper, here) for path in paths("entropies")):
+        for name, draw in runpy.run_path(str(paper))["FIGURES"].items():
+            save_all(name, lambda look, draw=draw: draw(narrow=look.phone))
+    if any(stale(path, *speed_table.RESULTS.glob("*.json"), here) for path in paths("speed")):
+        save_all("speed", speed)
+        save_all("projections", projections)
     for name, draw in GUIDES.items():
-        page, path = DOCS / "guides" / f"{name}.md", OUT / f"guide_{name}.png"
-        if stale(path, page, Path(__file__)):
-            save(draw(run(page)), path)
+        source = DOCS / "guides" / f"{name}.md"
+        if any(stale(path, source, here) for path in paths(f"guide_{name}")):
+            page = run(source)
+            save_all(f"guide_{name}", lambda look, draw=draw, page=page: draw(page, look))
+            if name == "tags":
+                save_all("calibration", lambda look, page=page: calibration(page, look))
 
 
 if __name__ == "__main__":
     draw_all()
     if "--readme" in sys.argv:
-        with plt.rc_context({"svg.hashsalt": "lastlayer", "svg.fonttype": "none", "font.family": "sans-serif"}):
-            save(readme(), DOCS / "_static" / "readme" / "projections.svg")
-            save(calibration(run(DOCS / "guides" / "tags.md")), DOCS / "_static" / "readme" / "calibration.svg")
+        folder, look = DOCS / "_static" / "readme", LOOKS[0]
+        with looking(look), plt.rc_context({"savefig.facecolor": look.paper, "svg.fonttype": "none"}):
+            save(projections(look), folder / "projections.svg")
+            save(calibration(run(DOCS / "guides" / "tags.md"), look), folder / "calibration.svg")

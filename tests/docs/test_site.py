@@ -1,5 +1,6 @@
 """The built pages: complete, on their own, and linked without gaps."""
 
+import json
 import os
 import re
 import subprocess
@@ -36,6 +37,8 @@ class Page(HTMLParser):
             self.links.append(attributes["href"])
         if tag in LOADS and attributes.get(LOADS[tag]):
             self.loads.append(attributes[LOADS[tag]])
+        if attributes.get("srcset"):
+            self.loads.append(attributes["srcset"])
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,8 @@ def test_pages_load_nothing_from_another_host(site, pages):
     for path, page in pages.items():
         for target in page.loads:
             assert not re.match(r"(https?:)?//", target), f"{path.name} loads {target}"
+            if not target.startswith("data:"):
+                assert (path.parent / unquote(urlsplit(target).path)).exists(), f"{path.name} loads {target}"
     for path in [*site.rglob("*.css"), *site.rglob("*.html")]:
         assert not re.search(r"(@import|url\()\s*['\"]?(https?:)?//", path.read_text("utf-8")), path.name
 
@@ -101,6 +106,42 @@ def test_the_report_of_the_demo_is_part_of_the_site(site, pages):
     assert {"summary", "labels", "examples"} <= pages[site / "demo.html"].anchors
     for name in ("index.html", "report.html"):
         assert "demo.html" in pages[site / name].links
+
+
+SEARCHED = {
+    "BCEWithLogits": ("from/bce", "loss"),
+    "class imbalance": ("from/bce", "loss"),
+    "missing labels": ("loss", "guides/tags"),
+    "threshold": ("decode", "from/bce"),
+    "calibration": ("metrics", "guides/tags"),
+}
+
+
+@pytest.mark.parametrize("query", SEARCHED)
+def test_the_search_finds_the_words_that_people_have(site, query):
+    """As the page's script does it: a page has every word, stemmed, or a longer word that contains it."""
+    from sphinx.search.en import SearchEnglish
+
+    text = (site / "searchindex.js").read_text("utf-8")
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    stem = SearchEnglish({}).stem
+    places = None
+    for word in query.lower().split():
+        hits = set()
+        for part in ("terms", "titleterms"):
+            for term, pages in index[part].items():
+                if stem(word) in term.lower():
+                    hits |= {pages} if isinstance(pages, int) else set(pages)
+        places = hits if places is None else places & hits
+    assert set(SEARCHED[query]) <= {index["docnames"][place] for place in places}
+
+
+def test_the_search_page_lists_the_page_for_people_who_use_bce(site):
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto(f"{(site / 'search.html').as_uri()}?q=BCEWithLogits")
+        page.wait_for_selector("#search-results li a")
+        assert "from/bce.html" in " ".join(a.get_attribute("href") for a in page.locator("#search-results li a").all())
 
 
 def test_axe_finds_nothing_serious(site):
