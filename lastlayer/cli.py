@@ -129,6 +129,7 @@ def _evaluate(made: argparse.ArgumentParser) -> None:
     text = "which part to measure if the data name parts: train, valid or test (default: test)"
     made.add_argument("--part", choices=("train", "valid", "test", "all"), help=text)
     made.add_argument("--json", metavar="FILE", help="write the numbers to this file as well")
+    _encoder_flag(made)
     _shard_flag(made)
     reading.add_flags(made)
     made.epilog = _examples("lastlayer evaluate runs/tags-1 other.tsv --json numbers.json")
@@ -145,6 +146,7 @@ def _predict(made: argparse.ArgumentParser) -> None:
     text = "also write the N words or features that speak most for each label, and against it (default N: 5)"
     made.add_argument("--explain", type=int, nargs="?", const=5, default=0, metavar="N", help=text)
     made.add_argument("--out", metavar="FILE", help="file to write (default: standard output)")
+    _encoder_flag(made)
     _shard_flag(made)
     reading.add_flags(made, formats=True)
     made.epilog = _examples(
@@ -221,6 +223,11 @@ COMMANDS = {
 }
 
 
+def _encoder_flag(made: argparse.ArgumentParser) -> None:
+    text = "where the frozen encoder of the run is now (default: where it was)"
+    made.add_argument("--encoder", metavar="FOLDER", help=text)
+
+
 def _shard_flag(made: argparse.ArgumentParser) -> None:
     text = "split the labels over the processes that torchrun started: torchrun --nproc-per-node N -m lastlayer ..."
     made.add_argument("--shard-classes", action="store_true", help=text)
@@ -235,4 +242,6 @@ def _config_flags(made: argparse.ArgumentParser) -> None:
         default = item.default if item.default is not dataclasses.MISSING else "none"
         shown = "none" if default in ((), "") else default
         text = f"{item.metadata['help']} [{accepts(item.name)}] (default: {shown})".replace("%", "%%")
-        group.add_argument(f"--{item.name.replace('_', '-')}", dest=f"field_{item.name}", metavar="VALUE", help=text)
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if item.type == "bool" else {}
+        flag = f"--{item.name.replace('_', '-')}"
+        group.add_argument(flag, dest=f"field_{item.name}", metavar="VALUE", help=text, **switch)

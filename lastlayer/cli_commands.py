@@ -101,7 +101,7 @@ def _train(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     if arguments.out is None and arguments.shard_classes:
         raise UsageError("--out must be given with --shard-classes, so that all processes use the same folder.")
-    parts = reading.training_parts(arguments)
+    parts = reading.training_parts(arguments, config.images)
     bar = not arguments.quiet and sys.stderr.isatty()
     options: dict[str, Any] = {"progress": bar, "overwrite": arguments.overwrite}
     options |= {"shard_classes": arguments.shard_classes, "data_parallel": arguments.data_parallel}
@@ -214,7 +214,13 @@ def _loaded(arguments: argparse.Namespace) -> Any:
     from lastlayer.train.placement import placement_of
     from lastlayer.train.serve import load
 
-    return load(arguments.run_folder, placement=placement_of(arguments.shard_classes))
+    placement = placement_of(arguments.shard_classes)
+    model = load(arguments.run_folder, placement=placement, encoder=getattr(arguments, "encoder", None))
+    if not model.config.encoder:
+        return model
+    from lastlayer.train.encode.encoder import best_device
+
+    return model.to(best_device(model.config.accelerator))
 
 
 @contextmanager
@@ -292,7 +298,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     if config.devices > 1:
         raise UsageError("tune runs on one device; leave out --devices.")
-    parts = reading.training_parts(arguments)
+    parts = reading.training_parts(arguments, config.images)
     options: dict[str, Any] = {"trials": arguments.trials, "losses": losses, "say": say}
     run = _in_folder(arguments, arguments.out, lambda out: tune(parts, config, out, **options), "-tune")
     output.metrics(run.metrics(), str(run.path))

@@ -83,11 +83,16 @@ def asked(arguments: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
-def training_parts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Read the rows of ``train`` and ``tune``: the data, ``--valid`` and ``--test``, which are read like the data."""
+def training_parts(arguments: argparse.Namespace, images: str = "") -> dict[str, Any]:
+    """Read the rows of ``train`` and ``tune``: the data, ``--valid`` and ``--test``, which are read like the data.
+
+    With `images`, the column of that name holds image files, which are opened once to find those that are damaged.
+    """
     from lastlayer.data import DataError, read_parts
 
     options = asked(arguments)
+    if images:
+        options["text_column"] = images
     parts = read_parts(arguments.data, **options)
     first = next(iter(parts.values()))
     extra = {k: v for k, v in options.items() if k != "xml"}
@@ -99,6 +104,10 @@ def training_parts(arguments: argparse.Namespace) -> dict[str, Any]:
             parts[name] = given.get(name) or next(iter(given.values()))
             if "all" in parts and name == "test":
                 parts.setdefault("train", parts.pop("all"))
+    if images:
+        for name, data in parts.items():
+            path = getattr(arguments, name, None) or arguments.data
+            parts[name] = with_images(data, path, options.get("on_error", "raise"))
     for name, data in parts.items():
         tell_about(name, data)
     if not any(len(data) for data in parts.values()):
@@ -120,6 +129,8 @@ def part_to_measure(arguments: argparse.Namespace, model: Any) -> tuple[str, Any
     part = arguments.part or next((p for p in ("test", "all", "valid") if p in parts), "train")
     if part not in parts:
         raise DataError(f"{arguments.data}: has no part {part!r}, only {', '.join(parts)}.")
+    if model.config.images:
+        parts[part] = with_images(parts[part], arguments.data, arguments.reader_on_error)
     tell_about(part, parts[part])
     if not len(parts[part].indices):
         raise DataError(
@@ -139,6 +150,8 @@ def rows_to_predict(arguments: argparse.Namespace, model: Any, size: int = 512) 
         if last is None:
             print(f"reading {arguments.data}: {_how(data)}", file=sys.stderr)
         last = data
+        if model.config.images:
+            last = data = with_images(data, arguments.data, arguments.reader_on_error)
         yield data
     if last is not None:
         tell_problems(last)
@@ -152,6 +165,19 @@ def like_training(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
         if "options" not in model.reader:  # a run of version 0.1
             options.setdefault("zero_based", model.reader.get("zero_based"))
     return options
+
+
+def with_images(data: Any, path: str, on_error: str | None) -> Any:
+    """Return rows of image files, which are named from the folder of their table.
+
+    Files that cannot be opened are left out, or are an error; None leaves that to the moment when they are needed.
+    """
+    from pathlib import Path
+
+    from lastlayer.data.images import in_folder, readable_images
+
+    data = in_folder(data, Path(".") if path == "-" else Path(path).parent)
+    return data if on_error is None else readable_images(data, on_error)
 
 
 def tell_about(name: str, data: Any) -> None:

@@ -22,6 +22,12 @@ under a temporary name, flushed to disk and renamed, so a reader finds a whole f
     of the network.
 ``weights.safetensors``
     The weights of the best epoch, with the names of :class:`~lastlayer.train.LabelSetNetwork`.
+``encoder``
+    Only if an encoder was trained: its folder, as its own library writes it (``config.json``, ``model.safetensors``, a
+    tokenizer). ``weights.safetensors`` then holds what is on top of it. A frozen encoder stays where it is;
+    ``features.json`` names its folder, with a digest of its files.
+``encoded``
+    Only with ``--freeze``: the features of rows by the encoder. It may be removed; ``--overwrite`` keeps it.
 ``count.safetensors``
     Only with ``--k predicted``: the regression of the number of labels on the features.
 ``calibration.safetensors``
@@ -96,7 +102,7 @@ import numpy as np
 
 from lastlayer.runs.files import RunError, damaged, missing, read_json, read_yaml, to_json, write_atomically
 
-FOLDERS = ("checkpoints", "csv", "tensorboard", "folds")
+FOLDERS = ("checkpoints", "csv", "tensorboard", "folds", "encoder")
 FILES = (
     "environment.json", "data.json", "labels.json", "features.json", "weights.safetensors", "count.safetensors",
     "calibration.safetensors", "decision.json", "choice.json", "tree.json", "tree.safetensors", "history.csv",

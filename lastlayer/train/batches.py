@@ -33,6 +33,8 @@ class Rows(Dataset):
 
 def rows_to_input(x: Any, rows: np.ndarray) -> Input:
     """Return rows of a dense array or CSR matrix in the form that the network takes."""
+    if hasattr(x, "inputs"):  # the rows of an encoder
+        return x.inputs(rows)
     if isinstance(x, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(x[rows], dtype=np.float32))
     start, stop = x.indptr[rows].astype(np.int64), x.indptr[rows + 1].astype(np.int64)

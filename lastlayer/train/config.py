@@ -27,6 +27,7 @@ _CHOICES = {
     "solver": ("auto", "dual", "sgd"),
     "label_weight": ("none", "balanced"),
     "refit": ("auto", "true", "false"),
+    "pooling": ("mean", "first", "last"),
 }
 _RULES = {
     "k": ("a positive number", 1e-9, math.inf, ("auto", "predicted")),
@@ -42,6 +43,7 @@ _BOUNDS = {
     "batch_size": (1, 1 << 24), "warmup": (0, 1), "clip_norm": (0, math.inf), "devices": (1, 4096),
     "seed": (0, 2**31 - 1), "patience": (0, math.inf), "valid_fraction": (0, 0.9), "test_fraction": (0, 0.9),
     "keep": (0, 1), "bootstrap": (0, 100_000), "max_parameters": (1, math.inf),
+    "max_length": (1, 1 << 20), "layer_decay": (0.001, 1), "head_rate": (0.001, 100_000), "accumulate": (1, 1 << 20),
 }  # fmt: skip
 
 
@@ -115,6 +117,27 @@ class Config:
         metadata={"help": "label trees: how many, or off; auto: 3 from 4,000 labels on, for linear models"},
     )
     hierarchy: str = field(default="", metadata={"help": "file of a tree of the labels, which is used as it is"})
+    encoder: str = field(
+        default="", metadata={"help": "folder of a pretrained text or image model, or its name with `download`"}
+    )
+    images: str = field(default="", metadata={"help": "column of image files, for an image model as `encoder`"})
+    freeze: bool = field(
+        default=False, metadata={"help": "compute the features of the encoder once, and train a model on top of them"}
+    )
+    download: bool = field(default=False, metadata={"help": "allow the network to be asked for `encoder` by name"})
+    scratch: bool = field(default=False, metadata={"help": "start the encoder at random weights"})
+    pooling: str = field(default="mean", metadata={"help": "tokens that stand for a text: mean of all, first or last"})
+    max_length: int = field(default=256, metadata={"help": "largest number of tokens per text; the rest is cut off"})
+    augment: bool = field(default=True, metadata={"help": "shift, scale and mirror images at random in training"})
+    layer_decay: float = field(
+        default=1.0, metadata={"help": "rate of each layer of the encoder, as a share of that of the layer above it"}
+    )
+    head_rate: float = field(
+        default=10.0, metadata={"help": "rate of the layers on top of the encoder, as a multiple of `lr`"}
+    )
+    cache: str = field(
+        default="", metadata={"help": "folder of the features of frozen encoders, which runs may share; none: the run"}
+    )
     calibrate: bool = field(default=True, metadata={"help": "calibrate the probability of each label on held-out rows"})
     decide: str = field(
         default="auto",
@@ -130,6 +153,7 @@ class Config:
     momentum: float = field(default=0.9, metadata={"help": "momentum of sgd"})
     epochs: int = field(default=20, metadata={"help": "passes over the training rows"})
     batch_size: int = field(default=128, metadata={"help": "rows per step and device"})
+    accumulate: int = field(default=1, metadata={"help": "batches whose gradients make one step"})
     schedule: str = field(default="cosine", metadata={"help": "schedule of the learning rate after warm-up"})
     warmup: float = field(default=0.05, metadata={"help": "share of the steps during which the learning rate rises"})
     clip_norm: float = field(default=0.0, metadata={"help": "largest norm of the gradient; 0: no limit"})
@@ -167,7 +191,21 @@ class Config:
                 parse_decision(self.decide)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+        self._check_encoder()
         self._check_solver()
+
+    def _check_encoder(self) -> None:
+        """Refuse settings of an encoder without one, and what cannot be done with one."""
+        if not self.encoder:
+            for name in ("images", "freeze", "download", "scratch"):
+                if getattr(self, name):
+                    raise ConfigError(f"`{name}` needs an encoder. Name its folder with `encoder`.")
+        elif not self.freeze and self.k == "predicted":
+            raise ConfigError("`k` must be auto or a number with an encoder that is trained; `freeze` can predict it.")
+
+    def trains_encoder(self) -> bool:
+        """Whether the run trains an encoder together with the labels."""
+        return bool(self.encoder) and not self.freeze
 
     def _check_solver(self) -> None:
         """Refuse settings that the exact solver cannot have."""
@@ -188,6 +226,8 @@ class Config:
         That solver fits ``squared_hinge`` and ``binary``, and the candidates of ``auto``, for linear models. Settings
         of an optimiser are settings of minibatches.
         """
+        if self.trains_encoder():
+            return "with an encoder"
         if self.hidden:
             return "with hidden layers"
         if self.loss != "auto" and not LOSSES[self.loss].exact:
@@ -199,7 +239,7 @@ class Config:
         if self.devices > 1 or self.accelerator not in ("auto", "cpu"):
             return "on other devices than one CPU"
         plain = Config.__dataclass_fields__
-        for name in ("optimizer", "lr", "weight_decay", "precision", "clip_norm", "patience"):
+        for name in ("optimizer", "lr", "weight_decay", "precision", "clip_norm", "patience", "accumulate"):
             if getattr(self, name) != plain[name].default:
                 return f"with a given `{name}`"
         return None
@@ -225,6 +265,8 @@ class Config:
         linear = sparse and not self.hidden and not (self.loss != "auto" and LOSSES[self.loss].scale_falls)
         optimizer = self.optimizer if self.optimizer != "auto" else "sgd" if linear else "adamw"
         rate, decay = ("10.0", "1e-05") if optimizer == "sgd" else ("0.005" if self.hidden else "0.05", "0.01")
+        if self.trains_encoder():
+            rate, decay = ("0.05", "1e-05") if optimizer == "sgd" else ("0.0005" if self.scratch else "5e-05", "0.01")
         return dataclasses.replace(
             self,
             solver="sgd",
@@ -289,6 +331,7 @@ def accepts(name: str) -> str:
         "monitor": "auto, valid_loss, precision@K, recall@K, ndcg@K, micro_f1, macro_f1, sample_f1, hamming_loss, "
         "exact_match",
         "hierarchy": "JSON, or lines of name and name above",
+        "encoder": "a folder or a name", "images": "name of a column", "cache": "a folder",
         "decide": "auto, micro_f1, macro_f1, recall=P, precision=P, top_k",
     }.get(name, "true, false" if kind is bool else "a word")  # fmt: skip
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,9 @@ from lastlayer.train.losses import LOSSES
 from lastlayer.train.placement import Placement, placement_of
 from lastlayer.train.resolved import Resolved
 from lastlayer.train.serve import Scorer, TrainedModel
+
+if TYPE_CHECKING:
+    from lastlayer.train.encode.encoder import Encoder
 
 TRAINERS = {"network": "lastlayer.train.fit_network", "exact": "lastlayer.train.fit_linear",
             "tree": "lastlayer.train.fit_tree"}  # fmt: skip
@@ -122,6 +125,7 @@ def train(
     command: Sequence[str] | None = None,
     shard_classes: bool = False,
     data_parallel: int = 1,
+    encoder: Encoder | None = None,
 ) -> RunFolder:
     """Train, evaluate on the held-out part, and write the run folder.
 
@@ -139,11 +143,19 @@ def train(
             calls this with the same arguments. See :mod:`lastlayer.train.sharded`.
         data_parallel: With `shard_classes`, the number of groups of processes. Each group holds all labels and takes
             a share of the rows of a batch.
+        encoder: A network of your own that turns rows into features, trained with the labels, or frozen with
+            ``config.freeze``. ``config.encoder`` then only names it.
 
     Returns:
         The run folder.
     """
     begun = time.perf_counter()
+    if encoder is not None:
+        config = replace(config, encoder=config.encoder or f"python:{type(encoder).__name__}")
+    elif config.encoder:
+        from lastlayer.train.encode import open_encoder
+
+        encoder = open_encoder(config)  # before the folder is claimed: it may not be there
     placement = placement_of(shard_classes, data_parallel)
     _check_devices(config)
     placement.check(config)
@@ -157,7 +169,7 @@ def train(
     placement.compare(about)
     with ExitStack() as stack:
         last = placement.once(lambda: _enter(run, config, about, resume, overwrite, command, placement, stack))
-        features = FeatureMap.fit(parts["train"], config)
+        features = _features(parts["train"], config, run, encoder)
         placement.place(parts["train"].n_labels)
         _describe(run, config, features, parts["train"], about)
         inputs = {name: features(data) for name, data in parts.items()}
@@ -176,11 +188,29 @@ def train(
                 fitted.scorer, features, parts["train"].label_names, config, job.resolved, {}, count,
                 shard=placement.shard,
             )  # fmt: skip
+            _to_device(model)
             model.calibration, model.decision = _decided(job, model, fitted)
             _finish(job, model, fitted)
             run.write_json("done.json", {"seconds": round(time.perf_counter() - begun, 2)})
         placement.once(lambda: None)  # the folder is whole on return, in every process
     return run
+
+
+def _features(data: LabelData, config: Config, run: RunFolder, encoder: Encoder | None) -> FeatureMap:
+    """Return the feature map, fitted to the training rows."""
+    if encoder is None:
+        return FeatureMap.fit(data, config)
+    from lastlayer.train.encode import maps
+
+    return maps.fit(data, config, run, encoder)
+
+
+def _to_device(model: TrainedModel) -> None:
+    """Move an encoder back to the device on which it was trained, to score the held-out rows there."""
+    if model.config.trains_encoder():
+        from lastlayer.train.encode.encoder import best_device
+
+        model.to(best_device(model.config.accelerator))
 
 
 def _holds_something(path: Path) -> bool:

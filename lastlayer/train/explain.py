@@ -95,7 +95,7 @@ def strongest(model: TrainedModel, label: int, most: int = 10) -> Reason | None:
 def network_of(model: TrainedModel) -> LabelSetNetwork:
     """Return the network of a model, or raise an error that says which models can be explained."""
     network = getattr(model.scorer, "network", None)
-    if not isinstance(network, LabelSetNetwork) or network.shard is not None:
+    if not isinstance(network, LabelSetNetwork) or network.shard is not None or network.encoder is not None:
         raise ValueError("explain: `model` must be linear or a network, on one device. Leave out --explain.")
     return network
 

@@ -58,6 +58,8 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
         raise RunError(
             f"{run}: label trees have no ONNX or torch.export form. Use `lastlayer predict`, or train with --tree off."
         )
+    if model.config.trains_encoder():
+        raise RunError(f"{run}: an encoder has no export here. Its folder {run}/encoder is one of its own library.")
     program = Exported(model).eval()
     rows = torch.export.Dim("rows", min=1, max=1 << 20)
     example = (torch.zeros(2, model.features.n_features),)

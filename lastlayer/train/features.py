@@ -39,6 +39,8 @@ class FeatureMap:
         (['apple', 'red', 'sky'], (2, 3))
     """
 
+    encoder: Any = None  # the network below the labels that is trained with them, if there is one
+
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
         self._analyze: Any = None
@@ -136,6 +138,9 @@ class FeatureMap:
                 return (x - self._arrays["mean"]) / self._arrays["scale"]
         x = x.astype(np.float32)
         return _unit_rows(x) if self.state.get("l2") else x
+
+    def to(self, device: Any) -> None:
+        """Move to a device; nothing here computes on one."""
 
     def unknown_rows(self, x: Any) -> int:
         """Return how many of the mapped texts have no word that the map knows."""

@@ -22,7 +22,7 @@ from lastlayer.train.config import Config, ConfigError
 from lastlayer.train.engine import Fitted, Job
 from lastlayer.train.features import FeatureMap
 from lastlayer.train.module import LabelSetData, LabelSetModule, TrainingError, not_finite
-from lastlayer.train.network_scorer import NetworkScorer, build
+from lastlayer.train.network_scorer import build, scorer_of
 from lastlayer.train.placement import Placement
 from lastlayer.train.resolved import Resolved, lower_is_better
 
@@ -50,7 +50,7 @@ def fit(job: Job) -> Fitted | None:
     if not fitter.is_global_zero:
         return None
     epoch = _take_best(run, module, files, resolved, history)
-    return Fitted(NetworkScorer(module.network, job.placement), epoch, len(history.rows))
+    return Fitted(scorer_of(module.network, config, job.placement), epoch, len(history.rows))
 
 
 def _run(fitter: pl.Trainer, module: LabelSetModule, data: LabelSetData, job: Job) -> None:
@@ -77,7 +77,8 @@ def _module(
 ) -> LabelSetModule:
     """Make the network, which starts at the frequencies of the labels, with its loss and schedule."""
     network = build(config, features, labels.n_labels, placement)
-    steps = len(EpochBatches(len(labels), config.batch_size, seed=0, world=config.devices)) * config.epochs
+    batches = len(EpochBatches(len(labels), config.batch_size, seed=0, world=config.devices))
+    steps = math.ceil(batches / config.accumulate) * config.epochs
     module = LabelSetModule(network, config, resolved, total_steps=steps, placement=placement)
     module.start_at_frequencies(labels)
     return module
@@ -154,6 +155,7 @@ def trainer(config: Config, *, epochs: int | None = None, progress: bool = False
             precision=precision,
             max_epochs=config.epochs if epochs is None else epochs,
             gradient_clip_val=config.clip_norm or None,
+            accumulate_grad_batches=config.accumulate,
             enable_progress_bar=progress,
             enable_model_summary=False,
             num_sanity_val_steps=0,

@@ -84,7 +84,8 @@ class LabelSetData(pl.LightningDataModule):
         """Return the validation rows in order; every rank sees all of them, so that metrics are exact."""
         if self.valid_rows is None:
             return []
-        batches = EpochBatches(len(self.valid_rows), max(self.batch_size, 256), seed=None)
+        size = self.batch_size if hasattr(self.valid_rows.x, "inputs") else max(self.batch_size, 256)
+        batches = EpochBatches(len(self.valid_rows), size, seed=None)
         return DataLoader(self.valid_rows, sampler=batches, batch_size=None, collate_fn=_whole)
 
 
@@ -181,7 +182,7 @@ class LabelSetModule(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch; dropout is seeded by the step, so that a resumed run repeats it."""
-        self.seed_step(self.global_step)
+        self.seed_step(self.global_step * self.config.accumulate + batch_idx % self.config.accumulate)
         if "weight" in batch:
             value = self.loss(batch["input"], batch["target"], batch["weight"])[0]
         else:
@@ -263,6 +264,8 @@ class LabelSetModule(pl.LightningModule):
         matrices = [p for p in self.network.parameters() if p.ndim > 1]
         vectors = [p for p in self.network.parameters() if p.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        if self.network.encoder is not None:
+            groups = self.network.parameter_groups(config)  # type: ignore[operator]
         optimizer: torch.optim.Optimizer
         fused = all(p.device.type in ("cpu", "cuda") for p in matrices) and config.precision == "32"
         if config.optimizer == "adamw":

@@ -47,6 +47,7 @@ class LabelSetNetwork(nn.Module):
         shard: ClassShard | None = None,
     ) -> None:
         super().__init__()
+        self.encoder: nn.Module | None = None  # what turns rows into features, if that is trained too
         self.n_features, self.n_labels = n_features, n_labels
         self.sparse, self.shard = sparse, shard
         widths = [*hidden, n_labels]

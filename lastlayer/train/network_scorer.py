@@ -61,6 +61,10 @@ def build(config: Config, features: FeatureMap, n_labels: int, placement: Placem
     check_size(config, features, n_labels if placement.shard is None else placement.shard.size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
+        if features.encoder is not None:
+            from lastlayer.train.encode.network import EncodedNetwork
+
+            return EncodedNetwork(features.encoder, n_labels, hidden=config.hidden, dropout=config.dropout)
         return LabelSetNetwork(
             features.n_features,
             n_labels,
@@ -69,6 +73,17 @@ def build(config: Config, features: FeatureMap, n_labels: int, placement: Placem
             sparse=features.is_sparse,
             shard=placement.shard,
         )
+
+
+def scorer_of(network: LabelSetNetwork, config: Config, placement: Placement) -> NetworkScorer:
+    """Return the scorer of a network that was trained."""
+    if network.encoder is None:
+        return NetworkScorer(network, placement)
+    from lastlayer.train.encode.network import EncodedNetwork
+    from lastlayer.train.encode.scorer import EncodedScorer
+
+    assert isinstance(network, EncodedNetwork)
+    return EncodedScorer(network, placement, config.precision)
 
 
 def load(run: RunFolder, config: Config, features: FeatureMap, n_labels: int, placement: Placement) -> NetworkScorer:

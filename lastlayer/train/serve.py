@@ -32,6 +32,7 @@ from lastlayer.train.resolved import Resolved
 
 KINDS = {
     "network": "lastlayer.train.network_scorer",
+    "encoder": "lastlayer.train.encode.scorer",
     "tree": "lastlayer.train.tree_scorer",
 }  # the module of each kind of model
 
@@ -227,6 +228,7 @@ class TrainedModel:
         """Move the model to a device; returns itself."""
         self.device = torch.device(device)
         self.scorer.to(self.device)
+        self.features.to(self.device)
         return self
 
     def matrix(self, rows: Any) -> Any:
@@ -312,7 +314,11 @@ class TrainedModel:
 
 
 def load(
-    run: str | Path | RunFolder, *, device: str | torch.device = "cpu", placement: Placement | None = None
+    run: str | Path | RunFolder,
+    *,
+    device: str | torch.device = "cpu",
+    placement: Placement | None = None,
+    encoder: Any = None,
 ) -> TrainedModel:
     """Load a finished run for prediction.
 
@@ -320,6 +326,7 @@ def load(
         run: The run folder.
         device: Where to compute.
         placement: Where the labels are; by default all of them are in this process.
+        encoder: The encoder of the run if it was given in Python, or the folder of a frozen one that has moved.
 
     Returns:
         The model: ``predict``, ``predict_proba``, ``decision_function``, ``labels`` and ``thresholds``.
@@ -334,7 +341,7 @@ def load(
     config = make(run.config(), str(run / "config.yaml"))
     about, labels = run.read_json("data.json"), run.labels()
     try:
-        features = FeatureMap(run.read_json("features.json"))
+        features = features_of(run, encoder)
         resolved = Resolved.of_run(about["resolved"], config)
         reader = about["parts"]["train"]["source"]
     except DataError as error:
@@ -343,7 +350,8 @@ def load(
         raise damaged(run / "data.json", error) from None
     placement = placement or Placement()
     placement.place(len(labels))
-    kind = importlib.import_module(KINDS["tree" if (run / "tree.json").exists() else config.model])
+    name = "encoder" if config.trains_encoder() else "tree" if (run / "tree.json").exists() else config.model
+    kind = importlib.import_module(KINDS[name])
     decision = Decision.load(run, len(labels))
     tuned = None if decision is None else decision.per_label(len(labels))
     model = TrainedModel(
@@ -360,6 +368,16 @@ def load(
         shard=placement.shard,
     )
     return model if torch.device(device).type == "cpu" else model.to(device)
+
+
+def features_of(run: RunFolder, encoder: Any = None) -> FeatureMap:
+    """Return the feature map of a run; one with an encoder is opened by :mod:`lastlayer.train.encode`."""
+    state = run.read_json("features.json")
+    if state.get("kind") not in ("encoder", "frozen"):
+        return FeatureMap(state)
+    from lastlayer.train.encode import maps
+
+    return maps.load(run, state, encoder)
 
 
 def _thresholds(run: RunFolder) -> np.ndarray | None:

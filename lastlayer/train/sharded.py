@@ -135,6 +135,8 @@ class ShardedPlacement(Placement):
         if config.loss != "auto" and not LOSSES[config.loss].sharded:
             able = ", ".join(name for name, loss in LOSSES.items() if loss.sharded)
             raise ConfigError(f"`loss` must be one of {able} with sharded classes, got {config.loss!r}.")
+        if config.encoder:
+            raise ConfigError("`encoder` must be left out with sharded classes. Compute its features first.")
         if config.devices != 1:
             raise ConfigError(
                 f"`devices` must be 1 with sharded classes, got {config.devices}. "
