@@ -1,9 +1,11 @@
 """Fit the candidates of a linear model and choose one on rows that they were not fitted to.
 
-The candidates are the exact solver's losses, each for a few C, and coupled losses by minibatches, which start from the
-exact solution of the binary loss: a few passes then do what takes twenty from 0. Where validation rows are few, all
-rows are scored out of fold instead. A candidate that is clearly worse than the best after some folds is not fitted to
-the others.
+The candidates are the exact solver's losses, each for a few C, and coupled losses by minibatches. With many rows the
+latter start from the exact solution of the binary loss: a few passes then do what takes twenty from 0. Where validation
+rows are few, all rows are scored out of fold instead. A candidate that is clearly worse than the best (by two standard
+errors) after some folds is not fitted to the others. With few rows an LML loss that is left at the end is taken: its
+order of the labels of new rows was the best on most sets of that size, which says more than a difference that the rows
+cannot tell from chance.
 """
 
 from __future__ import annotations
@@ -30,17 +32,19 @@ from lastlayer.train.resolved import Resolved, lower_is_better
 from lastlayer.train.serve import odds
 
 ENOUGH = 2000  # validation rows that choose well enough alone
-FOLDS = 5
+FOLDS = (5, 10)  # of many rows, and of few: coupled losses gain more from the rows that folds leave out
 FEWEST = 10  # rows below which there is no choice
 TRIED = 20_000  # rows that the candidates are fitted to for the choice; drawn, if there are more
 PATHS = {"squared_hinge": (0.1, 0.3, 1.0), "binary": (1.0, 3.0, 10.0)}  # the C that are tried, for rows of length 1
 FURTHER = 3  # steps by which a path may grow where its end is best
 PASSES = (5, 25)  # over the rows by minibatches, from the exact solution: of many rows, and at most
+FEW = 1000  # rows below which there are ten folds, minibatches start from 0, and LML is taken if it may be the best
+LONG = 50  # passes by minibatches from 0, at most
 WORSE = 2.0  # standard errors by which a candidate must be worse to be left out
 
 
 class Candidate(NamedTuple):
-    """A loss, and the C of the exact solution: its own, or the one that minibatches start from."""
+    """A loss, and the C of the exact solution: its own, or the one that minibatches start from, 0 for none."""
 
     loss: str
     C: float
@@ -162,8 +166,8 @@ class _Race:
         self.networks = {}
         for loss in self.losses:
             costs = self.costs(loss) if first else [c.C for c in self.scores if c.loss == loss]
-            if not first and loss == "binary" and not costs and any(not c.exact for c in self.scores):
-                costs = [next(c.C for c in self.scores if not c.exact)]  # minibatches start from it
+            if not first and loss == "binary" and not costs:
+                costs = [c.C for c in self.scores if not c.exact and c.C][:1]  # minibatches start from it
             self._exact(x, labels, held_x, loss, costs)
             for _ in range(FURTHER if first and self.config.C == "auto" else 0):
                 beyond = self._beyond(loss)
@@ -194,15 +198,16 @@ class _Race:
     def _coupled(self, x: Any, labels: LabelData, held_x: Any, first: bool) -> None:
         """Fit the coupled losses, from the exact solution of the binary loss."""
         if first:
-            start = max((c for c in self.scores if c.loss == "binary"), key=self.value)
+            best = max((c for c in self.scores if c.loss == "binary"), key=self.value)
+            start = 0.0 if len(self.pool.labels) < FEW else best.C
             names = [("lml", False)] + ([("lml", True)] if self.config.labels == "incomplete" else [])
             names += [("two_way", False)] if labels.weights is None else []
-            wanted = [Candidate(name, start.C, thinned) for name, thinned in names]
+            wanted = [Candidate(name, start, thinned) for name, thinned in names]
         else:
             wanted = [c for c in self.scores if not c.exact]
         for candidate in wanted:
             begun = time.process_time()
-            before = self.networks[Candidate("binary", candidate.C)]
+            before = self.networks[Candidate("binary", candidate.C)] if candidate.C else None
             self.networks[candidate] = fit_coupled(x, labels, candidate, self.config, self.resolved(candidate), before)
             self._add(candidate, held_x, time.process_time() - begun)
 
@@ -254,10 +259,13 @@ class _Race:
                 del self.scores[candidate]
 
     def finish(self, splits: list[tuple[np.ndarray, np.ndarray]]) -> Chosen:
-        """Take the best, and describe the others."""
+        """Take the best, or LML if nothing is clearly better, and describe the others."""
         values = {c: self.value(c) for c in self.scores}
-        best = max(self.scores, key=lambda c: values[c])
-        values |= {c: values[best] - gap for c, gap in self.out.items()}
+        top = max(self.scores, key=lambda c: values[c])
+        values |= {c: values[top] - gap for c, gap in self.out.items()}
+        can_tell = len(self.pool.labels) >= FEW or self.each(top) is None
+        usual = [] if can_tell else [c for c in self.scores if c.loss == "lml"]
+        best = max(usual or self.scores, key=lambda c: values[c])
         rest: dict[str, str] = {}
         for candidate in sorted((c for c in values if c.loss != best.loss or c.thinned != best.thinned),
                                 key=lambda c: -values[c]):  # fmt: skip
@@ -267,9 +275,10 @@ class _Race:
         rows = f"{n} validation rows" if len(splits) == 1 else f"{n} out-of-fold rows"
         line = f"loss: {best.words()}, chosen by {self.monitor} of {rows}: {100 * abs(values[best]):.1f}"
         line += f", against {', '.join(rest.values())}" if rest else ""
+        line += "; the difference may be chance, and LML is taken then" if values[best] < values[top] else ""
         table = [
             {"candidate": c.words(), "loss": c.loss, "thinned": c.thinned, "C": c.C, "value": abs(v),
-             "seconds": round(self.seconds.get(c, 0.0), 3), "left_out": c in self.out}
+             "seconds": round(self.seconds.get(c, 0.0), 3), "left_out": c in self.out, "chosen": c == best}
             for c, v in sorted(values.items(), key=lambda pair: -pair[1])
         ]  # fmt: skip
         network, scores = None, np.concatenate(self.scores[best])
@@ -286,6 +295,8 @@ class _Race:
 
 def fit(candidate: Candidate, x: Any, labels: LabelData, config: Config, resolved: Resolved) -> LabelSetNetwork:
     """Fit a candidate to rows."""
+    if candidate.C == 0:
+        return fit_coupled(x, labels, candidate, config, resolved, None)
     loss = candidate.loss if candidate.exact else "binary"
     network = as_network(solve(x, labels, loss, [candidate.C], config)[0], sp.issparse(x))
     return network if candidate.exact else fit_coupled(x, labels, candidate, config, resolved, network)
@@ -297,22 +308,27 @@ def passes_over(rows: int) -> int:
 
 
 def fit_coupled(
-    x: Any, labels: LabelData, candidate: Candidate, config: Config, resolved: Resolved, start: LabelSetNetwork
+    x: Any, labels: LabelData, candidate: Candidate, config: Config, resolved: Resolved, start: LabelSetNetwork | None
 ) -> LabelSetNetwork:
-    """Minimise a loss that couples the labels by minibatches, from the weights of another network."""
+    """Minimise a loss that couples the labels by minibatches, from the weights of another network or from 0."""
     from lastlayer.train.fit_network import quiet
     from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
 
-    network = LabelSetNetwork(start.n_features, start.n_labels, sparse=start.sparse)
-    network.load_state_dict(start.state_dict())
-    settled = replace(config, loss=candidate.loss).settled(start.sparse)
-    if settled.optimizer == "adamw":  # its steps have the size of the rate, whatever the gradient is
-        settled = replace(settled, lr=str(0.1 * float(settled.lr)))
+    network = LabelSetNetwork(x.shape[1], labels.n_labels, sparse=sp.issparse(x))
+    settled = replace(config, loss=candidate.loss).settled(network.sparse)
     if not candidate.thinned:
         resolved = replace(resolved, observed=0.0)
-    passes = passes_over(len(labels))
+    if start is None:
+        passes = int(np.clip(round(4 * 400 / np.sqrt(max(len(labels), 1))), 1, LONG))
+    else:
+        network.load_state_dict(start.state_dict())
+        passes = passes_over(len(labels))
+        if settled.optimizer == "adamw":  # its steps have the size of the rate, whatever the gradient is
+            settled = replace(settled, lr=str(0.1 * float(settled.lr)))
     steps = len(EpochBatches(len(labels), config.batch_size, seed=0)) * passes
     module = LabelSetModule(network, settled, resolved, total_steps=steps)
+    if start is None:
+        module.start_at_frequencies(labels)
     with quiet():
         fit_in_process(module, LabelSetData(x, labels, batch_size=config.batch_size, seed=config.seed), passes)
     return network.eval()
@@ -337,8 +353,9 @@ def _splits(pool: Pool, config: Config, folds: bool) -> Iterator[tuple[np.ndarra
     elif folds and not n_valid and n >= 10 * ENOUGH:  # enough rows to set some of them aside
         yield _some(order[n // 10 :], config), np.sort(order[: n // 10])
     elif folds and n >= FEWEST:
-        fold = fold_rows(pool.labels, FOLDS, seed=config.seed)
-        for i in range(FOLDS):
+        number = FOLDS[n < FEW]
+        fold = fold_rows(pool.labels, number, seed=config.seed)
+        for i in range(number):
             fitted, held = np.flatnonzero(fold != i), np.flatnonzero(fold == i)
             if len(fitted) and len(held) and pool.labels.take(fitted).indices.size:
                 yield fitted, held

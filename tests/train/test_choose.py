@@ -12,7 +12,7 @@ from lastlayer.data import DataError, LabelData
 from lastlayer.runs.rows import set_metrics
 from lastlayer.train import Config, ConfigError, LabelSetClassifier, evaluate, train
 from lastlayer.train.calibrate import Calibration, true_probability
-from lastlayer.train.choose import Pool
+from lastlayer.train.choose import Candidate, Pool, _Race
 from lastlayer.train.decide import Decision
 from lastlayer.train.engine import prepare
 from lastlayer.train.export import Exported
@@ -77,13 +77,41 @@ def test_auto_says_what_it_chose_and_by_how_much(tmp_path):
     assert {(line["loss"], line["thinned"]) for line in choice["candidates"]} == {
         ("squared_hinge", False), ("binary", False), ("lml", False), ("lml", True), ("two_way", False)
     }  # fmt: skip
-    best = choice["candidates"][0]
+    (best,) = (line for line in choice["candidates"] if line["chosen"])
     assert choice["monitor"] == "recall@5"  # which hidden labels do not bias
     assert f"Loss: {best['candidate']}, chosen by recall@5 of" in run.metrics()["notes"][1]
     assert ", against " in choice["line"]
     model = ll.load(run.path)
     assert model.resolved.loss == best["loss"]
     assert model.decision.rule == "top_k"
+
+
+def test_lml_is_taken_unless_another_loss_is_clearly_better():
+    rng = np.random.default_rng(0)
+    labels = LabelData(None, None, np.arange(401), rng.integers(0, 8, 400), [f"label{i}" for i in range(8)])
+    pool = Pool(sp.csr_matrix(rng.random((400, 3), np.float32)), labels, 400)
+    config = Config(monitor="recall@1", at=(1,))
+
+    def chosen(share: float) -> tuple[str, str]:
+        """Choose where the squared hinge is right in all rows and LML in all but a share of them."""
+        race = _Race(pool, config, Resolved.of(config, labels), lambda line: None)
+        right = np.eye(8, dtype=np.float32)[labels.indices]
+        wrong = np.where(np.arange(400)[:, None] < share * 400, -right, right)
+        race.held = [labels]
+        race.scores = {Candidate("squared_hinge", 1.0): [right], Candidate("lml", 0.0): [wrong]}
+        race.networks = dict.fromkeys(race.scores)
+        race._drop()
+        made = race.finish([(np.arange(400), np.arange(400))])
+        return made.candidate.loss, made.line
+
+    assert chosen(0.0) == (
+        "lml",
+        "loss: lml, chosen by recall@1 of 400 validation rows: 100.0, against 100.0 (squared_hinge)",
+    )
+    loss, line = chosen(0.005)  # two rows of 400
+    assert loss == "lml"
+    assert line.endswith("against 100.0 (squared_hinge); the difference may be chance, and LML is taken then")
+    assert chosen(0.05)[0] == "squared_hinge"
 
 
 def test_a_killed_choice_is_made_again_to_the_same_weights(exact, tmp_path, monkeypatch):
