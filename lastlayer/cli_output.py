@@ -69,11 +69,22 @@ def print_table(rows: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a sentence at once, in lines that fit the terminal."""
+    """Print a sentence at once, in lines that fit the terminal; in a pipe it stays one line."""
     import textwrap
 
-    for line in textwrap.wrap(text, min(_console().width, 120)):
+    width = _width_of_terminal()
+    for line in textwrap.wrap(text, min(width, 120)) if width else [text]:
         print(line, flush=True)
+
+
+def fitting(names: Sequence[str], start: str) -> str:
+    """Return a list in one line, with as many names as the terminal has room for and the number of those left out."""
+    width, listed = _width_of_terminal() or 160, ", ".join(names)
+    for shown in range(len(names) - 1, 0, -1):
+        if len(start) + len(listed) <= width:
+            break
+        listed = f"{', '.join(names[:shown])} and {len(names) - shown} more"
+    return start + (listed or "-")
 
 
 def _short(metric: str) -> str:
@@ -91,8 +102,14 @@ def _console() -> Any:
     """The terminal, or a wide page; COLUMNS in the environment sets the width of either."""
     from rich.console import Console
 
+    return Console() if _width_of_terminal() else Console(width=160)
+
+
+def _width_of_terminal() -> int | None:
+    from rich.console import Console
+
     console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
 def _print(title: str | None, head: list[str], lines: list[list[str]], left: int = 1) -> None:
@@ -123,7 +140,7 @@ def metrics(result: dict[str, Any], title: str) -> None:
     print(f"{title}: {result['part']} part, {result['rows']} rows")
     print_table({Path(title).name[:30]: result}, list(dict.fromkeys(names[:6:3] + headline(result["metrics"]))))
     for note in result.get("notes", []):
-        print(note)
+        say(note)
 
 
 def summary(run: Any) -> None:
@@ -134,7 +151,7 @@ def summary(run: Any) -> None:
     if resolved.get("optimizer") and result.get("best_epoch") is not None:
         rate, decay = float(resolved["lr"]), float(resolved["weight_decay"])
         settings.append(f"{resolved['optimizer']}, learning rate {rate:g}, weight decay {decay:g}")
-    print("; ".join(settings))
+    say("; ".join(settings))
     if result.get("best_epoch") is not None:
         by = f", by {resolved['monitor']} of the validation rows" if resolved.get("monitor") else ""
         print(f"best epoch: {result['best_epoch'] + 1} of {result['epochs']}{by}")
@@ -180,10 +197,11 @@ def examples(run: Any, most: int = 3) -> list[str]:
         size = held.size[row]
         index, sure = held.listed(row)
         pairs = zip(index[:size], sure[:size], strict=True)
-        said = ", ".join(f"{names[label]} {p:.2f}" for label, p in pairs)
-        true = ", ".join(names[label] for label in held.index[held.indptr[row] : held.indptr[row + 1]])
-        out.append(f"  {text}\n    predicted: {said or '-'}   true: {true or '-'}")
-    return [f"the first {len(out)} of the {run.metrics()['part']} rows:", *out] if out else []
+        out.append(f"  {text}")
+        out.append(fitting([f"{names[label]} {p:.2f}" for label, p in pairs], "    predicted: "))
+        true = held.index[held.indptr[row] : held.indptr[row + 1]]
+        out.append(fitting([names[label] for label in true], "    true:      "))
+    return [f"the first {len(out) // 3} of the {run.metrics()['part']} rows:", *out] if out else []
 
 
 def order(rows: list[dict[str, Any]], metric: str) -> None:

@@ -13,7 +13,9 @@ import pytest
 from tools import slow
 from train_tools import make_rows
 
+from lastlayer import cli_output
 from lastlayer.cli import main
+from lastlayer.runs import RunFolder
 
 FAST = ["--loss=lml", "--epochs", "20", "--batch-size", "32", "--bootstrap", "20", "--quiet"]
 
@@ -80,6 +82,19 @@ def test_every_flag_says_what_it_takes():
     assert accepts("optimizer") == "auto, adamw, sgd"
     assert accepts("epochs") == "1 to 1000000"
     assert "two_way" in accepts("loss")
+
+
+def test_the_end_of_training_fits_the_terminal(trained, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"a-label-of-{n}" for n in range(9)]
+    assert cli_output.fitting(names[:3], "  true: ") == "  true: a-label-of-0, a-label-of-1, a-label-of-2"
+    assert cli_output.fitting(names, "  true: ") == f"  true: {', '.join(names[:4])} and 5 more"
+    assert cli_output.fitting([], "  true: ") == "  true: -"
+    cli_output.say("a note that is long " * 9)
+    cli_output.summary(RunFolder(trained[2]))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("    true:      label") for line in lines) == 3
 
 
 def test_runs_are_numbered_resumed_listed_and_reported(trained, tmp_path, monkeypatch, capsys):
