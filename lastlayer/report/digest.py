@@ -11,8 +11,8 @@ from lastlayer.runs.contents import Run
 from lastlayer.runs.files import plain
 
 WORDS = {
-    "precision": ("precision", "share of the labels put out that are true"),
-    "recall": ("recall", "share of the true labels that are put out"),
+    "precision": ("precision", "share of the predicted labels that are true"),
+    "recall": ("recall", "share of the true labels that are predicted"),
     "ndcg": ("nDCG", "true labels among the best, the earlier the better"),
     "ece": ("ECE", "gap between confidence and accuracy; lower is better"),
     "map": ("mAP", "mean average precision over labels"),

@@ -82,7 +82,7 @@ def _bins(probability: np.ndarray, right: np.ndarray) -> dict[str, list[Any]]:
 
 
 def labels(run: Run) -> dict[str, Any]:
-    """Each label's numbers, for the sets that are put out and (``half_``) for probabilities of at least 0.5."""
+    """Each label's numbers, for the predicted sets and (``half_``) for probabilities of at least 0.5."""
     n = len(run.labels)
     stored = run.metrics.get("labels") or {}
     out: dict[str, Any] = {"train": run.train_counts or None, "support": stored.get("support")}

@@ -8,7 +8,7 @@ function curves() {
     const limit = some[0][0];
     series.push({name: "best possible", limit: true, points: limit.k.map((k, j) => ({x: k, y: limit[`${name}_limit`][j]}))});
     lines(byId(`${name}-plot`), {series, xName: "k", yName: `${name}, %`, y: [0, 1], whole: true,
-      label: `${name} against the number of labels put out, one line a run; arrow keys read the values`});
+      label: `${name} against the number of predicted labels, one line per run; arrow keys read the values`});
   }
 }
 

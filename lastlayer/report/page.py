@@ -17,7 +17,7 @@ from lastlayer.runs.contents import Run
 
 LABELS = 20_000  # in the table; the rest is in the JSON
 EXAMPLES = 2_000
-NEXT = 4  # labels shown after those put out
+NEXT = 4  # labels shown after the predicted ones
 COLUMNS = ("train", "support", "predicted", "precision", "recall", "f1", "average_precision", "threshold")
 HALF = ("half_precision", "half_recall", "half_f1")
 
@@ -224,7 +224,7 @@ def _labels(run: Run, summary: dict[str, Any], names: _Names) -> dict[str, Any]:
 def _examples(
     run: Run, analysis: Analysis | None, names: _Names, texts: dict[tuple[int, str | None, str | None], int]
 ) -> list[dict[str, Any]]:
-    """For each row: x its text; t true; p, q labels and thousandths; n how many are put out; a kinds; m misses."""
+    """For each row: x its text; t true; p, q labels and thousandths; n how many are predicted; a kinds; m misses."""
     if run.held is None or analysis is None:
         return []
     held, out = run.held, []
