@@ -137,10 +137,20 @@ function thresholdSlider() {
       : thresholds.stored < labels.all ? `Scores are stored for the ${count(thresholds.stored)} most probable labels of each row; a label below them counts as not predicted.`
       : thresholds.points.length < labels.all ? `The page has the curves of the ${count(thresholds.points.length)} most frequent of ${count(labels.all)} labels.` : "";
     said.textContent = "";
+    labelWords(labels, i);
     drawn.redraw();
     move();
   };
   return {show, now: () => label};
+}
+// What speaks for a label and against it: features with what each adds to the logit.
+const adds = (pairs) => pairs.flatMap(([name, value], i) => [i ? ", " : "", make("b", {}, shorten(name, LONG)), ` ${value > 0 ? "+" : "\u2212"}${Math.abs(value)}`]);
+function labelWords(labels, i) {
+  const node = byId("label-words"), found = labels.words && labels.words[i];
+  node.replaceChildren();
+  if (!found) return;
+  const [good, bad] = found;
+  node.append(labels.exact ? "Largest weights. " : "Mean over rows of this page (gradient \u00d7 input). ", ...(good.length ? ["For: ", ...adds(good), ". "] : []), ...(bad.length ? ["Against: ", ...adds(bad), "."] : []));
 }
 function precisionRecall(points, at, width) {
   const height = Math.max(200, Math.min(280, width * 0.5)), left = 44, right = 14, top = 26, bottom = 40;

@@ -247,6 +247,13 @@ function examples() {
     return make("div", {class: "row"}, make("div", {class: "who"}, many ? make("span", {class: `dot c${run % 8}`, "aria-hidden": "true"}) : null, many ? runs[run].name : "Predicted"),
       make("div", {}, ...chips.slice(0, cut), ...one.m.map(([label, q, error]) => chip("missed", label, q, error)), ...chips.slice(cut)));
   }
+  function why(run, one) {
+    if (!one.w) return null;
+    const line = ([label, good, bad]) => make("tr", {}, make("th", {scope: "row"}, brief(names[label])), make("td", {}, ...(good.length ? adds(good) : ["\u2013"])), make("td", {}, ...(bad.length ? adds(bad) : ["\u2013"])));
+    return make("details", {class: "why"}, make("summary", {}, many ? `Why (${runs[run].name})` : "Why"),
+      make("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Why these labels"}, make("table", {class: "plain left"}, make("thead", {}, make("tr", {}, ...["Label", "Speaks for it", "Against it"].map((text) => make("th", {scope: "col"}, text)))), make("tbody", {}, ...one.w.map(line)))),
+      make("p", {class: "how"}, runs[run].labels.exact ? "What each word or feature adds to the label's logit." : "Each feature's share of the label's logit, to first order (gradient \u00d7 input)."));
+  }
   function body(text, wanted) {
     if (!text) return make("p", {class: "text"}, make("em", {}, "no text was stored for this row"));
     const long = text.length > 420 && !wanted, node = make("p", {class: "text"});
@@ -275,7 +282,8 @@ function examples() {
       return make("article", {}, make("h3", {}, text.id ?? `Row ${text.row}`, make("span", {}, `row ${text.row} · ${wrong === 0 ? "all right" : `${wrong} error${wrong > 1 ? "s" : ""}`}`)),
         body(text.text, wanted),
         make("div", {class: "row"}, make("div", {class: "who"}, "True"), make("div", {}, ...one.t.map((label) => make("span", {class: "chip", title: names[label].length > LONG ? names[label] : null}, shorten(names[label], LONG))), one.t.length ? null : make("em", {class: "who"}, "no labels"))),
-        ...shown.map((i) => found[i].has(one.x) ? line(i, found[i].get(one.x)) : null));
+        ...shown.map((i) => found[i].has(one.x) ? line(i, found[i].get(one.x)) : null),
+        ...shown.map((i) => found[i].has(one.x) ? why(i, found[i].get(one.x)) : null));
     }));
   }
   const whole = () => { pages.page = 0; refresh(); };

@@ -218,13 +218,17 @@ def _labels(run: Run, summary: dict[str, Any], names: _Names) -> dict[str, Any]:
             out[column] = [
                 summary[column][c] if summary[column][c] is None else round(summary[column][c], 4) for c in order
             ]
+    if run.reasons:
+        own = run.reasons["labels"]
+        out["words"] = {str(i): own[str(c)] for i, c in enumerate(order) if str(c) in own}
+        out["exact"] = bool(run.reasons.get("exact"))
     return out
 
 
 def _examples(
     run: Run, analysis: Analysis | None, names: _Names, texts: dict[tuple[int, str | None, str | None], int]
 ) -> list[dict[str, Any]]:
-    """For each row: x its text; t true; p, q labels and thousandths; n how many are predicted; a kinds; m misses."""
+    """For each row: x text; t true; p, q labels and thousandths; n how many predicted; a kinds; m misses; w why."""
     if run.held is None or analysis is None:
         return []
     held, out = run.held, []
@@ -256,6 +260,9 @@ def _examples(
                 ],
             }
         )
+        if why := (run.reasons.get("rows") or {}).get(str(row)):
+            some = [c for c in dict.fromkeys([*best[:n], *true]) if str(c) in why]
+            out[-1]["w"] = [[names(run.labels[c]), *why[str(c)]] for c in some]
     return out
 
 

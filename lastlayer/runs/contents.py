@@ -90,6 +90,7 @@ class Run:
     environment: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     suggestions: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, Any] = field(default_factory=dict)
 
 
 def read(paths: Sequence[str | Path]) -> list[Run]:
@@ -134,6 +135,7 @@ def _read(folder: Path, name: str) -> Run:
         environment=run.read_optional("environment.json"),
         config=run.config(),
         suggestions=_suggestions(run),
+        reasons=_reasons(run),
     )
 
 
@@ -144,3 +146,28 @@ def _suggestions(run: RunFolder) -> dict[str, Any]:
     if found and not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
         raise damaged(run / "suggestions.json", "must hold items, names, texts, rates and file")
     return found
+
+
+def _reasons(run: RunFolder) -> dict[str, Any]:
+    """Return why rows get their labels, or an empty dictionary."""
+    found = run.read_optional("reasons.json")
+    if not found:
+        return {}
+    labels = [*found.get("rows", {}).values()] if isinstance(found.get("rows"), dict) else [None]
+    if not all(isinstance(one, dict) and all(map(_is_reason, one.values())) for one in [*labels, found.get("labels")]):
+        raise damaged(run / "reasons.json", "must hold rows and labels with features for and against")
+    return found
+
+
+def _is_reason(value: Any) -> bool:
+    """Whether it is two lists of pairs of a name and a number."""
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(some, list) for some in value)
+        and all(
+            isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], int | float)
+            for some in value
+            for pair in some
+        )
+    )

@@ -61,6 +61,9 @@ under a temporary name, flushed to disk and renamed, so a reader finds a whole f
     ``{"format": 1, "rows": [{"row", "id", "text"}]}``: up to 2000 held-out rows in the order of
     ``predictions.safetensors``. ``row`` is the position there; ``text`` is null for rows without text, and is cut at
     2000 characters.
+``reasons.json``
+    Not for label trees: why the first 200 held-out rows get their labels, and what speaks for and against the 500 most
+    frequent labels (:func:`lastlayer.train.explain.reasons`).
 ``errors.json``
     Not written by training. It may hold an analysis of your own, ``{"format": 1, **label_set_errors(...).to_dict()}``,
     for instance with a label tree; the report shows it instead of its own analysis.
@@ -107,7 +110,7 @@ FILES = (
     "environment.json", "data.json", "labels.json", "features.json", "weights.safetensors", "count.safetensors",
     "calibration.safetensors", "decision.json", "choice.json", "tree.json", "tree.safetensors", "history.csv",
     "metrics.json", "predictions.safetensors", "examples.json", "errors.json", "report.html", "folds.json",
-    "out_of_fold.safetensors", "model_card.md", "suggestions.json",
+    "out_of_fold.safetensors", "model_card.md", "suggestions.json", "reasons.json",
 )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ from lastlayer.train.calibrate import Calibration
 from lastlayer.train.config import Config, ConfigError, make
 from lastlayer.train.count import CountModel
 from lastlayer.train.decide import Decision
+from lastlayer.train.explain import FILE as REASONS
+from lastlayer.train.explain import reasons
 from lastlayer.train.features import FeatureMap
 from lastlayer.train.held_out import HeldOut, decided
 from lastlayer.train.losses import LOSSES
@@ -355,8 +357,13 @@ def _finish(job: Job, model: TrainedModel, fitted: Fitted) -> None:
     notes = [*evaluation.notes(config, part), *fitted.notes, *(note for note in said if note)]
     ends = {"best_epoch": fitted.best_epoch, "epochs": fitted.epochs, "notes": notes}
     run.write_json("metrics.json", {"part": part, **measured, **ends})
-    run.write_tensors("predictions.safetensors", predictions.tensors())
+    stored = predictions.tensors()
+    run.write_tensors("predictions.safetensors", stored)
     run.write_json("examples.json", {"rows": examples(parts[part])})
+    if job.placement.shard is None:
+        why = reasons(model, inputs[part], stored, parts["train"].label_counts().tolist())
+        if why:
+            run.write_json(REASONS, why)
     job.placement.once(lambda: card.write(run, model))
 
 

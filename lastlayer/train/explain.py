@@ -158,3 +158,66 @@ def explained(
     """Yield the predicted labels of each row with their reasons."""
     for i, row in enumerate(pairs):
         yield row, explain(model, x[i : i + 1], [[name for name, _ in row]], most=most)[0]
+
+
+FILE = "reasons.json"
+ROWS, PER_ROW, WORDS, LABELS = 200, 8, 4, 500  # what is stored: rows, labels of each, features of each, labels
+
+
+def reasons(model: TrainedModel, x: Any, predictions: dict[str, Tensor], counts: Sequence[int]) -> dict[str, Any]:
+    """Return why the first held-out rows get their labels, and what speaks for and against the most frequent labels.
+
+    Args:
+        model: A linear model or a network.
+        x: The features of the held-out rows.
+        predictions: The tensors of ``predictions.safetensors``.
+        counts: In how many training rows each label occurs.
+
+    Returns:
+        ``{"exact", "rows": {row: {label: [for, against]}}, "labels": {label: [for, against]}}`` with labels by number
+        and pairs of a feature and what it adds to the logit; empty for kinds of models that cannot be explained. For a
+        linear model the features of a label are those with the largest weights; for a network, those that add most in
+        the mean over the stored rows.
+    """
+    try:
+        network = network_of(model)
+    except ValueError:
+        return {}
+    names, rows, found = FeatureNames(model.features), {}, {}
+    sums: dict[int, dict[int, float]] = {}
+    for row in range(min(x.shape[0], ROWS)):
+        both = [_own(predictions, name, row) for name in ("set", "target")]
+        chosen = list(dict.fromkeys([*both[0][:PER_ROW], *both[1][:PER_ROW]]))
+        if not chosen:
+            continue
+        values, held = _row(network, x[row : row + 1], torch.tensor(chosen))
+        rows[row] = {c: _pairs(held, v, names) for c, v in zip(chosen, values, strict=True)}
+        for c, v in zip(chosen, values.tolist() if len(network.rest) else (), strict=False):
+            own = sums.setdefault(c, {})
+            for place, value in zip(held.tolist(), v, strict=True):
+                own[place] = own.get(place, 0.0) + value
+    for c in sorted(range(len(counts)), key=lambda c: (-counts[c], c))[:LABELS]:
+        if not len(network.rest):
+            reason = strongest(model, c, 2 * WORDS)
+            assert reason is not None
+            found[c] = [_rounded(reason.speaks_for), _rounded(reason.against)]
+        elif c in sums:
+            places = np.array(list(sums[c]))
+            found[c] = _pairs(places, torch.tensor(list(sums[c].values())) / len(rows), names, 2 * WORDS)
+    return {"exact": not len(network.rest), "rows": rows, "labels": found}
+
+
+def _own(predictions: dict[str, Tensor], name: str, row: int) -> list[int]:
+    if f"{name}_indptr" not in predictions:
+        return []
+    start, end = predictions[f"{name}_indptr"][row : row + 2].tolist()
+    return [int(c) for c in predictions[f"{name}_index"][start:end].tolist()]
+
+
+def _pairs(held: np.ndarray, values: Tensor, names: FeatureNames, most: int = WORDS) -> list[list[list[Any]]]:
+    reason = _reason("", held, values, names, most)
+    return [_rounded(reason.speaks_for), _rounded(reason.against)]
+
+
+def _rounded(features: list[tuple[str, float]]) -> list[list[Any]]:
+    return [[name, float(f"{value:.3g}")] for name, value in features]

@@ -455,3 +455,17 @@ def test_ticks_are_searched_kept_and_saved_for_the_command(browser, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert main(["suggest", "a.tsv", "--accept", "ticks.csv", "--out", "done"]) == 0
     assert (tmp_path / "done/corrected.tsv").read_text() == SUGGESTED["a.tsv"].replace("fruit,round", "round")
+
+
+def test_why_a_row_gets_a_label_and_what_speaks_for_one(browser, tmp_path):
+    run, why = make_run(tmp_path / "run", rows=20, labels=6), [[["sun", 1.5], [HOSTILE, 0.5]], [["rain", -2.0]]]
+    from lastlayer.runs import RunFolder
+
+    rows = {str(row): {str(label): why for label in range(6)} for row in range(20)}
+    RunFolder(run).write_json("reasons.json", {"exact": True, "rows": rows, "labels": {"0": why}})
+    with opened(browser, report.write(run, tmp_path / "report.html")) as page:
+        article = page.locator("#example-list article").nth(4)
+        article.locator("summary").click()
+        assert "sun +1.5" in article.inner_text()
+        assert "rain \u22122" in article.inner_text()
+        assert "Largest weights. For: sun +1.5" in page.locator("#label-words").inner_text()

@@ -60,3 +60,36 @@ def test_words_that_speak_for_a_label_and_against_it(tmp_path, capsys):
         main(["predict", str(run.path), str(tmp_path / "new.txt"), "--explain", "--format", "csv", "--out", out]) == 0
     )
     assert (tmp_path / "o.csv").read_text().splitlines()[0] == "row,id,rank,label,probability,for,against"
+
+
+@pytest.mark.parametrize("hidden", [(), (16,)])
+def test_reasons_are_stored_for_the_report(tmp_path, hidden):
+    from lastlayer.report import write
+    from lastlayer.runs.contents import read
+
+    config = Config(epochs=6, bootstrap=0, accelerator="cpu", hidden=hidden)
+    run = train({"all": make_rows(300)}, config, tmp_path / "run")
+    stored, model, rows = run.read_json("reasons.json"), load(run.path), run.examples()
+    assert stored["exact"] == (not hidden)
+    own = stored["labels"][str(model.labels.index("label2"))][0]
+    if hidden:  # the mean over the stored rows
+        total = dict.fromkeys(model.features.state["vocabulary"], 0.0)
+        texts = [rows[int(i)]["text"] for i, why in stored["rows"].items() if str(model.labels.index("label2")) in why]
+        for (one,) in explain(model, model.matrix(texts), [["label2"]] * len(texts), most=100):
+            for name, value in [*one.speaks_for, *one.against]:
+                total[name] += value / len(stored["rows"])
+        best = max(total, key=total.get)
+        assert own[0] == [best, pytest.approx(total[best], rel=0.01)]
+    else:
+        assert own[0][0] == "word2"
+    row, why = next(iter(stored["rows"].items()))
+    label = next(iter(why))
+    (reason,) = explain(model, model.matrix([rows[int(row)]["text"]]), [[model.labels[int(label)]]], most=4)[0]
+    assert [name for name, _ in why[label][0]] == [name for name, _ in reason.speaks_for]
+    assert [value for _, value in why[label][1]] == pytest.approx([v for _, v in reason.against], rel=0.01)
+    page = write(run.path, tmp_path / "report.html").read_text()
+    assert '"w":[[' in page
+    assert f'"exact":{str(not hidden).lower()}' in page
+    run.write_json("reasons.json", {"rows": {"0": {"1": 3}}, "labels": {}})
+    with pytest.raises(ValueError, match=r"reasons.json: damaged"):
+        read([run.path])
