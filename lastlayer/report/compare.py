@@ -25,7 +25,7 @@ def compare(runs: list[Run], *, seed: int = 0) -> dict[str, Any] | None:
 
     Returns:
         None for one run. Otherwise ``{"test", "why", "metrics", "pairs"}``: ``why`` is a sentence where the runs cannot
-        be compared row by row; ``pairs[a][b][metric]`` is ``{"difference", "low", "high", "p"}`` of run a less run b,
+        be compared row by row; ``pairs[a][b][metric]`` is ``{"difference", "low", "high", "p"}`` of run a minus run b,
         null for a = b; p is adjusted over the runs a for each b and metric; ``least`` is the smallest that it can be.
     """
     if len(runs) < 2:

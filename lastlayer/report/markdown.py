@@ -67,7 +67,7 @@ def _comparison(summary: dict[str, Any], heads: list[str]) -> list[str]:
             ends = f"{100 * one['low']:+.1f} to {100 * one['high']:+.1f}"
             cells.append(f"{100 * one['difference']:+.1f} ({ends}; {p_value(one['p'], summary['least'])})")
         rows.append([words.title(metric), *cells])
-    lines += [f"Percentage points, each run less {heads[0]}. {summary['test']}", ""]
+    lines += [f"Percentage points, each run minus {heads[0]}. {summary['test']}", ""]
     return lines + _table(["metric", *heads[1:]], rows)
 
 

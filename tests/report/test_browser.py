@@ -166,6 +166,10 @@ def test_long_names_keep_both_ends(browser, tmp_path):
         chip = page.locator("article .chip").first
         assert "…" in chip.inner_text()
         assert chip.get_attribute("title").startswith("a very long name")
+    with opened(browser, path, width=390) as page:
+        lines = "(n) => n.offsetHeight / parseFloat(getComputedStyle(n).lineHeight)"
+        found = page.evaluate(f"[...document.querySelectorAll('.chip small')].map({lines})")
+        assert max(found) < 1.5, "a probability is not broken over two lines"
 
 
 def test_the_focus_is_kept_and_headings_are_in_order(browser, three):
