@@ -173,8 +173,10 @@ def _report(made: argparse.ArgumentParser) -> None:
 
 def _export(made: argparse.ArgumentParser) -> None:
     made.add_argument("run_folder", metavar="RUN", help="folder of a finished run")
-    made.add_argument("--format", choices=("onnx", "torch"), default="onnx", help="default: onnx")
-    made.add_argument("--out", metavar="FILE", help="file to write (default: model.onnx or model.pt2 in the run)")
+    text = "default: onnx, and tree for label trees: a folder with their files and a program that reads them"
+    made.add_argument("--format", choices=("onnx", "torch", "tree"), help=text)
+    text = "file or folder to write (default: model.onnx, model.pt2 or model_tree in the run)"
+    made.add_argument("--out", metavar="FILE", help=text)
     made.epilog = _examples("lastlayer export runs/tags-1 --format onnx")
 
 

@@ -279,8 +279,10 @@ def _runs(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from lastlayer.train.export import export
 
-    name = "model.onnx" if arguments.format == "onnx" else "model.pt2"
-    out = export(arguments.run_folder, arguments.out or Path(arguments.run_folder) / name, arguments.format)
+    run = Path(arguments.run_folder)
+    kind = arguments.format or ("tree" if (run / "tree.json").exists() else "onnx")
+    name = {"onnx": "model.onnx", "torch": "model.pt2", "tree": "model_tree"}[kind]
+    out = export(run, arguments.out or run / name, kind)
     print(f"exported: {out}")
     return 0
 

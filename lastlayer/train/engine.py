@@ -26,7 +26,7 @@ from lastlayer.train.decide import Decision
 from lastlayer.train.explain import FILE as REASONS
 from lastlayer.train.explain import reasons
 from lastlayer.train.features import FeatureMap
-from lastlayer.train.held_out import HeldOut, decided
+from lastlayer.train.held_out import FEWEST, HeldOut, decided, not_enough
 from lastlayer.train.losses import LOSSES
 from lastlayer.train.placement import Placement, placement_of
 from lastlayer.train.resolved import Resolved
@@ -167,6 +167,10 @@ def train(
     if "valid" not in parts:
         resolved = replace(resolved, monitor="")
     _check_weights(parts["train"], config, resolved, shard_classes)
+    kind = config.model
+    if not shard_classes and config.minibatches() is None:
+        kind = "tree" if config.takes_tree(parts["train"].n_labels) else "exact"
+    _check_choices(kind, parts, config)
     about = {**_about(parts, config, resolved), "read": read}
     placement.compare(about)
     with ExitStack() as stack:
@@ -176,9 +180,6 @@ def train(
         _describe(run, config, features, parts["train"], about)
         inputs = {name: features(data) for name, data in parts.items()}
         job = Job(run, config, resolved, features, parts, inputs, placement, last, progress, say)
-        kind = config.model
-        if not shard_classes and config.minibatches() is None:
-            kind = "tree" if config.takes_tree(parts["train"].n_labels) else "exact"
         fitted = importlib.import_module(TRAINERS[kind]).fit(job)
         if fitted is not None:
             if fitted.resolved is not None:
@@ -261,6 +262,24 @@ def _check_weights(labels: LabelData, config: Config, resolved: Resolved, shard_
             f"the rows have weights, which the loss {resolved.loss} does not use, since it compares rows with rows. "
             "Choose another loss, or leave the column of weights out."
         )
+
+
+def _check_choices(kind: str, parts: dict[str, LabelData], config: Config) -> None:
+    """Refuse what cannot be chosen or tuned, before anything is trained."""
+    if kind == "tree" and config.monitor != "auto":
+        raise ConfigError(
+            f"`monitor` must be auto for label trees, which have nothing to choose by it, got {config.monitor!r}. "
+            "Use --tree off for a flat model."
+        )
+    if config.decide in ("auto", "top_k") or kind == "exact":
+        return
+    if kind == "tree" and config.refit == "true":
+        raise ConfigError(
+            f"`refit` must be auto or false for label trees with `decide` {config.decide}: thresholds are tuned on "
+            "validation rows that the trees have not seen."
+        )
+    if "valid" not in parts or len(parts["valid"].indices) < FEWEST:
+        raise ConfigError(not_enough(config.decide))
 
 
 def _check_devices(config: Config) -> None:

@@ -1,7 +1,8 @@
-"""Export a trained run to other runtimes: torch.export or ONNX."""
+"""Export a trained run to other runtimes: torch.export, ONNX, or label trees with a program that reads them."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,17 @@ class Exported(nn.Module):
 
 
 def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
-    """Write the network of a run as an ONNX graph or a torch.export program.
+    """Write the network of a run as an ONNX graph or a torch.export program, or its label trees as a folder.
 
     Args:
         run: The run folder.
-        out: The file to write; it must not exist.
-        kind: ``"onnx"`` or ``"torch"``.
+        out: The file or, for label trees, the folder to write; it must not exist.
+        kind: ``"onnx"``, ``"torch"``, or ``"tree"`` for label trees, which have no other form.
 
     Returns:
         The file. Its input is ``features`` (rows, n_features) float32, as ``features.json`` of the run defines them.
-        Its outputs are ``logits`` and ``probabilities`` (rows, n_labels), in the order of ``labels.json``.
+        Its outputs are ``logits`` and ``probabilities`` (rows, n_labels), in the order of ``labels.json``. The folder
+        of label trees holds their files and ``predict.py``, which describes and reads them with numpy alone.
     """
     from lastlayer.train.fit_network import quiet
 
@@ -54,10 +56,12 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
     if out.exists():
         raise RunError(f"{out}: already there. Choose another name.")
     model = load(run)
-    if not isinstance(model.scorer, NetworkScorer):
-        raise RunError(
-            f"{run}: label trees have no ONNX or torch.export form. Use `lastlayer predict`, or train with --tree off."
-        )
+    is_tree = not isinstance(model.scorer, NetworkScorer)
+    if is_tree != (kind == "tree"):
+        rule = "tree for label trees" if is_tree else "onnx or torch for a run without label trees"
+        raise RunError(f"{run}: the format must be {rule}, got {kind}.")
+    if is_tree:
+        return _tree(Path(run), out)
     if model.config.trains_encoder():
         raise RunError(f"{run}: an encoder has no export here. Its folder {run}/encoder is one of its own library.")
     program = Exported(model).eval()
@@ -69,6 +73,17 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
             torch.export.save(traced, out)
         else:
             _onnx(traced, example, out)
+    return out
+
+
+def _tree(run: Path, out: Path) -> Path:
+    """Copy the files of label trees, and the program that reads them."""
+    from lastlayer.train.linear import consumer
+
+    out.mkdir(parents=True)
+    for name in ("tree.json", "tree.safetensors", "labels.json", "features.json"):
+        shutil.copyfile(run / name, out / name)
+    shutil.copyfile(consumer.__file__, out / "predict.py")
     return out
 
 

@@ -81,7 +81,7 @@ def decided(held: HeldOut | None, config: Config, resolved: Resolved) -> tuple[C
         rule = "micro_f1" if tunable else "top_k"
     if held is None or not enough:
         if rule != "top_k":
-            raise ConfigError(f"`decide` must be top_k without enough labels of held-out rows, got {rule!r}.")
+            raise ConfigError(not_enough(rule))
         return None, Decision("top_k")
     hot = held.hot()
     calibration = None
@@ -96,6 +96,14 @@ def decided(held: HeldOut | None, config: Config, resolved: Resolved) -> tuple[C
             y = probabilities(torch.from_numpy(held.scores), resolved)[0].numpy()
     observed = resolved.observed if config.labels == "incomplete" else 0.0
     return calibration, Decision.tune(rule, y, hot, observed=observed)
+
+
+def not_enough(rule: str) -> str:
+    """Return the message where a rule cannot be tuned."""
+    return (
+        f"`decide` must be top_k without enough labels of held-out rows ({FEWEST}), got {rule!r}. "
+        "Give more validation rows."
+    )
 
 
 def calibrated(held: HeldOut, hot: sp.csr_matrix, resolved: Resolved) -> Calibration:

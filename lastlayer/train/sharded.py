@@ -146,6 +146,11 @@ class ShardedPlacement(Placement):
             raise ConfigError(
                 "`precision` must be 32 or bf16 with sharded classes, got '16', whose scale differs between processes."
             )
+        if config.decide not in ("auto", "top_k"):
+            raise ConfigError(
+                f"`decide` must be auto or top_k with sharded classes, got {config.decide!r}. Tune thresholds later, "
+                "with `lastlayer.tune_recall` for instance."
+            )
         world = dist.get_world_size() if dist.is_initialized() else 1
         if self.data_parallel < 1 or world % self.data_parallel:
             raise ConfigError(

@@ -101,6 +101,13 @@ def test_rows_are_split_over_equal_groups(tmp_path, options, message):
         train({"all": make_rows(20)}, Config(epochs=1), tmp_path / "run", **options)
 
 
+def test_thresholds_of_sharded_classes_are_refused_before_training(tmp_path):
+    config = Config(epochs=1, decide="micro_f1", loss="lml")
+    with pytest.raises(ConfigError, match="`decide` must be auto or top_k with sharded classes"):
+        train({"all": make_rows(20)}, config, tmp_path / "run", shard_classes=True)
+    assert not (tmp_path / "run").exists()
+
+
 def one_process(folder, name):
     out = folder / f"{name}-whole"
     assert main(["train", str(folder / "rows.jsonl"), f"--out={out}", *RUNS[name]]) == 0

@@ -1,15 +1,20 @@
 """Label trees in runs and in the estimator."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 from train_tools import make_rows
 
 import lastlayer as ll
 from lastlayer.train import Config, ConfigError, LabelSetClassifier, RunError, evaluate, train
 from lastlayer.train.config import Config as Settings
 from lastlayer.train.export import export
+from lastlayer.train.linear import LinearTree, TreeSettings
+from lastlayer.train.linear.consumer import TreeModel
 from lastlayer.train.tree_scorer import read_hierarchy
 
 NESTED = {"even": ["label0", "label2", "label4"], "odd": {"small": ["label1", "label3"], "label5": None}}
@@ -35,8 +40,51 @@ def test_the_run_of_a_tree_is_a_run_like_any_other(run, tmp_path):
     assert "6 labels, 1 tree" in run.metrics()["notes"][0]
     assert "micro_f1: one threshold" in run.metrics()["notes"][-1]
     report.write([run.path], tmp_path / "report.html")
-    with pytest.raises(RunError, match="label trees have no ONNX"):
+
+
+def test_exported_trees_are_read_with_numpy_alone(run, tmp_path):
+    with pytest.raises(RunError, match="the format must be tree for label trees, got onnx"):
         export(run.path, tmp_path / "a.onnx")
+    folder, model, rows = export(run.path, tmp_path / "out", "tree"), ll.load(run.path), make_rows(4, seed=3)
+    x = model.matrix(rows)
+    np.savez(tmp_path / "rows.npz", indptr=x.indptr, indices=x.indices, data=x.data)
+    code = "import sys, runpy; sys.modules['lastlayer'] = sys.modules['torch'] = sys.modules['scipy'] = None; "
+    code += "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(folder / "predict.py"), str(tmp_path / "rows.npz"), "3"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == ["\t".join(f"{name} {p:.4f}" for name, p in row) for row in model.predict_pairs(rows, k=3)]
+
+
+@pytest.mark.parametrize("observed", [None, 0.5, np.linspace(0.4, 0.9, 60)])
+def test_exported_trees_predict_what_the_trees_do(observed, tmp_path):
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 60, (400, 2))
+    x = sp.csr_matrix(np.eye(60, dtype=np.float32)[y].sum(1) + (rng.random((400, 60)) < 0.05))
+    settings = TreeSettings(trees=2, leaf=6, branching=4, beam=3, loss="logistic", C=10.0, observed=observed)
+    tree = LinearTree.fit(x, y.tolist(), settings)
+    tree.save(tmp_path)
+    (tmp_path / "labels.json").write_text(json.dumps({"names": [str(i) for i in range(60)]}))
+    model, (index, p) = TreeModel(tmp_path), tree.predict_proba(x[:20], 5)
+    for i in range(20):
+        names, q = zip(*model.predict(x[i].indices, x[i].data), strict=True)
+        np.testing.assert_allclose(q, p[i], rtol=1e-3, atol=1e-6)
+        same = np.abs(np.diff(p[i])) > 1e-6  # equal ones may change places
+        assert [int(n) for n, clear in zip(names, same, strict=False) if clear][:1] == index[i][:4][same][:1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tree": 1, "monitor": "micro_f1"}, "`monitor` must be auto for label trees.*got 'micro_f1'"),
+        ({"tree": 1, "decide": "micro_f1", "refit": "true"}, "`refit` must be auto or false for label trees"),
+        ({"tree": 1, "decide": "micro_f1", "valid_fraction": 0}, "`decide` must be top_k without enough labels"),
+        ({"loss": "lml", "decide": "micro_f1", "valid_fraction": 0}, "`decide` must be top_k without enough labels"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_before_training(settings, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        train({"all": make_rows(60)}, Config(**settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_hierarchies_are_read_from_json_and_from_lines(tmp_path):

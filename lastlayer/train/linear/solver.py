@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -343,6 +344,16 @@ def warn_unfinished(solutions: Sequence[LinearWeights], settings: SolverSettings
         )
 
 
+@cache
+def warn_slow(reason: str) -> None:
+    """Warn, once, that there is no compiled solver."""
+    warnings.warn(
+        f"the compiled solver of linear models cannot run here ({reason}); the one in numpy is used, which is some "
+        "hundred times slower. Install a C compiler and then lastlayer again, or use --solver sgd.",
+        stacklevel=2,
+    )
+
+
 def _shares(work: np.ndarray, count: int) -> list[int]:
     """Cut problems into at most `count` runs of about the same work."""
     ends = np.cumsum(work)
@@ -385,6 +396,8 @@ def _solve(
     impl = settings.impl
     if impl == "auto":
         impl = "numpy" if native.unavailable() else "native"
+        if impl == "numpy":
+            warn_slow(native.unavailable())
     total = labels.n_labels * len(path)
     run = native.solve if impl == "native" else plain.solve
     solved = run(

@@ -289,3 +289,12 @@ def test_an_interrupt_is_answered():
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)
+
+
+def test_the_slow_solver_is_named(monkeypatch):
+    monkeypatch.setattr(native, "unavailable", lambda: "no library for the test")
+    x = np.eye(4, dtype=np.float32)
+    with pytest.warns(
+        UserWarning, match=r"\(no library for the test\); the one in numpy is used, which is some hundred"
+    ):
+        fit_linear(x, [[0], [0], [1], [1]])
