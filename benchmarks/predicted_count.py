@@ -1,9 +1,9 @@
 """What `k="predicted"` costs and gives: precision at 1 beside `k="auto"`, and the error of the predicted counts.
 
-    python -m benchmarks.predicted_count --data MULAN [--sets bibtex ...] [--json benchmarks/results/predicted_count.json]
+    python -m benchmarks.predicted_count --data MULAN [--sets bibtex ...] [--json FILE]
 
-Both models are fitted to the same rows. The counts are compared on the test rows with the best constant known from the
-training rows: their mean for the squared error, their median for the absolute one.
+Both models are fitted to the same rows. The counts are compared on the test rows with the best constant known from
+the training rows: their mean for the squared error, their median for the absolute one.
 """
 
 from __future__ import annotations

@@ -92,7 +92,10 @@ class Fields:
 
     def options(self) -> dict[str, Any]:
         """Return the options that read a file of the same kind the same way."""
-        name = lambda i: self.names[i] if self.header or not self.cells else str(i)  # noqa: E731
+
+        def name(i: int) -> str:
+            return self.names[i] if self.header or not self.cells else str(i)
+
         out: dict[str, Any] = {}
         for role, places in (("text", self.text), ("label", self.labels), ("vector", self.vector)):
             if places:

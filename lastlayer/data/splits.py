@@ -121,7 +121,7 @@ def _stratified(
         row, item = np.concatenate([row, pair_row]), np.concatenate([item, n_items + pair])
         n_items += int(pair.max(initial=-1)) + 1
     part = _assign(unit[row], item, n_items, np.bincount(unit, minlength=n_units), fractions, seed)
-    return part[unit]
+    return np.asarray(part[unit])
 
 
 def _units(data: LabelData, groups: Sequence[Any] | None) -> tuple[np.ndarray, int]:

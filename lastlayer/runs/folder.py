@@ -191,7 +191,8 @@ class RunFolder:
         if not (self / name).is_file():
             raise missing(self / name)
         try:
-            return load_file(self / name)
+            tensors: dict[str, Any] = load_file(self / name)
+            return tensors
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise damaged(self / name, error) from None
 
@@ -229,7 +230,7 @@ class RunFolder:
     def train_counts(self) -> list[int]:
         """Read the number of training rows per label; empty if it was not stored."""
         labels = self.read_json("labels.json")
-        counts = labels.get("train_counts", [])
+        counts: list[int] = labels.get("train_counts", [])
         if not _are_numbers(counts) or len(counts) not in (0, len(labels.get("names") or [])):
             raise damaged(self / "labels.json", "`train_counts` must hold one number per label")
         return counts

@@ -14,7 +14,7 @@ from lastlayer.data import LabelData
 from lastlayer.train.network import Input
 
 
-class Rows(Dataset):
+class Rows(Dataset[dict[str, Any]]):
     """Rows as batches: indexed with a list of row numbers, it returns the whole batch at once."""
 
     def __init__(self, x: Any, labels: LabelData) -> None:
@@ -34,7 +34,8 @@ class Rows(Dataset):
 def rows_to_input(x: Any, rows: np.ndarray) -> Input:
     """Return rows of a dense array or CSR matrix in the form that the network takes."""
     if hasattr(x, "inputs"):  # the rows of an encoder
-        return x.inputs(rows)
+        inputs: Input = x.inputs(rows)
+        return inputs
     if isinstance(x, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(x[rows], dtype=np.float32))
     start, stop = x.indptr[rows].astype(np.int64), x.indptr[rows + 1].astype(np.int64)

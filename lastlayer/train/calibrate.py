@@ -85,7 +85,7 @@ class Calibration:
 
     def log_odds(self, scores: np.ndarray) -> np.ndarray:
         """Return the log-odds that labels with these scores are written down, ``(rows, n_labels)`` float32."""
-        return scores * self.slope + self.offset
+        return np.asarray(scores * self.slope + self.offset)
 
     def probability(self, scores: np.ndarray) -> np.ndarray:
         """Return the probabilities of scores, ``(rows, n_labels)`` float32."""
@@ -245,4 +245,4 @@ def _log_loss(scores: np.ndarray, hot: Any, weight: np.ndarray, pooled: tuple[fl
 
 
 def _sigmoid(z: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-np.clip(z, -500, 500)))
+    return np.asarray(1 / (1 + np.exp(-np.clip(z, -500, 500))))

@@ -94,7 +94,8 @@ def read(path: Path) -> dict[str, Any]:
             raise ValueError("not a checkpoint of this package")
         if _digest(metadata["state"], tensors) != metadata["digest"]:
             raise ValueError("its digest does not match its content")
-        return decode(json.loads(metadata["state"]), tensors)
+        state: dict[str, Any] = decode(json.loads(metadata["state"]), tensors)
+        return state
     except FileNotFoundError:
         raise RunError(f"{path}: no such checkpoint.") from None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -104,7 +104,7 @@ class ShardedCheckpointIO(SafeCheckpointIO):
         from torch.distributed.checkpoint.api import CheckpointException
 
         path = Path(path)
-        state = super().load_checkpoint(path)
+        state: dict[str, Any] = super().load_checkpoint(path)
         folder = path.parent / "shards" / str(state.pop("shards", ""))
         parts: dict[str, Tensor] = {}
         state = self._with_parts(state, parts)

@@ -285,7 +285,7 @@ class Config:
         """Return the fields as a YAML file."""
         import yaml
 
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True).encode()
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)).encode()
 
 
 def load(path: str | Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class CountModel:
 
     def __call__(self, x: Any) -> np.ndarray:
         """Return the predicted count of each row."""
-        return np.expm1(self.bias + x @ self.weight).clip(self.low, self.high)
+        return np.asarray(np.expm1(self.bias + x @ self.weight).clip(self.low, self.high))
 
     def save(self, run: RunFolder) -> None:
         """Write count.safetensors."""

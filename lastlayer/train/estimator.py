@@ -41,7 +41,7 @@ from lastlayer.train.serve import odds
 from lastlayer.train.tree_scorer import LISTED
 
 
-class LabelSetClassifier(ClassifierMixin, BaseEstimator):
+class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """Fit label sets, or single labels, with a linear model or a multi-layer network and any loss of the package.
 
     With an indicator matrix or one list of labels per row it is a multi-label classifier; with one label per row it is
@@ -257,7 +257,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
         """Return an indicator matrix of the labels above the threshold, or the best single label."""
         odds, counts = self._log_odds(X)
         if not self.multilabel_:
-            return self.classes_[odds.argmax(-1).numpy()]
+            return np.asarray(self.classes_[odds.argmax(-1).numpy()])
         y = odds.sigmoid()
         level = None if self.decision_ is None else self.decision_.threshold
         if self.threshold is not None:
@@ -287,7 +287,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):
 
         check_is_fitted(self)
         if not self.multilabel_:
-            return super().score(X, y, sample_weight)
+            return float(super().score(X, y, sample_weight))
         odds, labels = self._log_odds(X)[0], self._labels(_target(y))
         target = label_lists(torch.from_numpy(labels.padded(np.arange(len(labels)))))
         values = mean_average_precision(odds, target, per="sample", average="none").numpy()

@@ -142,7 +142,8 @@ def _gradient(network: LabelSetNetwork, x: Any, index: Tensor) -> Tensor:
         for layer in network.rest:
             hidden = layer(hidden.relu())
         picked = hidden.gather(1, index[:, None]).sum()
-    return torch.autograd.grad(picked, start)[0]
+    gradient: Tensor = torch.autograd.grad(picked, start)[0]
+    return gradient
 
 
 def _reason(label: str, held: np.ndarray, values: Tensor, names: FeatureNames, most: int) -> Reason:

@@ -73,7 +73,7 @@ class LabelSetData(pl.LightningDataModule):
         self.valid_rows = None if valid_labels is None else Rows(valid_x, valid_labels)
         self.batch_size, self.seed = batch_size, seed
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[dict[str, Any]]:
         """Return batches in an order that depends on seed and epoch."""
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         options = {"seed": self.seed, "rank": rank, "world": world, "share": self.share}
@@ -311,7 +311,8 @@ def fit_in_process(module: LabelSetModule, data: LabelSetData, epochs: int) -> t
     precision.
     """
     made = module.configure_optimizers()
-    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    optimizer: torch.optim.Optimizer = made["optimizer"]
+    schedule = made["lr_scheduler"]["scheduler"]
     batches = data.train_dataloader().sampler
     assert isinstance(batches, EpochBatches)
     step = 0

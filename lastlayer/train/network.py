@@ -112,12 +112,12 @@ class LabelSetNetwork(nn.Module):
             x = rows @ self.first.weight
         else:
             x = self.first(rows)
-        x = x + self.bias
+        hidden: Tensor = x + self.bias
         for i in range(len(self.rest)):
-            x = self.dropout(x.relu())
+            hidden = self.dropout(hidden.relu())
             if i + 1 < len(self.rest):
-                x = self.rest[i](x)
-        return x
+                hidden = self.rest[i](hidden)
+        return hidden
 
 
 class _Bag(torch.autograd.Function):

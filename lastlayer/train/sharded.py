@@ -95,7 +95,8 @@ def once(function: Callable[[], T]) -> T:
     sharding._answered(dist.broadcast_object_list, box, 0, group=None)
     if box[1] is not None:
         raise box[1]
-    return box[0]
+    result: T = box[0]
+    return result
 
 
 class ReadOnlyRun(RunFolder):
@@ -249,7 +250,7 @@ class ShardedPlacement(Placement):
         logits = module.network(rows).float()
         lists, options = label_lists(target), {"per": "both", **module.options}
         per = options.pop("per")
-        value = logits.sum() * 0
+        value: Tensor = logits.sum() * 0
         if per != "class":
             value = value + share * module.function(logits, lists, **options, per="sample")
         if per != "sample":

@@ -215,7 +215,8 @@ def transformers_image(folder: Path, config: Config, *, scratch: bool = False) -
 def _states(model: nn.Module, x: Tensor) -> Tensor:
     """Return the mean over places of the last hidden state: of tokens, or of a map of features."""
     states = model(pixel_values=x).last_hidden_state
-    return states.mean((-2, -1)) if states.ndim == 4 else states.mean(1)
+    mean: Tensor = states.mean((-2, -1)) if states.ndim == 4 else states.mean(1)
+    return mean
 
 
 def _format_of(folder: Path, about: Any) -> Format:
@@ -269,7 +270,8 @@ def library_image(about: dict[str, Any], config: Config, weights: list[Path] | N
 
 
 def _plain(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)
+    features: Tensor = model(x)
+    return features
 
 
 def _behead(model: nn.Module) -> None:

@@ -151,13 +151,15 @@ class TextEncoder(Encoder):
         states, mask = model(**inputs).last_hidden_state, inputs["attention_mask"]
         if self.pooling == "mean":
             weight = mask.to(states.dtype).unsqueeze(-1)
-            return (states * weight).sum(1) / weight.sum(1).clamp(min=1)
+            mean: Tensor = (states * weight).sum(1) / weight.sum(1).clamp(min=1)
+            return mean
         places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
         if self.pooling == "first":
             at = places.masked_fill(mask == 0, mask.shape[1]).amin(1)
         else:
             at = places.masked_fill(mask == 0, -1).amax(1)
-        return states[torch.arange(len(at), device=at.device), at]
+        picked: Tensor = states[torch.arange(len(at), device=at.device), at]
+        return picked
 
     def save(self, folder: Path) -> None:
         """Write model and tokenizer as transformers does."""
@@ -227,8 +229,9 @@ def quiet() -> Iterator[None]:
     """Silence transformers, whose warnings are about other uses, and restore its settings afterwards."""
     import warnings
 
-    from transformers.utils import logging
+    from transformers import utils
 
+    logging: Any = utils.logging  # its functions have no types
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -13,7 +13,7 @@ FURTHEST = 80.0  # and those of probabilities to this
 def log_odds(log_p: np.ndarray) -> np.ndarray:
     """Return ``log(p / (1 - p))`` of logarithms of probabilities, clipped to +-30."""
     log_p = np.minimum(np.asarray(log_p, np.float64), -1e-13)
-    return np.clip(log_p - np.log(-np.expm1(log_p)), -LARGEST, LARGEST)
+    return np.asarray(np.clip(log_p - np.log(-np.expm1(log_p)), -LARGEST, LARGEST))
 
 
 def fit_platt(score: np.ndarray, hit: np.ndarray) -> tuple[float, float]:
@@ -68,7 +68,7 @@ def fit_map(score: np.ndarray, hit: np.ndarray) -> np.ndarray:
 
 def apply_map(knots: np.ndarray, score: np.ndarray) -> np.ndarray:
     """Return the log-odds of the probabilities."""
-    return np.interp(score, knots[0], knots[1])
+    return np.asarray(np.interp(score, knots[0], knots[1]))
 
 
 def calibration_error(p: np.ndarray, hit: np.ndarray, bins: int = 10) -> float:

@@ -158,7 +158,7 @@ class Block:
 def logit(alpha: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """Return z of ``alpha = cost * sigmoid(-z)``, at most 40 in size."""
     share = np.clip(alpha / cost, 1e-18, 1 - 1e-16)
-    return np.log1p(-share) - np.log(share)
+    return np.asarray(np.log1p(-share) - np.log(share))
 
 
 def logistic_step(alpha: np.ndarray, cost: np.ndarray, margin: np.ndarray, q: float) -> np.ndarray:
@@ -173,7 +173,7 @@ def logistic_step(alpha: np.ndarray, cost: np.ndarray, margin: np.ndarray, q: fl
         z = np.where((z < low) | (z > high), (low + high) / 2, z)
         if (np.abs(h) <= 1e-12 * (1 + np.abs(margin))).all():
             break
-    return cost * expit(-z)
+    return np.asarray(cost * expit(-z))
 
 
 def constant_score(loss: str, bias: float, mass: float) -> float:

@@ -134,13 +134,13 @@ def check_row_weight(op: str, weight: Any, n_rows: int) -> np.ndarray | None:
     """Return the weight of each row, or None where all are 1."""
     if weight is None:
         return None
-    weight = np.ascontiguousarray(weight, np.float64)
-    if weight.shape != (n_rows,):
-        raise ValueError(f"{op}: `row_weight` must have one number per row, {n_rows}, got shape {weight.shape}.")
-    if not (np.isfinite(weight).all() and (weight >= 0).all()):
-        wrong = weight[~(np.isfinite(weight) & (weight >= 0))][0]
-        raise ValueError(f"{op}: `row_weight` must be finite and not negative, got {wrong}.")
-    return weight
+    weights = np.ascontiguousarray(weight, np.float64)
+    if weights.shape != (n_rows,):
+        raise ValueError(f"{op}: `row_weight` must have one number per row, {n_rows}, got shape {weights.shape}.")
+    usable = np.isfinite(weights) & (weights >= 0)
+    if not usable.all():
+        raise ValueError(f"{op}: `row_weight` must be finite and not negative, got {weights[~usable][0]}.")
+    return weights
 
 
 def check_label_weight(op: str, name: str, weight: Any, n_labels: int) -> np.ndarray:

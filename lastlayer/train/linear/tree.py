@@ -479,7 +479,7 @@ class _Fitter:
 
 def inverse_propensity(counts: np.ndarray, n_rows: int) -> np.ndarray:
     """Return the inverse propensity of each label by its number of rows (Jain et al. 2016, A = 0.55, B = 1.5)."""
-    return 1 + max(np.log(max(n_rows, 1)) - 1, 0) * 2.5**0.55 * (counts + 1.5) ** -0.55
+    return np.asarray(1 + max(np.log(max(n_rows, 1)) - 1, 0) * 2.5**0.55 * (counts + 1.5) ** -0.55)
 
 
 def _settle(shape: TreeShape, problems: Problems, intercept: np.ndarray, loss: str) -> np.ndarray:
