@@ -207,7 +207,9 @@ def _plan(made: argparse.ArgumentParser) -> None:
 
 
 def _bench(made: argparse.ArgumentParser) -> None:
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of benchmarks.run")
+    made.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="--rows PATTERN, --json FILE, --device cpu|cuda, --original PATH"
+    )
 
 
 COMMANDS = {
@@ -241,8 +243,9 @@ def _config_flags(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("settings", "each is also a key of the YAML file")
     group.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
     for item in dataclasses.fields(Config):
-        default = item.default if item.default is not dataclasses.MISSING else "none"
-        shown = "none" if default in ((), "") else default
+        default = item.default if item.default is not dataclasses.MISSING else ""
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        shown = shown.lower() if isinstance(default, bool) else shown or "none"
         text = f"{item.metadata['help']} [{accepts(item.name)}] (default: {shown})".replace("%", "%%")
         switch: dict[str, Any] = {"nargs": "?", "const": "true"} if item.type == "bool" else {}
         flag = f"--{item.name.replace('_', '-')}"

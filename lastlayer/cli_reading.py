@@ -27,13 +27,17 @@ def add_flags(made: argparse.ArgumentParser, formats: bool = False) -> None:
     """Add the flags of reading to a command; with `formats`, ``--format`` is the form of its output."""
     from lastlayer.data.read import FORMATS
 
-    text = "name or number from 0; else by header or looks. For train and tune these are keys of --config as well."
+    text = (
+        "Columns are given by name, or by number from 0; without a flag they are found by the header, or by what they "
+        "hold. For train and tune these flags are keys of --config as well."
+    )
     group = made.add_argument_group("reading", text)
     names = ["--format", "--input-format"]
     if formats:
         made.add_argument("--format", dest="output_format", choices=("jsonl", "csv"), default="jsonl")
         names = ["--input-format"]
-    group.add_argument(*names, dest="reader_format", choices=FORMATS, help="else by name and first lines")
+    text = "format of the file (default: by its name and first lines)"
+    group.add_argument(*names, dest="reader_format", choices=FORMATS, help=text)
     for name, text in _COLUMNS.items():
         group.add_argument(f"--{name}-column", dest=f"reader_{name}_column", metavar="NAME", help=text)
     text = "between label names: a character, space, or none (one name per cell)"
@@ -44,11 +48,11 @@ def add_flags(made: argparse.ArgumentParser, formats: bool = False) -> None:
     texts = ("whether the first line names the columns", "whether cells may be quoted", "LibSVM features count from 0")
     for name, text in zip(_SWITCHES, texts, strict=True):
         group.add_argument(f"--{name.replace('_', '-')}", dest=f"reader_{name}", choices=("yes", "no"), help=text)
-    group.add_argument(
-        "--encoding", dest="reader_encoding", metavar="NAME", help="utf-8 unless the file says otherwise"
-    )
+    text = "character encoding (default: utf-8, unless the file says otherwise)"
+    group.add_argument("--encoding", dest="reader_encoding", metavar="NAME", help=text)
     group.add_argument("--xml", dest="reader_xml", metavar="FILE", help="label names of an ARFF file")
-    group.add_argument("--on-error", dest="reader_on_error", choices=("raise", "skip"), help="at a wrong line")
+    text = "what to do at a wrong line (default: raise)"
+    group.add_argument("--on-error", dest="reader_on_error", choices=("raise", "skip"), help=text)
 
 
 def take_from_config(arguments: argparse.Namespace, values: dict[str, Any]) -> None:

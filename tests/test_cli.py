@@ -81,6 +81,7 @@ def test_every_flag_says_what_it_takes():
         assert accepts(item.name), item.name
     assert accepts("optimizer") == "auto, adamw, sgd"
     assert accepts("epochs") == "1 to 1000000"
+    assert accepts("ngrams") == "a length, a range, auto"
     assert "two_way" in accepts("loss")
 
 

@@ -327,7 +327,7 @@ def accepts(name: str) -> str:
     kind = get_type_hints(Config)[name]
     return {
         "hidden": "whole numbers, e.g. 256,128", "at": "whole numbers, e.g. 1,3,5", "loggers": "csv, tensorboard",
-        "loss_options": "name=value,name=value",
+        "loss_options": "name=value,name=value", "ngrams": "a length, a range, auto",
         "monitor": "auto, valid_loss, precision@K, recall@K, ndcg@K, micro_f1, macro_f1, sample_f1, hamming_loss, "
         "exact_match",
         "hierarchy": "JSON, or lines of name and name above",
