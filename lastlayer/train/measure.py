@@ -180,15 +180,18 @@ def _weighted_map(y: Tensor, hot: Tensor, resamples: int, seed: int) -> Tensor:
     affordable = min(int(4e8 // max(y.numel(), 1)), 4 * CELLS // max(len(y), 1), resamples)
     if affordable < 20:
         return torch.empty(0)
-    weights = torch.cat(list(_weights(len(y), affordable, seed))).float()
-    total, classes = torch.zeros(len(weights)), torch.zeros(len(weights))
+    weights = torch.cat(list(_weights(len(y), affordable, seed))).float().T.contiguous()  # rows x resamples
+    total, classes = torch.zeros(affordable), torch.zeros(affordable)
     for c in hot.any(0).nonzero().squeeze(-1).tolist():
         order = y[:, c].argsort(descending=True, stable=True)
-        w = weights[:, order]
-        right = w * hot[order, c]
-        gained = right.cumsum(-1) * right / w.cumsum(-1).clamp(min=1)
-        positives = right.sum(-1)
-        total += torch.where(positives > 0, gained.sum(-1) / positives.clamp(min=1), 0)
+        true = hot[order, c]
+        # Precision is needed at the labels alone: the weight of the rows up to each of them, from the sums in between.
+        part = torch.empty_like(order).scatter_(0, order, true.cumsum(0) - true.long())
+        between = torch.zeros(int(true.sum()) + 1, affordable).index_add_(0, part, weights)[:-1]
+        right = weights[order[true]]
+        positives = right.sum(0)
+        gained = (right.cumsum(0) * right / between.cumsum(0).clamp(min=1)).sum(0)
+        total += torch.where(positives > 0, gained / positives.clamp(min=1), 0)
         classes += positives > 0
     return (total / classes.clamp(min=1)).double()
 
