@@ -100,11 +100,11 @@ class Context:
         if chunk.known is not None:
             p, residual = torch.where(chunk.known, p, 0), torch.where(chunk.known, residual, 0)
         said = residual[:, self.frequent] @ self.pull
-        others = label.sum(-1, keepdim=True) - label
-        expected = p.sum(-1, keepdim=True) - p
-        both = (p + said).clamp(1e-4, 1 - 1e-4).logit()
-        alone, more = (others == 0).to(logit.dtype), others.log1p() - expected.log1p()
-        return torch.stack([torch.ones_like(logit), logit, both, said, alone, more])
+        return _six(logit, p, said, label.sum(-1, keepdim=True) - label, p.sum(-1, keepdim=True) - p)
+
+    def combined(self, logit: Tensor, p: Tensor, said: Tensor, others: Tensor, expected: Tensor) -> Tensor:
+        """The log-odds of the regression from what it looks at, tensors of any one shape."""
+        return torch.einsum("f...,f->...", _six(logit, p, said, others, expected), self.weight)
 
     def regression(self, chunk: Chunk) -> Tensor:
         """The log-odds of the regression, whose order counts."""
@@ -112,12 +112,22 @@ class Context:
 
     def logits(self, chunk: Chunk) -> Tensor:
         """The log-odds that each label is written down, given its score and the row's other labels."""
-        context = self.regression(chunk)
+        return self.curved(self.regression(chunk))
+
+    def curved(self, context: Tensor) -> Tensor:
+        """The log-odds of the regression, corrected by the curve."""
         place = ((context + REACH) * (BINS / (2 * REACH)) - 0.5).clamp(0, BINS - 1)
         low = place.long().clamp(max=BINS - 2)
         there = torch.lerp(self.curve[low], self.curve[low + 1], place - low)
         middle = REACH * (1 - 1 / BINS)
         return there + LEAST_SLOPE * (context - context.clamp(-middle, middle))  # beyond the bins it still rises
+
+
+def _six(logit: Tensor, p: Tensor, said: Tensor, others: Tensor, expected: Tensor) -> Tensor:
+    """Stack the six numbers of the regression: of the score, of what other labels say, and of their number."""
+    both = (p + said).clamp(1e-4, 1 - 1e-4).logit()
+    alone, more = (others == 0).to(logit.dtype), others.log1p() - expected.log1p()
+    return torch.stack([torch.ones_like(logit), logit, both, said, alone, more])
 
 
 def fit(data: Data) -> tuple[Context, Tensor, Tensor]:

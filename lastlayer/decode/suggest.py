@@ -12,7 +12,8 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import LabelLists, Target, label_lists
 from lastlayer.decode import _context
-from lastlayer.decode._context import Chunk, Context, Data
+from lastlayer.decode._context import Data
+from lastlayer.decode._listed import entries
 
 Kind = Literal["missing", "wrong"]
 
@@ -138,7 +139,7 @@ def suggest_labels(
         n: The number of suggestions; None is all that are more probable than not.
         indices: Where there are too many labels for a score each: the classes of the listed scores, such as the best
             50, shape ``(rows, m)``, padded with -1; `scores` then has this shape, and labels that are not listed count
-            as improbable.
+            as improbable: they are never suggested as missing.
         n_classes: The number of classes, where `indices` is given.
 
     Returns:
@@ -170,22 +171,37 @@ def suggest_labels(
     rate = common.expand(data.n_classes) if rate is None else rate
     share = (_context.counts_of(data).clamp(min=1) / len(data)).float()
     best = _Best(n, data.scores.device)
-    for chunk in data.chunks():
-        best.add(chunk, _keys(chunk, context, rate, share, wrong, kind))
+    if data.indices is not None and data.labels.index is not None:
+        for some in entries(data, context):
+            odds, own = some.logit, some.label
+            keys = _keys(odds, some.written, None, rate[own], share[own], wrong, kind)
+            best.add(some.row, own, some.written, keys)
+    else:
+        for chunk in data.chunks():
+            keys = _keys(context.logits(chunk), chunk.label, chunk.known, rate, share, wrong, kind)
+            row = torch.arange(len(keys), device=keys.device) + chunk.start
+            place = torch.arange(data.n_classes, device=keys.device)
+            best.add(
+                row[:, None].expand_as(keys).reshape(-1),
+                place.expand_as(keys).reshape(-1),
+                chunk.label.flatten(),
+                keys.flatten(),
+            )
     row, label, missing, key = best.found()
     return LabelSuggestions(row, label, missing, key.clamp(max=1), rates, float(common), len(data))
 
 
-def _keys(chunk: Chunk, context: Context, rate: Tensor, share: Tensor, wrong: float, kind: str) -> Tensor:
+def _keys(
+    q: Tensor, written: Tensor, known: Tensor | None, rate: Tensor, share: Tensor, wrong: float, kind: str
+) -> Tensor:
     """The probability of each suggestion, -1 where there is none; above 1 it only orders."""
-    q = context.logits(chunk)
     ratio = (q + (1 - rate).log() - rate.log()).exp()
     missing = torch.where(ratio <= 1, ratio, 2 - 1 / ratio)  # a ratio above 1 contradicts the rate
     not_right = wrong / (wrong + (1 - wrong) * q.sigmoid() / share)
-    key = torch.where(chunk.label, not_right, missing)
-    asked = {"both": None, "missing": ~chunk.label, "wrong": chunk.label}[kind]
+    key = torch.where(written, not_right, missing)
+    asked = {"both": None, "missing": ~written, "wrong": written}[kind]
     key = key if asked is None else torch.where(asked, key, -1)
-    return key if chunk.known is None else torch.where(chunk.known, key, -1)
+    return key if known is None else torch.where(known, key, -1)
 
 
 class _Found(NamedTuple):
@@ -204,9 +220,9 @@ class _Best:
         none = torch.zeros(0, dtype=torch.int64, device=device)
         self.kept = _Found(none, none, none > 0, none.float())
 
-    def add(self, chunk: Chunk, key: Tensor) -> None:
-        """Take in a chunk of rows; what n others surpass is left out."""
-        flat, n = key.flatten(), self.n
+    def add(self, row: Tensor, label: Tensor, written: Tensor, flat: Tensor) -> None:
+        """Take in some labels of some rows; what n others surpass is left out."""
+        n = self.n
         if n is None:
             place = (flat > self.least).nonzero().squeeze(-1)
         elif n == 0:
@@ -215,8 +231,7 @@ class _Best:
             if len(flat) > n:
                 self.least = max(self.least, float(flat.topk(n).values[-1]))
             place = (flat >= self.least).nonzero().squeeze(-1)
-        width = key.shape[-1]
-        more = _Found(place // width + chunk.start, place % width, ~chunk.label.flatten()[place], flat[place])
+        more = _Found(row[place], label[place], ~written[place], flat[place])
         self.kept = _Found(*(torch.cat(pair) for pair in zip(self.kept, more, strict=True)))
         if n is not None and len(self.kept.key) > max(2 * n, 1000):
             self.kept = self.found()

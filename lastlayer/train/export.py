@@ -1,4 +1,25 @@
-"""Export a trained run to other runtimes: torch.export, ONNX, or label trees with a program that reads them."""
+"""Export a trained run to other runtimes: torch.export or ONNX with a JSON file beside it, or label trees.
+
+The graph maps features to logits and probabilities. The JSON file holds what stands before and after it, so that texts
+become label sets without lastlayer: ``{"format": 1, "features", "labels", "decide", "thresholds", "k"}``.
+
+``features``
+    How a row becomes features, by ``kind``. ``tfidf``: the ``vocabulary``, the ``idf`` of each word, ``analyzer``
+    (``word``, ``char`` or ``char_wb``), the shortest and the longest of the ``ngrams`` and, for words, the regular
+    expression ``token_pattern``, which is applied to the text in lower case. A feature is (1 + log count) x idf, and
+    rows have unit length. ``hashing``: ``n_features`` buckets of scikit-learn's HashingVectorizer
+    (``alternate_sign=False``). ``dense``: (value - ``mean``) / ``scale``. ``sparse`` and ``dense`` with ``l2``: rows
+    are scaled to unit length.
+``labels``
+    The names of the labels, in the order of the columns.
+``decide``, ``thresholds``
+    The rule of ``--decide``, and one probability per label above which a label is predicted.
+``k``
+    Where ``thresholds`` is null: the number of labels per row; null: the sum of the row's probabilities, rounded, at
+    least 1.
+
+Label trees become a folder with a program that reads them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lastlayer.runs import RunError
+from lastlayer.runs import RunError, write_atomically
+from lastlayer.runs.files import to_json
 from lastlayer.train.network_scorer import NetworkScorer
 from lastlayer.train.serve import TrainedModel, load, probabilities
 
@@ -46,15 +68,18 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
         kind: ``"onnx"``, ``"torch"``, or ``"tree"`` for label trees, which have no other form.
 
     Returns:
-        The file. Its input is ``features`` (rows, n_features) float32, as ``features.json`` of the run defines them.
-        Its outputs are ``logits`` and ``probabilities`` (rows, n_labels), in the order of ``labels.json``. The folder
-        of label trees holds their files and ``predict.py``, which describes and reads them with numpy alone.
+        The file. Its input is ``features`` (rows, n_features) float32, its outputs are ``logits`` and
+        ``probabilities`` (rows, n_labels). A file of the same name with the suffix ``.json`` says how texts become
+        features and how probabilities become label sets (see :mod:`lastlayer.train.export`). The
+        folder of label trees holds their files and ``predict.py``, which describes and reads them with numpy alone.
     """
     from lastlayer.train.fit_network import quiet
 
     out = Path(out)
-    if out.exists():
-        raise RunError(f"{out}: already there. Choose another name.")
+    beside = out.with_suffix(".json")
+    for path in (out, beside):
+        if path.exists():
+            raise RunError(f"{path}: already there. Choose another name.")
     model = load(run)
     is_tree = not isinstance(model.scorer, NetworkScorer)
     if is_tree != (kind == "tree"):
@@ -73,7 +98,21 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
             torch.export.save(traced, out)
         else:
             _onnx(traced, example, out)
+    write_atomically(beside, to_json(description(model)))
     return out
+
+
+def description(model: TrainedModel) -> dict[str, Any]:
+    """Return what the JSON file beside the graph holds."""
+    level = None if model.decision is None else model.decision.per_label(len(model.labels))
+    expected = model.fixed_k if model.calibration is not None else None
+    return {
+        "features": model.features.described(),
+        "labels": list(model.labels),
+        "decide": "top_k" if model.decision is None else model.decision.rule,
+        "thresholds": None if level is None else level.tolist(),
+        "k": expected,
+    }
 
 
 def _tree(run: Path, out: Path) -> Path:

@@ -142,6 +142,14 @@ class FeatureMap:
     def to(self, device: Any) -> None:
         """Move to a device; nothing here computes on one."""
 
+    def described(self) -> dict[str, Any]:
+        """Return the state with all that another program needs: the range of n-grams and the pattern of words."""
+        if not self.is_text:
+            return self.state
+        analyzer, low, high = _settings(self.state)
+        words = {"token_pattern": _pattern(self.state)} if analyzer == "word" else {}
+        return {**self.state, "analyzer": analyzer, "ngrams": [low, high], **words}
+
     def unknown_rows(self, x: Any) -> int:
         """Return how many of the mapped texts have no word that the map knows."""
         return int((np.diff(x.indptr) == 0).sum()) if self.is_text else 0
@@ -269,10 +277,15 @@ def _vectorizer(state: dict[str, Any], **options: Any) -> Any:
     return CountVectorizer(dtype=np.float32, **options)
 
 
+def _pattern(state: dict[str, Any]) -> str:
+    """Return the regular expression of words; that of scikit-learn for runs of version 0.1."""
+    return _word_pattern() if state.get("marks") else r"(?u)\b\w\w+\b"
+
+
 def _analyzer(state: dict[str, Any]) -> Callable[[str], list[str]]:
     """Return the function from a text to its words or sequences, which is that of scikit-learn's vectorisers."""
     analyzer, low, high = _settings(state)
-    find = re.compile(_word_pattern() if state.get("marks") else r"(?u)\b\w\w+\b").findall
+    find = re.compile(_pattern(state)).findall
 
     def words(text: str) -> list[str]:
         tokens: list[str] = find(text.lower())

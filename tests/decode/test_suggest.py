@@ -41,7 +41,7 @@ def test_is_the_sorted_list_of_all_posteriors(monkeypatch, n, ties):
     plain = []
     for chunk in data.chunks():
         q = context.logits(chunk).sigmoid()
-        keys = _keys(chunk, context, common.expand(N), share, 0.02, "both")
+        keys = _keys(context.logits(chunk), chunk.label, chunk.known, common.expand(N), share, 0.02, "both")
         for i, c in torch.cartesian_prod(torch.arange(len(q)), torch.arange(N)).tolist():
             row, rho = chunk.start + i, float(common)
             if target[row, c] < 0:
@@ -106,6 +106,27 @@ def test_every_form_of_scores_and_target_gives_the_same():
     score, index = p.sort(descending=True)
     listed = suggest_labels(score, written, n=50, indices=index, n_classes=N)
     assert list(listed) == expected
+
+
+def test_listed_scores_cost_less_and_say_the_same():
+    """The pass over listed and written labels has the log-odds of the pass over all labels."""
+    from lastlayer.decode._listed import entries
+
+    p, _, written = planted()
+    score, index = p.topk(3)
+    index[::7, 2], score[::7, 2] = -1, 0
+    data = _read("x", score, label_lists(lists(written)), index, N)
+    context, _, _ = _context.fit(data)
+    dense = torch.cat([context.logits(chunk) for chunk in data.chunks()])
+    listed = torch.zeros(len(p), N + 1, dtype=torch.bool).scatter(1, index % (N + 1), True)[:, :N]
+    seen = torch.zeros_like(written)
+    for some in entries(data, context):
+        torch.testing.assert_close(some.logit, dense[some.row, some.label], rtol=1e-4, atol=1e-4)
+        assert torch.equal(some.written, written[some.row, some.label])
+        seen[some.row, some.label] = True
+    assert torch.equal(seen, listed | written)
+    found = suggest_labels(score, label_lists(lists(written)), indices=index, n_classes=N, n=200)
+    assert bool((listed | written)[found.row, found.label].all())
 
 
 def test_finds_what_was_hidden_and_what_was_planted():
