@@ -77,7 +77,7 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
 
     out = Path(out)
     beside = out.with_suffix(".json")
-    for path in (out, beside):
+    for path in (out,) if kind == "tree" else (out, beside):
         if path.exists():
             raise RunError(f"{path}: already there. Choose another name.")
     model = load(run)
