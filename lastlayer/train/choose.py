@@ -1,8 +1,9 @@
 """Fit the candidates of a linear model and choose one on rows that they were not fitted to.
 
-The candidates are the exact solver's losses, each for a few C, and coupled losses by minibatches. With many rows the
-latter start from the exact solution of the binary loss: a few passes then do what takes twenty from 0. Where validation
-rows are few, all rows are scored out of fold instead. A candidate that is clearly worse than the best (by two standard
+The candidates are the exact solver's losses, each for a few C, and coupled losses by minibatches. With many rows and
+complete labels the latter start from the exact solution of the binary loss: a few passes then do what takes twenty from
+0. Where labels are missing that solution is a bad start, since it takes silence for an answer. Where validation rows
+are few, all rows are scored out of fold instead. A candidate that is clearly worse than the best (by two standard
 errors) after some folds is not fitted to the others. With few rows an LML loss that is left at the end is taken: its
 order of the labels of new rows was the best on most sets of that size, which says more than a difference that the rows
 cannot tell from chance.
@@ -38,8 +39,9 @@ TRIED = 20_000  # rows that the candidates are fitted to for the choice; drawn, 
 PATHS = {"squared_hinge": (0.1, 0.3, 1.0), "binary": (1.0, 3.0, 10.0)}  # the C that are tried, for rows of length 1
 FURTHER = 3  # steps by which a path may grow where its end is best
 PASSES = (5, 25)  # over the rows by minibatches, from the exact solution: of many rows, and at most
-FEW = 1000  # rows below which there are ten folds, minibatches start from 0, and LML is taken if it may be the best
-LONG = 50  # passes by minibatches from 0, at most
+FEW = 1000  # rows below which there are ten folds, and LML is taken if it may be the best
+MANY = 10_000  # rows from which on minibatches start from the exact solution
+LONG = (8, 50)  # passes by minibatches from 0: of many rows, and at most
 WORSE = 2.0  # standard errors by which a candidate must be worse to be left out
 
 
@@ -199,7 +201,7 @@ class _Race:
         """Fit the coupled losses, from the exact solution of the binary loss."""
         if first:
             best = max((c for c in self.scores if c.loss == "binary"), key=self.value)
-            start = 0.0 if len(self.pool.labels) < FEW else best.C
+            start = 0.0 if len(self.pool.labels) < MANY or self.config.labels == "incomplete" else best.C
             names = [("lml", False)] + ([("lml", True)] if self.config.labels == "incomplete" else [])
             names += [("two_way", False)] if labels.weights is None else []
             wanted = [Candidate(name, start, thinned) for name, thinned in names]
@@ -319,7 +321,7 @@ def fit_coupled(
     if not candidate.thinned:
         resolved = replace(resolved, observed=0.0)
     if start is None:
-        passes = int(np.clip(round(4 * 400 / np.sqrt(max(len(labels), 1))), 1, LONG))
+        passes = int(np.clip(round(1600 / np.sqrt(max(len(labels), 1))), *LONG))
     else:
         network.load_state_dict(start.state_dict())
         passes = passes_over(len(labels))
