@@ -177,6 +177,16 @@ def gate(page: dict[str, Any], look: Look) -> Figure:
     return figure
 
 
+def encoders(page: dict[str, Any], look: Look) -> Figure:
+    figure, (axes,) = look.panels(1, (7, 2.2), (4.2, 2.4))
+    found = page["found"]
+    bars = axes.barh(list(found), list(found.values()), color=[look.grey, look.orange, look.blue], height=0.6)
+    axes.bar_label(bars, [f"{value:.2f}" for value in found.values()], padding=4)
+    axes.set(xlim=(0, 1.12), xlabel="recall at 3 of unseen texts")
+    axes.invert_yaxis()
+    return figure
+
+
 def million(page: dict[str, Any], look: Look) -> Figure:
     from lastlayer.capacity import Problem, plan
 
@@ -199,6 +209,7 @@ GUIDES: dict[str, Callable[[dict[str, Any], Look], Figure]] = {
     "images": images,
     "relations": relations,
     "gate": gate,
+    "encoders": encoders,
     "million": million,
 }
 

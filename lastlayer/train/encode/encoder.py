@@ -47,9 +47,9 @@ class Encoder(nn.Module):
         self.width = width
 
     def rows(self, data: LabelData) -> Any:
-        """Return the rows in a form that can be indexed: an array, or :class:`Tokens` or :class:`Pictures`.
+        """Return the rows in a form that can be indexed: an array, or an object of your own.
 
-        A form of your own needs ``shape[0]``, ``x[rows]`` for a slice or an array of row numbers, and
+        Such an object needs ``shape[0]``, ``x[rows]`` for a slice or an array of row numbers, and
         ``inputs(rows)``, which returns what `forward` takes: a tensor, or a dictionary of tensors.
         """
         if data.features is None:
