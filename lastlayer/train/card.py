@@ -56,6 +56,9 @@ def _first(run: RunFolder, about: dict[str, Any]) -> str:
     config, made = run.config(), run.read_optional("environment.json")
     hidden = config.get("hidden") or []
     kind = f"a network with hidden layers of {', '.join(map(str, hidden))}" if hidden else "a linear model"
+    if config.get("encoder"):
+        how = "frozen encoder" if config.get("freeze") else "encoder that was trained with the labels,"
+        kind += f" on a {how} ({text(Path(str(config['encoder'])).name)})"
     resolved = about["resolved"]
     return (
         f"It predicts sets of {resolved['n_labels']} labels by {kind} of {resolved.get('n_features', '?')} features, "
@@ -68,6 +71,8 @@ def _use(run: RunFolder, about: dict[str, Any], model: TrainedModel | None) -> l
     what = "texts" if model is not None and model.features.is_text else "rows of features"
     if model is None:
         what = "rows"
+    elif model.config.images:
+        what = "images"
     names = run.labels()
     shown = ", ".join(text(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
     return [

@@ -43,7 +43,7 @@ _BOUNDS = {
     "batch_size": (1, 1 << 24), "warmup": (0, 1), "clip_norm": (0, math.inf), "devices": (1, 4096),
     "seed": (0, 2**31 - 1), "patience": (0, math.inf), "valid_fraction": (0, 0.9), "test_fraction": (0, 0.9),
     "keep": (0, 1), "bootstrap": (0, 100_000), "max_parameters": (1, math.inf),
-    "max_length": (1, 1 << 20), "layer_decay": (0.001, 1), "head_rate": (0.001, 100_000), "accumulate": (1, 1 << 20),
+    "max_length": (4, 1 << 20), "layer_decay": (0.001, 1), "head_rate": (0.001, 100_000), "accumulate": (1, 1 << 20),
 }  # fmt: skip
 
 
@@ -262,7 +262,12 @@ class Config:
         """
         if self.loss != "auto" and LOSSES[self.loss].exact == "only":
             return self
-        linear = sparse and not self.hidden and not (self.loss != "auto" and LOSSES[self.loss].scale_falls)
+        linear = (
+            sparse
+            and not self.hidden
+            and not self.encoder
+            and not (self.loss != "auto" and LOSSES[self.loss].scale_falls)
+        )
         optimizer = self.optimizer if self.optimizer != "auto" else "sgd" if linear else "adamw"
         rate, decay = ("10.0", "1e-05") if optimizer == "sgd" else ("0.005" if self.hidden else "0.05", "0.01")
         if self.trains_encoder():

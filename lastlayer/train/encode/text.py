@@ -97,11 +97,16 @@ class TextEncoder(Encoder):
         super().__init__(int(width))
         self.model, self.tokenizer, self.pooling, self.about = model, tokenizer, pooling, about or {}
         self.max_length = max_length
+        if model.config.is_encoder_decoder:  # the decoder stays as it is, since nothing passes through it
+            model.requires_grad_(False)
+            model.get_encoder().requires_grad_(True)
 
     @classmethod
     def open(cls, folder: Path, config: Config, *, scratch: bool = False) -> TextEncoder:
         """Open the model and the tokenizer of a folder."""
         model = open_model(folder, scratch)
+        if model.main_input_name == "pixel_values":
+            raise ConfigError(f"{folder}: holds an image model. Name the column of image files (--images COLUMN).")
         tokenizer = _tokenizer(folder)
         held = model.get_input_embeddings()
         if held is not None and len(tokenizer) > len(held.weight):

@@ -107,6 +107,33 @@ def test_accumulated_gradients_are_those_of_the_larger_batch(rows, bert, tmp_pat
         torch.testing.assert_close(found[1][name], expected, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "roberta"])
+def test_other_text_models_are_encoders_too(kind, bert, tmp_path):
+    import transformers
+
+    small = {"vocab_size": 60, "num_layers": 1, "num_heads": 2}
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=60, n_embd=8, n_layer=1, n_head=2, n_positions=16),
+        "t5": lambda: transformers.T5Config(d_model=8, d_kv=4, d_ff=8, **small),
+        "roberta": lambda: transformers.RobertaConfig(
+            vocab_size=60, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+            max_position_embeddings=18,
+        ),
+    }[kind]()  # fmt: skip
+    shutil.copytree(bert, tmp_path, dirs_exist_ok=True)
+    config.save_pretrained(tmp_path)
+    rows = LabelData.from_lists([["x"]] * 3, texts=["word1 word2 noise3 " * 9, "word4", ""])
+    for pooling in ("mean", "first", "last"):
+        made = open_encoder(Config(encoder=str(tmp_path), scratch=True, pooling=pooling)).eval()
+        assert made.max_length <= (64 if kind == "t5" else 16)
+        x = made.rows(rows)
+        together = encode(made, x)
+        alone = torch.cat([encode(made, x[i : i + 1]) for i in range(3)])
+        torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)  # padding has no effect
+    made(x.inputs(np.arange(3))).sum().backward()
+    assert all(p.grad is not None for p in made.parameters() if p.requires_grad)
+
+
 def test_rates_fall_from_layer_to_layer(bert):
     from lastlayer.train.encode.network import EncodedNetwork
 
@@ -358,7 +385,8 @@ def test_damaged_and_missing_images_are_named_by_row_or_left_out(vit, tmp_path, 
     assert "row 7: " in capsys.readouterr().err
     assert main(["predict", str(tmp_path / "run"), str(table), "--on-error", "skip"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 38
-    assert main([*command[:3], str(vit), "--out", str(tmp_path / "texts")]) == 2  # not an image model without --images
+    assert main([*command[:4], "--out", str(tmp_path / "texts")]) == 2
+    assert "holds an image model. Name the column" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
