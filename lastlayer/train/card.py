@@ -56,13 +56,14 @@ def _first(run: RunFolder, about: dict[str, Any]) -> str:
     config, made = run.config(), run.read_optional("environment.json")
     hidden = config.get("hidden") or []
     kind = f"a network with hidden layers of {', '.join(map(str, hidden))}" if hidden else "a linear model"
+    made_by = ""
     if config.get("encoder"):
-        how = "frozen encoder" if config.get("freeze") else "encoder that was trained with the labels,"
-        kind += f" on a {how} ({text(Path(str(config['encoder'])).name)})"
+        how = "which is frozen" if config.get("freeze") else "which was trained with the labels"
+        made_by = f" from the encoder {text(Path(str(config['encoder'])).name)}, {how}"
     resolved = about["resolved"]
     return (
-        f"It predicts sets of {resolved['n_labels']} labels by {kind} of {resolved.get('n_features', '?')} features, "
-        f"trained with the loss {text(resolved['loss'])} by lastlayer {made.get('lastlayer', '?')} (torch "
+        f"It predicts sets of {resolved['n_labels']} labels by {kind} of {resolved.get('n_features', '?')} features"
+        f"{made_by}, trained with the loss {text(resolved['loss'])} by lastlayer {made.get('lastlayer', '?')} (torch "
         f"{made.get('torch', '?')}), started {made.get('started', '?')}."
     )
 

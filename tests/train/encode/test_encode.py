@@ -57,6 +57,9 @@ def test_a_text_model_is_trained_and_loaded_without_the_folder_it_came_from(tune
     stored = RunFolder(copy).predictions()
     assert stored["probability"].shape[1] == 6
     assert evaluate(copy, rows)["metrics"]["ndcg@5"]["value"] > 0.9
+    assert (
+        "16 features from the encoder bert, which was trained with the labels" in (copy / "model_card.md").read_text()
+    )
 
 
 def test_the_commands_work_on_a_run_with_an_encoder(tuned, rows, tmp_path, capsys):
