@@ -69,10 +69,16 @@ def bootstrap(
         index = torch.randint(rows, (rows,), generator=generator, device=device)
         draws.append(torch.as_tensor(metric(*(t[index.to(t.device)] for t in tensors))))
     dtype = _check.work_dtype(value) if value.is_floating_point() else torch.float32
-    drawn = torch.stack(draws).to(dtype)
-    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=dtype, device=drawn.device)
-    low, high = torch.quantile(drawn, ends, dim=0)
-    return Interval(value, low, high)
+    drawn = torch.stack(draws).to(dtype).sort(0).values
+    return Interval(value, _quantile(drawn, (1 - level) / 2), _quantile(drawn, (1 + level) / 2))
+
+
+def _quantile(ordered: Tensor, share: float) -> Tensor:
+    """Interpolate between sorted draws; torch.quantile compares values, which some versions cannot trace."""
+    place = share * (ordered.shape[0] - 1)
+    first = min(int(place), ordered.shape[0] - 1)
+    between = torch.lerp(ordered[first], ordered[min(first + 1, ordered.shape[0] - 1)], place - first)
+    return torch.where(ordered[-1].isnan(), torch.nan, between)  # nan is sorted last
 
 
 def _rows(op: str, tensors: tuple[Tensor, ...]) -> int:

@@ -217,7 +217,8 @@ class LabelSetModule(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Reset the sums of the metrics."""
         self._sums = {"rows": 0.0, "labelled": 0.0, "valid_loss": 0.0}
-        self._streams = _set_streams(self.network.n_labels) if self._measures_sets else {}
+        streams = _set_streams(self.network.n_labels) if self._measures_sets else {}
+        self._streams = {name: stream.to(self.device) for name, stream in streams.items()}
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add a batch to the sums of the metrics."""

@@ -10,7 +10,7 @@ import pytest
 import lastlayer as ll
 
 DOCS = Path(__file__).parents[2] / "docs"
-pytest.importorskip("sphinx")
+pytest.importorskip("sphinx.application")
 sys.path.insert(0, str(DOCS / "_ext"))
 import reference  # noqa: E402
 

@@ -14,6 +14,7 @@ from fuzz.rows import Case
 from lastlayer import _native, _triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
 SLACK = 24  # roundings allowed in a point x + nu, of 1 + |x + nu| each
 
 Found = dict[str, Tensor]
@@ -39,11 +40,16 @@ class Op(NamedTuple):
 def implementations() -> tuple[str, ...]:
     """The implementations that this machine has."""
     found = ["torch"]
-    if not _native.unavailable(torch.device("cpu")):
+    if not _native.unavailable(CPU):
         found.append("native")
     if not _triton.unavailable(DEVICE):
         found.append("triton")
     return tuple(found)
+
+
+def device_of(impl: str) -> torch.device:
+    """The device on which an implementation is tried."""
+    return CPU if impl == "native" else DEVICE
 
 
 def takes(op: Op, case: Case, impl: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 import lastlayer as ll
 import lastlayer.loss as lo
 from fuzz import reference
-from fuzz.checks import DEVICE, SLACK, Accuracy, Expected, Found, Op, graded
+from fuzz.checks import DEVICE, SLACK, Accuracy, Expected, Found, Op, device_of, graded
 from fuzz.rows import Case
 
 
@@ -31,16 +31,17 @@ def lists(case: Case) -> Tensor:
 
 def run_lml_loss(case: Case, impl: str) -> Found:
     assert case.target is not None
+    device = device_of(impl)
     target = case.target if case.layout == "plain" else lists(case)
-    k: Any = float(case.k[0]) if case.one_k else case.k.to(DEVICE)
-    x = case.logits.detach().to(DEVICE).requires_grad_()
-    mask = None if case.mask is None else case.mask.to(DEVICE)
+    k: Any = float(case.k[0]) if case.one_k else case.k.to(device)
+    x = case.logits.detach().to(device).requires_grad_()
+    mask = None if case.mask is None else case.mask.to(device)
     options = {"observed": case.observed, "temperature": case.temperature, "mask": mask, "impl": impl}
-    loss = ll.lml_loss(x, target.to(DEVICE), k, reduction="none", **options)
+    loss = ll.lml_loss(x, target.to(device), k, reduction="none", **options)
     (grad,) = torch.autograd.grad(loss.sum(), x)
     found = {"value": loss, "gradient": grad}
     if len(loss) and bool(loss.isfinite().all()):
-        total = ll.lml_loss(x, target.to(DEVICE), k, reduction="sum", **options)
+        total = ll.lml_loss(x, target.to(device), k, reduction="sum", **options)
         (found["gradient of the sum"],) = torch.autograd.grad(total, x)
     else:
         found["gradient of the sum"] = grad

@@ -12,14 +12,14 @@ from torch import Tensor
 
 import lastlayer as ll
 from fuzz import reference
-from fuzz.checks import DEVICE, SLACK, Accuracy, Expected, Found, Op, graded, sums, upstream
+from fuzz.checks import DEVICE, SLACK, Accuracy, Expected, Found, Op, device_of, graded, sums, upstream
 from fuzz.rows import Case
 
 
-def presented(case: Case) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
+def presented(case: Case, device: torch.device) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
     """Return the logits in the layout of the case, options, and the way back to rows."""
-    x, mask = case.logits.to(DEVICE), None if case.mask is None else case.mask.to(DEVICE)
-    k: Any = float(case.k[0]) if case.one_k else case.k.to(DEVICE)
+    x, mask = case.logits.to(device), None if case.mask is None else case.mask.to(device)
+    k: Any = float(case.k[0]) if case.one_k else case.k.to(device)
     options: dict[str, Any] = {"k": k, "temperature": case.temperature}
     back: Callable[[Tensor], Tensor] = lambda out: out  # noqa: E731
     rows, n = x.shape
@@ -42,7 +42,7 @@ def presented(case: Case) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Te
 
 def projection(function: Callable[..., Tensor], gradients: bool = True) -> Callable[[Case, str], Found]:
     def run(case: Case, impl: str) -> Found:
-        x, options, back = presented(case)
+        x, options, back = presented(case, device_of(impl))
         x = x.detach().requires_grad_()
         out = function(x, impl=impl, **options)
         value = back(out)
@@ -57,7 +57,7 @@ def projection(function: Callable[..., Tensor], gradients: bool = True) -> Calla
 
 
 def run_threshold(case: Case, impl: str) -> Found:
-    x, options, back = presented(case)
+    x, options, back = presented(case, device_of(impl))
     x = x.detach().requires_grad_()
     nu = ll.lml_threshold(x, impl=impl, **options)
     nu.sum().backward()

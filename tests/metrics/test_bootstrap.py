@@ -7,6 +7,7 @@ import torch
 from tools import DEVICE
 
 import lastlayer as ll
+from lastlayer.metrics.bootstrap import _quantile
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -90,3 +91,10 @@ def test_constant_data_and_paired_difference():
 def test_messages(arguments, options, error, text):
     with pytest.raises(error, match=text):
         ll.bootstrap(*arguments, **options)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.025, 0.5, 0.975, 1.0])
+def test_ends_are_quantiles(share):
+    drawn = torch.randn(37, 3, dtype=torch.float64).sort(0).values
+    drawn[-1, 2] = torch.nan
+    torch.testing.assert_close(_quantile(drawn, share), torch.quantile(drawn, share, dim=0), equal_nan=True)

@@ -216,4 +216,4 @@ def test_a_decoder_and_its_metric_agree_with_metrics_at_k():
 )
 def test_messages(call, error, text):
     with pytest.raises(error, match=text):
-        call(*data())
+        call(*(t.cpu() for t in data()))  # on a GPU indices are not read, which would wait for it
