@@ -1,4 +1,4 @@
-"""The benchmark: one table of cases, each a time and a ratio to what torch takes for its like, in the same run.
+"""The benchmark: a table of cases, each with its time and its ratio to the time of the matching torch operation.
 
 ``python -m benchmarks.run [--rows PATTERN] [--json FILE] [--device cpu|cuda] [--original PATH]``
 """
@@ -337,7 +337,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     parser.add_argument("--original", metavar="PATH", help="a checkout of github.com/locuslab/lml to time as well")
-    parser.add_argument("--repeats", type=int, default=10, help="measurements a case (default: 10)")
+    parser.add_argument("--repeats", type=int, default=10, help="measurements per case (default: 10)")
     return parser.parse_args(argv)
 
 

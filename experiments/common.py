@@ -37,7 +37,7 @@ def parser(description: str | None, out: Path) -> argparse.ArgumentParser:
 class Results:
     """Rows of settings and numbers in a JSON file, written whole after each row, with the seconds of each device.
 
-    Where all rows have the same names the file has them once, as its columns, and a list of values a row.
+    Where all rows have the same names the file has them once, as its columns, and one list of values per row.
     """
 
     def __init__(self, path: Path) -> None:

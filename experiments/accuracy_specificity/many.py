@@ -148,7 +148,7 @@ class Words(nn.Module):
 
 
 def fitted(data: Set, seed: int, epochs: int) -> tuple[nn.Module, ll.PrototypeHead]:
-    """Features of 64 numbers and two prototypes a label, trained together."""
+    """Features of 64 numbers and two prototypes per label, trained together."""
     torch.manual_seed(seed)
     x, y = data.train
     vectors = isinstance(x, Tensor)

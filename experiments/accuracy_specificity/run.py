@@ -1,6 +1,6 @@
 """Accuracy against specificity on label trees (chapter 5 of Liao's thesis, 2021).
 
-    python -m experiments.accuracy_specificity.run --data CIFAR --parts train    # writes a file of scores a network
+    python -m experiments.accuracy_specificity.run --data CIFAR --parts train    # writes one file of scores per network
     python -m experiments.accuracy_specificity.run --labels FOLDER --parts curves sets
 
 Networks with a layer of prototypes, with a linear layer, and with a linear layer and a quadratic loss are trained on

@@ -209,7 +209,7 @@ def draw(rows: Sequence[common.Row], folder: Path) -> None:
                     axes.loglog(ks, ms, style, marker=".", color=colours[name], label=name)
                 axes.set_title(f"{which}, n = {n}", fontsize=10)
                 axes.spines[["top", "right"]].set_visible(False)
-            line[0].set_ylabel("ms a batch of 256")
+            line[0].set_ylabel("ms per batch of 256")
         for axes in panels[-1]:
             axes.set_xlabel("k")
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=9)
@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--threads", type=int, default=1, help="threads of the CPU (default: 1, as the paper's script)")
     parser.add_argument(
-        "--effort", type=int, default=10, help="measurements a function; on a CPU each takes 4 ms or a call"
+        "--effort", type=int, default=10, help="measurements per function; on a CPU each takes 4 ms, or one call"
     )
     parser.add_argument("--k", nargs="+", type=int, default=list(KS))
     arguments = parser.parse_args(argv)
