@@ -9,7 +9,8 @@ become label sets without lastlayer: ``{"format": 1, "features", "labels", "deci
     expression ``token_pattern``, which is applied to the text in lower case. A feature is (1 + log count) x idf, and
     rows have unit length. ``hashing``: ``n_features`` buckets of scikit-learn's HashingVectorizer
     (``alternate_sign=False``). ``dense``: (value - ``mean``) / ``scale``. ``sparse`` and ``dense`` with ``l2``: rows
-    are scaled to unit length.
+    are scaled to unit length. ``frozen``: the features of ``encoder``, with its ``folder`` and ``pooling``, then scaled
+    as ``scaled`` says.
 ``labels``
     The names of the labels, in the order of the columns.
 ``decide``, ``thresholds``

@@ -205,7 +205,7 @@ def transformers_image(folder: Path, config: Config, *, scratch: bool = False) -
 
     def keep(to: Path) -> None:
         with quiet():
-            model.save_pretrained(to, safe_serialization=True)
+            model.save_pretrained(to)
         if kept is not None:
             write_atomically(to / recipe.name, kept)
 

@@ -84,6 +84,10 @@ class FrozenFeatures(FeatureMap):
         """Return the scaled features."""
         return self.scaled.transform(features_of(self.opened(), data, self.config, self.cache))
 
+    def described(self) -> dict[str, Any]:
+        """Return the state: what identifies the encoder, and the scales of its features."""
+        return self.state
+
     def transform(self, x: Any) -> Any:
         """Scale features of the encoder."""
         return self.scaled.transform(x)

@@ -93,6 +93,9 @@ def check(folder: Path, scratch: bool = False) -> dict[str, Any]:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
         found = f"only {pickled[0]}, which may run code when it is opened" if pickled else "no weights"
         raise ConfigError(f"{folder}: must hold weights as safetensors, holds {found}. Convert it, or use --scratch.")
+    listed = (_json(folder / "model.safetensors.index.json") or {}).get("weight_map") or {}
+    if other := sorted(str(name) for name in dict(listed).values() if not str(name).endswith(".safetensors")):
+        raise ConfigError(f"{folder}/model.safetensors.index.json: must name safetensors alone, got {other[0]!r}.")
     return about
 
 

@@ -169,7 +169,7 @@ class TextEncoder(Encoder):
     def save(self, folder: Path) -> None:
         """Write model and tokenizer as transformers does."""
         with quiet():
-            self.model.save_pretrained(folder, safe_serialization=True)
+            self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
 

@@ -18,6 +18,7 @@ from lastlayer.runs import RunFolder
 from lastlayer.train import Config, ConfigError, evaluate, train
 from lastlayer.train.encode import Encoder, frozen, open_encoder, source
 from lastlayer.train.encode.encoder import by_depth, encode
+from lastlayer.train.export import description
 
 pytest.importorskip("transformers")
 QUICK = {"epochs": 3, "batch_size": 32, "bootstrap": 0, "lr": 0.002, "accelerator": "cpu"}
@@ -178,6 +179,7 @@ def test_frozen_features_are_computed_once(rows, bert, tmp_path, monkeypatch):
     model = ll.load(run.path)
     expected = encode(open_encoder(config), open_encoder(config).rows(rows)).numpy()
     np.testing.assert_allclose(model.matrix(rows), model.features.transform(expected), atol=1e-5)
+    assert description(model)["features"]["scaled"]["kind"] == "dense"  # what an export says about features
     shutil.copytree(bert, tmp_path / "moved")
     state = run.read_json("features.json")
     state["encoder"]["folder"] = str(tmp_path / "gone")
@@ -215,6 +217,7 @@ def test_an_encoder_that_changed_is_refused_and_nothing_is_lost(rows, bert, tmp_
 REFUSED = {
     "name without download": (lambda f: shutil.rmtree(f), "which is not there. If it is the name of a public model"),
     "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "only pytorch_model.bin, which"),
+    "pickle in the index": (lambda f: index(f), "must name safetensors alone, got 'x.bin'"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
     "remote code": (lambda f: change(f, "config.json", auto_map={"AutoModel": "x.Y"}), "asks to run code of its own"),
     "remote tokenizer": (lambda f: change(f, "tokenizer_config.json", auto_map={}), "asks to run code of its own"),
@@ -232,6 +235,10 @@ REFUSED = {
 def change(folder, name, **values):
     path = folder / name
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def index(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.bin"}}))
 
 
 def shrink(folder):
