@@ -105,7 +105,7 @@ import numpy as np
 
 from lastlayer.runs.files import RunError, damaged, missing, read_json, read_yaml, to_json, write_atomically
 
-FOLDERS = ("checkpoints", "csv", "tensorboard", "folds", "encoder")
+FOLDERS = ("checkpoints", "csv", "tensorboard", "wandb", "folds", "encoder")
 FILES = (
     "environment.json", "data.json", "labels.json", "features.json", "weights.safetensors", "count.safetensors",
     "calibration.safetensors", "decision.json", "choice.json", "tree.json", "tree.safetensors", "history.csv",

@@ -331,7 +331,8 @@ def accepts(name: str) -> str:
         return f"at least {low}" if high == math.inf else f"{low} to {high}"
     kind = get_type_hints(Config)[name]
     return {
-        "hidden": "whole numbers, e.g. 256,128", "at": "whole numbers, e.g. 1,3,5", "loggers": "csv, tensorboard",
+        "hidden": "whole numbers, e.g. 256,128", "at": "whole numbers, e.g. 1,3,5",
+        "loggers": "csv, tensorboard, mlflow, wandb",
         "loss_options": "name=value,name=value", "ngrams": "a length, a range, auto",
         "monitor": "auto, valid_loss, precision@K, recall@K, ndcg@K, micro_f1, macro_f1, sample_f1, hamming_loss, "
         "exact_match",
@@ -406,8 +407,8 @@ def _list(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(items, list | tuple):
         raise ConfigError(f"`{name}` must be a list, got {value!r}.")
     if kind is str:
-        if not set(items) <= {"csv", "tensorboard"}:
-            raise ConfigError(f"`{name}` must hold csv or tensorboard, got {value!r}.")
+        if not set(items) <= {"csv", "tensorboard", "mlflow", "wandb"}:
+            raise ConfigError(f"`{name}` must hold csv, tensorboard, mlflow or wandb, got {value!r}.")
         return tuple(items)
     try:
         out = tuple(int(str(v)) for v in items)

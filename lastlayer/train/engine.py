@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +27,8 @@ from lastlayer.train.explain import FILE as REASONS
 from lastlayer.train.explain import reasons
 from lastlayer.train.features import FeatureMap
 from lastlayer.train.held_out import FEWEST, HeldOut, decided, not_enough
+from lastlayer.train.loggers import check as check_loggers
+from lastlayer.train.loggers import log_whole, open_loggers
 from lastlayer.train.losses import LOSSES
 from lastlayer.train.placement import Placement, placement_of
 from lastlayer.train.resolved import Resolved
@@ -55,6 +57,7 @@ class Job:
         last: The checkpoint to resume from.
         progress: Whether to show a progress bar.
         say: Called with the line of history.csv after each epoch.
+        loggers: Lightning's loggers, which get the lines too.
     """
 
     run: RunFolder
@@ -67,6 +70,7 @@ class Job:
     last: Path | None
     progress: bool
     say: Callable[[dict[str, Any]], None]
+    loggers: list[Any] = field(default_factory=list)
 
 
 class OtherRunError(RunError):
@@ -160,6 +164,7 @@ def train(
         encoder = open_encoder(config)  # before the folder is claimed: it may not be there
     placement = placement_of(shard_classes, data_parallel)
     _check_devices(config)
+    check_loggers(config)
     placement.check(config)
     read = {name: data.fingerprint() for name, data in parts.items()}
     run, parts = placement.run_folder(out), prepare(parts, config)
@@ -173,13 +178,14 @@ def train(
     _check_choices(kind, parts, config)
     about = {**_about(parts, config, resolved), "read": read}
     placement.compare(about)
+    loggers = open_loggers(config, run) if config.loggers and placement.writes else []
     with ExitStack() as stack:
         last = placement.once(lambda: _enter(run, config, about, resume, overwrite, command, placement, stack))
         features = _features(parts["train"], config, run, encoder)
         placement.place(parts["train"].n_labels)
         _describe(run, config, features, parts["train"], about)
         inputs = {name: features(data) for name, data in parts.items()}
-        job = Job(run, config, resolved, features, parts, inputs, placement, last, progress, say)
+        job = Job(run, config, resolved, features, parts, inputs, placement, last, progress, say, loggers)
         fitted = importlib.import_module(TRAINERS[kind]).fit(job)
         if fitted is not None:
             if fitted.resolved is not None:
@@ -195,6 +201,7 @@ def train(
             model.calibration, model.decision = _decided(job, model, fitted)
             _finish(job, model, fitted)
             run.write_json("done.json", {"seconds": round(time.perf_counter() - begun, 2)})
+            log_whole(loggers, config, run, curves=kind != "network")  # the run is safe if a server is away
         placement.once(lambda: None)  # the folder is whole on return, in every process
     return run
 

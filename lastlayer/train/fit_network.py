@@ -21,6 +21,7 @@ from lastlayer.train.checkpoint_io import SafeCheckpointIO
 from lastlayer.train.config import Config, ConfigError
 from lastlayer.train.engine import Fitted, Job
 from lastlayer.train.features import FeatureMap
+from lastlayer.train.loggers import log_line
 from lastlayer.train.module import LabelSetData, LabelSetModule, TrainingError, not_finite
 from lastlayer.train.network_scorer import build, scorer_of
 from lastlayer.train.placement import Placement
@@ -36,13 +37,13 @@ def fit(job: Job) -> Fitted | None:
         inputs["train"], parts["train"], inputs.get("valid"), parts.get("valid"),
         batch_size=config.batch_size, seed=config.seed, share=job.placement.share,
     )  # fmt: skip
-    history = History(run, job.say)
+    history, module.to_loggers = History(run, job.say), False  # the history logs whole lines
     with quiet():
         fitter = trainer(
             config,
             progress=job.progress,
             callbacks=[*_callbacks(config, resolved, run, history, job.progress), *options.pop("callbacks", [])],
-            logger=_loggers(config, run) if job.placement.writes else False,
+            logger=job.loggers or False,
             default_root_dir=str(run.path),
             **options,
         )
@@ -112,7 +113,7 @@ class History(Callback):
         line["seconds"] = round(time.perf_counter() - self.started, 4)
         self.rows.append(line)
         for logger in trainer.loggers:
-            logger.log_metrics({k: v for k, v in line.items() if k != "epoch"}, step=trainer.global_step)
+            log_line(logger, line, trainer.global_step)
         if self.run is not None and trainer.is_global_zero:
             self.run.write_history(self.rows)
             self.say(line)
@@ -190,19 +191,6 @@ def _callbacks(config: Config, resolved: Resolved, run: RunFolder, history: Hist
         )
     out.append(ModelCheckpoint(**common, filename="last", monitor=None, save_top_k=1))
     return out
-
-
-def _loggers(config: Config, run: RunFolder) -> Any:
-    out: list[Any] = []
-    if "csv" in config.loggers:
-        from pytorch_lightning.loggers import CSVLogger
-
-        out.append(CSVLogger(run.path, name="csv", version=""))
-    if "tensorboard" in config.loggers:
-        from pytorch_lightning.loggers import TensorBoardLogger
-
-        out.append(TensorBoardLogger(run.path, name="tensorboard", version=""))
-    return out or False
 
 
 def _take_best(

@@ -124,6 +124,7 @@ class LabelSetModule(pl.LightningModule):
         if facts.k != "none":
             self.arguments = (max(round(resolved.k), 1) if facts.k == "whole" else resolved.k,)
         self.optimizer_state: dict[str, Any] | None = None
+        self.to_loggers = True  # whether loggers get the validation metrics from here
         self._sums: dict[str, float] = {}
         self._streams: dict[str, Any] = {}
         self._measures_sets = self.placement.shard is None and resolved.monitor in SET_METRICS
@@ -248,7 +249,7 @@ class LabelSetModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Pass the metrics to callbacks and loggers."""
         if not self.trainer.sanity_checking:
-            self.log_dict(self.validation_metrics(), prog_bar=True, logger=True)
+            self.log_dict(self.validation_metrics(), prog_bar=True, logger=self.to_loggers)
 
     def configure_gradient_clipping(
         self,

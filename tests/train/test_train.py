@@ -216,7 +216,7 @@ def test_too_large_a_network_is_refused(tmp_path):
      ({"k": "many"}, "`k` must be a positive number or auto or predicted"), ({"observed": 1}, "`observed` must be"),
      ({"single_positive": "perhaps"}, "must be true or false"), ({"loss_options": "a"}, "name=value"),
      ({"loss": "lml", "loss_options": {"observed": 0.5}}, "must be among"), ({"labels": 3}, "`labels` must be a word"),
-     ({"valid_fraction": 0.6, "test_fraction": 0.6}, "less than 1"), ({"loggers": "wandb"}, "csv or tensorboard"),
+     ({"valid_fraction": 0.6, "test_fraction": 0.6}, "less than 1"), ({"loggers": "comet"}, "mlflow or wandb"),
      ({"seed": True}, "`seed` must be a number"), ({"at": []}, "positive numbers"), ({"lr": float("nan")}, "number"),
      ({"weight_decay": -1}, "`weight_decay` must be a number of at least 0"),
      ({"C": 0}, "`C` must be a positive number or auto, got 0"), ({"decide": "f1"}, "`decide` must be auto, micro_f1"),
