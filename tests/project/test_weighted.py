@@ -81,6 +81,32 @@ def test_is_the_optimum():
         torch.testing.assert_close(y, torch.tensor(v.value), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["weight", "bounds", "both", "at most", "groups"])
+def test_cvxpy_finds_the_same_answer(kind):
+    cp = pytest.importorskip("cvxpy")
+    x, n = draw(5, seed=3, scale=2), 5
+    weight = uniform(n, seed=1) * 3 - 1 if kind in ("weight", "both") else torch.ones(n, dtype=DOUBLE)
+    wide = kind in ("bounds", "both")
+    lower = 0.3 * uniform(n, seed=2) if wide else torch.zeros(n, dtype=DOUBLE)
+    upper = 0.6 + uniform(n, seed=4) if wide else torch.ones(n, dtype=DOUBLE)
+    low, high = ends(weight, lower, upper)
+    k = 1.2 if kind in ("at most", "groups") else float(0.6 * low + 0.4 * high)
+    y, group = cp.Variable(n), torch.tensor([0, 0, 1, 1, 1])
+    entropy = cp.sum(cp.entr(y - lower.numpy()) + cp.entr(upper.numpy() - y))
+    total = weight.numpy() @ y
+    limits = [total <= k] if kind == "at most" else [total == k]
+    if kind == "groups":
+        limits += [cp.sum(y[:2]) <= 0.7, cp.sum(y[2:]) <= 0.7]
+    cp.Problem(cp.Minimize(-x.numpy() @ y - entropy), limits).solve(
+        solver="CLARABEL", tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12
+    )
+    function = ll.lml_at_most if kind == "at most" else ll.lml
+    options = {"weight": weight, "lower": lower, "upper": upper}
+    if kind == "groups":
+        options = {"groups": group, "group_limit": 0.7}
+    torch.testing.assert_close(function(x, k, **options), torch.as_tensor(y.value), atol=1e-5, rtol=0)
+
+
 def test_derivatives():
     x, weight = draw(3, 4).requires_grad_(), draw(3, 4, seed=1).requires_grad_()
     lower, upper = (0.3 * uniform(3, 4, seed=2)).requires_grad_(), (0.6 + uniform(3, 4, seed=3)).requires_grad_()
