@@ -25,7 +25,7 @@ Reduction = Literal["none", "mean", "sum"]
 
 _INDEX = (torch.int64, torch.int32)  # dtypes of class indices
 _HOT = (torch.bool, torch.int8, torch.uint8)  # dtypes of multi-hot targets, beside the floating-point ones
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def logits(op: str, value: Any, name: str = "logits") -> Tensor:
@@ -34,7 +34,7 @@ def logits(op: str, value: Any, name: str = "logits") -> Tensor:
         raise TypeError(f"{op}: `{name}` must be a tensor, got {type(value).__name__}. Use torch.as_tensor.")
     if not value.is_floating_point():
         raise TypeError(f"{op}: `{name}` must be of a floating-point dtype, got {value.dtype}. Use `{name}.float()`.")
-    if value.dtype not in _FLOATS:  # float8 and the like, which torch does not promote
+    if value.dtype not in FLOATS:  # float8 and the like, which torch does not promote
         raise TypeError(f"{op}: `{name}` must be of 16, 32 or 64 bits, got {value.dtype}. Use `{name}.float()`.")
     if value.layout != torch.strided or value.is_nested:
         dense(op, name, value)
@@ -395,7 +395,7 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None,
         )
     index = value.long().unsqueeze(-1) if one_per_row else value.long()
     if shard is None and in_range:
-        below(op, "target", index, n, "classes below n_classes", "Classes count from 0, and -1 pads.")
+        classes_below(op, index, n)
     if shard is not None:
         index = index - shard.start
         index = torch.where((index >= 0) & (index < n), index, -1)
@@ -411,6 +411,11 @@ def readable(x: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def classes_below(op: str, index: Tensor, n: int) -> None:
+    """Check that the classes of an index target exist, where reading them costs nothing."""
+    below(op, "target", index, n, "classes below n_classes", "Classes count from 0, and -1 pads.")
 
 
 def below(op: str, name: str, index: Tensor, n: int, rule: str, advice: str) -> None:

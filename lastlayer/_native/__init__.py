@@ -16,8 +16,9 @@ _ISA = ("baseline", "AVX2", "AVX-512")
 
 
 # ``struct call`` of `lml.c`, in native alignment: rows, n, logits, k, k_stride, mask, mask_stride, temperature, kind,
-# threads, out, center, delta, grad, grad_delta, grad_k, observed, index, m, dense, dense_type, log_mass, pull.
-CALL = struct.Struct("@qqPPqPqdiiPPPPPPdPqPiPP0P")
+# threads, out, center, delta, grad, grad_delta, grad_k, observed, index, m, dense, dense_type, log_mass, pull,
+# weight, total, mean.
+CALL = struct.Struct("@qqPPqPqdiiPPPPPPdPqPiPPPPq")
 
 
 def unavailable(device: torch.device) -> str:

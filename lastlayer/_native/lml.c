@@ -16,6 +16,7 @@ enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, 
 
 #define PART 16384       /* scores a thread takes at a time from a long row */
 #define TILE_BELOW 1024  /* rows up to here are solved several at once, in lml_tile.h */
+#define TILE_FROM 4      /* fewer rows would leave most of a vector idle */
 #define FAR 4.0          /* a nu that far from where the exponentials were taken needs new ones */
 #define SERIAL_BELOW 32768 /* scores; less is not worth a second thread */
 
@@ -57,6 +58,9 @@ struct call {
     const void *dense;
     int dense_type;
     void *log_mass, *pull;
+    void *weight; /* of each row in the reduced loss; 0 where it does not contribute */
+    void *total;  /* the reduced loss: the mean over the rows that contribute, or their sum */
+    int64_t mean;
 };
 
 /* The memory of one thread: `copy` and `e` have room for all rows that are solved at once, in whole vectors. */
@@ -272,10 +276,33 @@ static void job_part(void *job, int64_t part, int slot) {
         j->work(j->call, i, (int)(last - i < j->group ? last - i : j->group), j->spaces + slot);
 }
 
+/* Whether every class of the index lists exists; -1 pads. */
+static int classes_exist(const struct call *call) {
+    int64_t largest = -1, count = call->index ? call->rows * call->m : 0;
+    for (int64_t i = 0; i < count; i++) largest = call->index[i] > largest ? call->index[i] : largest;
+    return largest < call->n;
+}
+
+/* The loss of all rows from that of each, and with it their weights. */
+#define REDUCE_LOSS(real)                                                                                    \
+    static void reduce_loss_##real(const struct call *call) {                                                \
+        real *weight = call->weight, *loss = call->out;                                                      \
+        double sum = 0, count = 0;                                                                           \
+        for (int64_t i = 0; i < call->rows; i++)                                                             \
+            if (weight[i] > 0) sum += (double)loss[i], count += 1;                                           \
+        double over = call->mean && count > 0 ? 1 / count : 1;                                               \
+        for (int64_t i = 0; i < call->rows; i++) weight[i] = weight[i] > 0 ? (real)over : 0;                 \
+        *(real *)call->total = (real)(sum * over);                                                           \
+    }
+
+REDUCE_LOSS(float)
+REDUCE_LOSS(double)
+
 static size_t round_up(size_t bytes) { return (bytes + 127) / 64 * 64; }
 
-/* Run a call; 0, or 1 where there is no memory. */
+/* Run a call; 0, or 1 where there is no memory, or 2 where a class does not exist. */
 EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
+    if (call->total && !classes_exist(call)) return 2;
     if (call->rows == 0) return 0;
     int64_t n = call->n, threads = call->threads > POOL_MAX ? POOL_MAX : call->threads;
     if (threads < 1 || call->rows * n < SERIAL_BELOW) threads = 1;
@@ -284,7 +311,7 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
 
     size_t real = type ? 8 : 4, width = ((size_t)n + 127) / 64 * 64;
     int forward = operation == FORWARD || operation == LOSS_FORWARD, loss = operation >= LOSS_FORWARD;
-    int isa = lastlayer_isa(), tile = forward && n > 0 && n <= TILE_BELOW && !call->mask;
+    int isa = lastlayer_isa(), tile = forward && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM && !call->mask;
     int64_t group = tile ? (16 << isa) / (int64_t)real : 1;
     row_work work = works[isa][type][!tile ? operation : loss ? LOSS_FORWARD_TILE : FORWARD_TILE];
     size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up((size_t)group * width * real);
@@ -312,6 +339,7 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
     int64_t grain = (SERIAL_BELOW / 2 / (n + 1) / group + 1) * group;
     struct job job = {call, work, space, grain, group};
     pool_run(job_part, &job, (call->rows + grain - 1) / grain, split ? 1 : (int)spaces);
+    if (call->total) (type ? reduce_loss_double : reduce_loss_float)(call);
     free(memory);
     free(space);
     return 0;

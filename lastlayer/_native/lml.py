@@ -15,6 +15,7 @@ from torch import Tensor
 from lastlayer._native import CALL, library
 
 _RUN = library().lastlayer_run  # this module is imported where there is a library
+_NO_MEMORY = "lastlayer: no memory for the rows that are being worked on."
 _KINDS = {"y": 0, "log": 1, "nu": 2}
 _FORWARD, _BACKWARD, _LOSS_FORWARD, _LOSS_BACKWARD = range(4)
 _DENSE = {
@@ -57,6 +58,28 @@ def backward(
     number = _KINDS["nu" if grad_out is None else kind]
     _run(_BACKWARD, x, mask, temperature, None, number, grad_logits, center, delta, grad_out, grad_delta, grad_k)
     return grad_logits if x is logits else grad_logits.to(logits.dtype), grad_k
+
+
+def probabilities(
+    logits: Tensor, k: float, mask: Tensor | None, temperature: float, record: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return y for one `k`, and with `record` what the backward pass needs: center and delta, ``(2, rows)``."""
+    x = logits if logits.itemsize > 3 and logits.is_contiguous() else _read(logits)
+    out = torch.empty_like(x)
+    rows = x.new_empty((2, *x.shape[:-1])) if record else None
+    _run_short(_FORWARD, x, mask, temperature, k, out, rows, None)
+    return out if x is logits else out.to(logits.dtype), rows
+
+
+def probabilities_backward(
+    logits: Tensor, mask: Tensor | None, temperature: float, rows: Tensor, grad: Tensor
+) -> Tensor:
+    """Return the gradient of the logits."""
+    x = logits if logits.itemsize > 3 and logits.is_contiguous() else _read(logits)
+    grad = grad if grad.dtype == x.dtype and grad.is_contiguous() else grad.to(x.dtype).contiguous()
+    out = torch.empty_like(x)
+    _run_short(_BACKWARD, x, mask, temperature, 0.0, out, rows, grad)
+    return out if x is logits else out.to(logits.dtype)
 
 
 def loss_forward(
@@ -107,6 +130,49 @@ def loss_backward(
     return grad_logits if x is logits else grad_logits.to(logits.dtype), grad_k
 
 
+def reduced_loss(
+    logits: Tensor,
+    k: Tensor | float,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of all rows, their mean or sum, and what the backward pass needs: one tensor ``(6, rows)``.
+
+    It holds the loss, ``center``, ``delta``, ``log_mass``, ``pull`` and the weight of each row.
+    """
+    x = logits if logits.itemsize > 3 and logits.is_contiguous() else _read(logits)
+    rows = x.new_empty((6, *x.shape[:-1]))
+    total = x.new_zeros(())
+    _run_reduced(_LOSS_FORWARD, x, k, mask, temperature, observed, index, dense, rows, rows, None, None, total, mean)
+    return total, rows
+
+
+def reduced_loss_backward(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    rows: Tensor,
+    grad: Tensor,
+    with_k: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of logits and, if wanted, of k, for the one gradient of the reduced loss."""
+    x = logits if logits.itemsize > 3 and logits.is_contiguous() else _read(logits)
+    grad_logits = torch.empty_like(x)
+    grad_k = x.new_empty((*x.shape[:-1], 1)) if with_k else None
+    grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
+    _run_reduced(
+        _LOSS_BACKWARD, x, 0.0, mask, temperature, observed, index, dense, rows, grad_logits, grad, grad_k, None, False
+    )
+    return grad_logits if x is logits else grad_logits.to(logits.dtype), grad_k
+
+
 def _read(logits: Tensor) -> Tensor:
     """Return the scores in a type and an order that the library reads."""
     return (logits.float() if logits.itemsize < 4 else logits).contiguous()
@@ -139,11 +205,7 @@ def _run(
     double = dtype == torch.float64
     mask_stride = k_stride = labels = dense_type = 0
     if mask is not None:
-        shared = mask.stride(-1) == 1 and all(
-            s == 0 or d == 1 for s, d in zip(mask.stride(), mask.shape[:-1], strict=False)
-        )
-        mask = mask if shared else mask.contiguous()
-        mask_stride = 0 if shared else n
+        mask, mask_stride = _read_mask(mask, n)
     if isinstance(k, Tensor):
         k = k.to(dtype).contiguous()
         k_address, k_stride = k.data_ptr(), 1
@@ -155,9 +217,7 @@ def _run(
     if index is not None:
         labels, index = index.shape[-1], index.contiguous()
     if dense is not None:
-        if dense.dtype not in _DENSE:
-            dense = dense.float() if dense.itemsize < 4 else dense.double()
-        dense, dense_type = dense.contiguous(), _DENSE[dense.dtype]
+        dense, dense_type = _read_dense(dense)
     if operation in (_BACKWARD, _LOSS_BACKWARD):  # on tensors from outside; else they were made here
         center, delta = (t.to(dtype).contiguous() for t in (center, delta))
         grad, grad_delta, log_mass, pull = (
@@ -170,7 +230,96 @@ def _run(
         0 if grad is None else grad.data_ptr(), 0 if grad_delta is None else grad_delta.data_ptr(),
         0 if grad_k is None else grad_k.data_ptr(), observed, 0 if index is None else index.data_ptr(), labels,
         0 if dense is None else dense.data_ptr(), dense_type, 0 if log_mass is None else log_mass.data_ptr(),
-        0 if pull is None else pull.data_ptr(),
+        0 if pull is None else pull.data_ptr(), 0, 0, 0,
     )  # fmt: skip
     if _RUN(call, double, operation):
-        raise MemoryError("lastlayer: no memory for the rows that are being worked on.")
+        raise MemoryError(_NO_MEMORY)
+
+
+def _run_short(
+    operation: int,
+    x: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    k: float,
+    out: Tensor,
+    rows: Tensor | None,
+    grad: Tensor | None,
+) -> None:
+    """Run the common call: y for one number k, or its gradient."""
+    n, double, mask_stride = x.shape[-1], x.dtype == torch.float64, 0
+    if out.numel() == 0:
+        return
+    if mask is not None:
+        mask, mask_stride = _read_mask(mask, n)
+    number = ctypes.c_double(k) if double else ctypes.c_float(k)
+    count = out.numel() // n
+    center = 0 if rows is None else rows.data_ptr()
+    call = CALL.pack(
+        count, n, x.data_ptr(), ctypes.addressof(number), 0, 0 if mask is None else mask.data_ptr(), mask_stride,
+        temperature, 0, torch.get_num_threads(), out.data_ptr(), center, center and center + count * x.itemsize,
+        0 if grad is None else grad.data_ptr(), 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+    )  # fmt: skip
+    if _RUN(call, double, operation):
+        raise MemoryError(_NO_MEMORY)
+
+
+def _run_reduced(
+    operation: int,
+    x: Tensor,
+    k: Tensor | float,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    rows: Tensor,
+    out: Tensor,
+    grad: Tensor | None,
+    grad_k: Tensor | None,
+    total: Tensor | None,
+    mean: bool,
+) -> None:
+    """Run a pass of the reduced loss; the numbers of the rows stand one behind the other in `rows`."""
+    n, double = x.shape[-1], x.dtype == torch.float64
+    size = rows.numel() // 6 * x.itemsize
+    mask_stride = k_stride = labels = dense_type = 0
+    if size == 0:
+        return
+    if mask is not None:
+        mask, mask_stride = _read_mask(mask, n)
+    if isinstance(k, Tensor):
+        k = k.to(x.dtype).contiguous()
+        k_address, k_stride = k.data_ptr(), 1
+    else:
+        number = ctypes.c_double(k) if double else ctypes.c_float(k)
+        k_address = ctypes.addressof(number)
+    if index is not None:
+        labels, index = index.shape[-1], index.contiguous()
+    if dense is not None:
+        dense, dense_type = _read_dense(dense)
+    first = rows.data_ptr()
+    call = CALL.pack(
+        size // x.itemsize, n, x.data_ptr(), k_address, k_stride, 0 if mask is None else mask.data_ptr(), mask_stride,
+        temperature, 0, torch.get_num_threads(), out.data_ptr(), first + size, first + 2 * size,
+        0 if grad is None else grad.data_ptr(), 0, 0 if grad_k is None else grad_k.data_ptr(), observed,
+        0 if index is None else index.data_ptr(), labels, 0 if dense is None else dense.data_ptr(), dense_type,
+        first + 3 * size, first + 4 * size, first + 5 * size, 0 if total is None else total.data_ptr(), mean,
+    )  # fmt: skip
+    problem = _RUN(call, double, operation)
+    if problem:
+        raise IndexError if problem == 2 else MemoryError(_NO_MEMORY)
+
+
+def _read_mask(mask: Tensor, n: int) -> tuple[Tensor, int]:
+    """Return the mask in an order that the library reads, and the distance from one row to the next."""
+    if mask.stride(-1) == 1 and all(s == 0 or d == 1 for s, d in zip(mask.stride(), mask.shape[:-1], strict=False)):
+        return mask, 0
+    return mask.contiguous(), n
+
+
+def _read_dense(dense: Tensor) -> tuple[Tensor, int]:
+    """Return a dense target in a type that the library reads, and the number of that type."""
+    if dense.dtype not in _DENSE:
+        dense = dense.float() if dense.itemsize < 4 else dense.double()
+    return dense.contiguous(), _DENSE[dense.dtype]

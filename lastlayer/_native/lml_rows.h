@@ -642,6 +642,7 @@ FN void NAME(load)(NAME(row) * row, const struct call *call, int64_t index, stru
 }
 
 FN void NAME(write_point)(const struct call *call, const NAME(row) * row, int64_t index) {
+    if (!call->center) return; /* where only y is wanted */
     ((REAL *)call->center)[index] = row->c;
     ((REAL *)call->delta)[index] = row->t;
 }
@@ -713,7 +714,7 @@ FN double NAME(backward_hard)(NAME(row) * row, double given) {
 
 FN void NAME(backward_row)(const struct call *call, int64_t index, struct space *space) {
     NAME(row) row;
-    REAL *grad_k = (REAL *)call->grad_k + index;
+    REAL unused, *grad_k = call->grad_k ? (REAL *)call->grad_k + index : &unused;
     double given = call->grad_delta ? ((const REAL *)call->grad_delta)[index] : 0;
     NAME(load)(&row, call, index, space);
     row.c = ((const REAL *)call->center)[index];
@@ -772,6 +773,18 @@ FN void NAME(labels_of_row)(const struct call *call, int64_t index, REAL *restri
     }
 }
 
+/* Whether a row counts in the mean: it has a label or, with `observed`, a known class. One with nan counts, and shows. */
+FN int NAME(contributes)(const struct call *call, int64_t index, const REAL *restrict label) {
+    int64_t found = 0;
+    if (call->dense) {
+        REAL least = call->observed > 0 ? -R(0.5) : R(0.0);
+        for (int64_t i = 0; i < call->n; i++) found += !(label[i] <= least);
+        return found > 0;
+    }
+    for (int64_t i = 0; i < call->m; i++) found += call->index[index * call->m + i] >= 0;
+    return call->observed > 0 || found > 0;
+}
+
 /* The loss of one class, and its derivative dz; in double, for the few classes of an index list and for rows that are
    hard or degenerate. */
 FN double NAME(loss_term)(const NAME(row) * row, int64_t i, double label, double *d) {
@@ -792,6 +805,7 @@ FN void NAME(write_loss)(const struct call *call, NAME(row) * row, int64_t index
     int listed = call->index && call->observed == 0;
     REAL *label = (REAL *)space->label;
     if (call->dense) NAME(labels_of_row)(call, index, label);
+    if (call->weight) ((REAL *)call->weight)[index] = (REAL)NAME(contributes)(call, index, label);
     if (listed) {
         const int64_t *list = call->index + index * call->m;
         for (int64_t i = 0; i < call->m; i++)
@@ -848,13 +862,14 @@ FN double NAME(loss_slope)(const NAME(row) * row, int64_t i, double label, struc
 FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct space *space) {
     NAME(row) row;
     double log_mass = ((const REAL *)call->log_mass)[index], pull = ((const REAL *)call->pull)[index];
-    double grad = ((const REAL *)call->grad)[index];
-    REAL *grad_k = (REAL *)call->grad_k + index;
+    const REAL *weight = (const REAL *)call->weight; /* then one gradient is that of all rows */
+    double grad = ((const REAL *)call->grad)[weight ? 0 : index] * (weight ? (double)weight[index] : 1);
+    REAL unused, *grad_k = call->grad_k ? (REAL *)call->grad_k + index : &unused;
     NAME(load)(&row, call, index, space);
     row.c = ((const REAL *)call->center)[index];
     row.t = ((const REAL *)call->delta)[index];
     row.out = (REAL *)call->out + index * row.n;
-    if (!NAME(finite)(row.t)) {
+    if (!NAME(finite)(row.t) || (weight && weight[index] == 0)) {
         REAL fill = row.t != row.t && grad != 0 ? row.t : R(0.0); /* as in backward_row */
         for (int64_t i = 0; i < row.n; i++) row.out[i] = fill;
         *grad_k = fill;

@@ -49,6 +49,8 @@ def enter(
     at_most_n: bool = True,
 ) -> tuple[Problem, Callable[[Tensor], Tensor]]:
     """Check the arguments; return the problem, and the way back to the form of the input."""
+    if mask is None and shard is None and dim == -1 and impl == "auto" and _ordinary(logits, k, temperature):
+        return Problem(logits, float(k), None, 1.0, None, "native"), _unchanged
     back: Callable[[Tensor], Tensor] = _unchanged
     if shard is not None or type(logits) is not Tensor:
         logits, shard, back = unwrap(op, logits, shard, dim, k)
@@ -62,6 +64,11 @@ def enter(
     divisor = _check.temperature(op, temperature)
     if isinstance(divisor, Tensor):  # one per row; autograd sees the division
         x, divisor = _divided(x, spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype)), 1.0
+    elif divisor != 1 and torch.compiler.is_compiling() and not exporting():
+        # An operator would be compiled again for each number.
+        wrapped, dtype = back, x.dtype
+        back = lambda out: wrapped(out.to(dtype))  # noqa: E731
+        x, divisor = x.to(_check.work_dtype(x)) / divisor, 1.0
     impl = choose(op, impl, x, shard)
     if isinstance(k, Tensor) or (torch.compiler.is_compiling() and not exporting()):
         k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
@@ -69,6 +76,24 @@ def enter(
         n = x.shape[-1]
         k = _check.cardinality_of_all(op, k, n, n if at_most_n and shard is None else math.inf)
     return Problem(x, k, mask, divisor, shard, impl), back
+
+
+def _ordinary(logits: Any, k: Any, temperature: Any) -> bool:
+    """Whether this is the common call on a CPU, for which nothing else need be looked at."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(logits) is Tensor
+        and (type(k) is int or type(k) is float)
+        and type(temperature) is float
+        and temperature == 1
+        and logits.is_cpu
+        and logits.dtype in _check.FLOATS
+        and logits.layout is torch.strided
+        and not logits.is_nested
+        and logits.ndim > 0
+        and 0 <= k <= logits.shape[-1]
+        and not (_native.missing or _triton.INTERPRETED or torch._C._is_tracing())
+    )
 
 
 def _unchanged(out: Tensor) -> Tensor:
@@ -135,6 +160,12 @@ def batched(gradient: Tensor) -> bool:
     return type(gradient) is Tensor and not torch._C._has_storage(gradient)
 
 
+def straight(problem: Problem) -> bool:
+    """Whether the compiled CPU kernel may take the shortest way: one k, plain tensors, no transform, no trace."""
+    x, k, mask, _, _, impl = problem
+    return impl == "native" and type(k) is float and direct(x, mask) and not transformed()
+
+
 def direct(*values: Any) -> bool:
     """Whether a kernel may read the memory of the tensors among the values, unseen by any trace or mode."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
@@ -150,7 +181,7 @@ def direct(*values: Any) -> bool:
 
 
 class Kernels(Protocol):
-    """The functions of a module of kernels; the last three are those of the GPU."""
+    """The functions of a module of kernels; the last four are those of the CPU, the three before them of the GPU."""
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
     def backward(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...
@@ -159,6 +190,10 @@ class Kernels(Protocol):
     def loss_forward_with_grad(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
     def scale_rows_(self, grad: Tensor, factor: Tensor) -> Tensor: ...
     def weight_of_mean(self, index: Tensor) -> Tensor: ...
+    def probabilities(self, *arguments: Any) -> tuple[Tensor, Tensor | None]: ...
+    def probabilities_backward(self, *arguments: Any) -> Tensor: ...
+    def reduced_loss(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...
+    def reduced_loss_backward(self, *arguments: Any) -> tuple[Tensor, Tensor | None]: ...
 
 
 @functools.cache

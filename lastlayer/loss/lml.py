@@ -80,7 +80,8 @@ def lml_loss(
 
     Returns:
         The loss, of the dtype of `logits`. A row without a label has loss 0 if `observed` is 0; a label that is ruled
-        out has an infinite loss and no gradient.
+        out has an infinite loss and no gradient. A row that contributes and has an infeasible `k` or a nan has the loss
+        nan and a gradient of nan, as in :func:`~lastlayer.lml`; other rows keep theirs.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
@@ -92,7 +93,17 @@ def lml_loss(
     op = "lml_loss"
     rho = _check.number(op, "observed", observed, 0, 1)
     problem, _ = enter(op, logits, k, -1, temperature, mask, shard, impl)
-    labels = _check.target(op, target, problem.x, problem.shard)
+    once = (
+        problem.impl == "native"
+        and sample_weight is None
+        and reduction in ("mean", "sum")
+        and weight is pos_weight is None
+        and _at_once(problem, target)
+    )
+    labels = _check.target(op, target, problem.x, problem.shard, in_range=not once)
+    if once:
+        loss = _summed(op, problem, rho, labels, reduction == "mean")
+        return _rows.leave(op, loss, "none", None, logits.dtype) if logits.itemsize < 4 else loss
     weighted = weight is not None or pos_weight is not None
     if weighted and impl not in ("auto", "torch"):
         raise ValueError(f"{op}: `impl` must be 'auto' or 'torch' with weights of classes, got {impl!r}.")
@@ -103,7 +114,7 @@ def lml_loss(
         labels = Labels(None, labels.positive(), labels.n_classes)
     if problem.impl == "torch":
         loss = _plain(problem, rho, labels, *_rows.class_weights(op, weight, pos_weight, _like(problem.x)))
-    elif reduction in ("mean", "sum") and _at_once(problem, labels):
+    elif reduction in ("mean", "sum") and _at_once(problem, labels.index if labels.dense is None else labels.dense):
         rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
         loss = _LMLReducedLoss.apply(*problem, rho, labels.index, labels.dense, rows)
         return _rows.leave(op, loss, "none", None, logits.dtype)
@@ -156,15 +167,22 @@ def _row_weights(
     return weight / weight.sum().clamp(min=1) if reduction == "mean" else weight
 
 
-def _at_once(problem: Problem, labels: Labels) -> bool:
+def _at_once(problem: Problem, target: Any) -> bool:
     """Whether an ordinary backward pass may follow, so that a kernel may reduce the loss and prepare the gradient."""
     x, k, mask, *_ = problem
-    return (
-        torch.is_grad_enabled()
-        and x.requires_grad
-        and direct(x, k, mask, labels.index, labels.dense)
-        and not transformed()
-    )
+    target = target.index if isinstance(target, _check.LabelLists) else target
+    return torch.is_grad_enabled() and x.requires_grad and direct(x, k, mask, target) and not transformed()
+
+
+def _summed(op: str, problem: Problem, rho: float, labels: Labels, mean: bool) -> Tensor:
+    """Return the reduced loss by the compiled kernel, which looks for classes that do not exist as well."""
+    try:
+        loss: Tensor = _LMLSummedLoss.apply(*problem, rho, labels.index, labels.dense, mean)
+    except IndexError:
+        assert labels.index is not None
+        _check.classes_below(op, labels.index, problem.x.shape[-1])
+        raise
+    return loss
 
 
 def lml_fenchel_young_loss(
@@ -245,7 +263,7 @@ def lml_fenchel_young_loss(
         linear, lost, met = ((share * value).sum(-1) for value in (flat, out, sure))
     end = torch.where(nu > 0, flat.sum(-1), 0) - linear
     end, lost = total(end, shard), total(lost + sure.sum(-1) - met, shard)
-    loss = torch.where(nu.isinf(), torch.where(lost > 0, torch.inf, end), loss)
+    loss = _with_broken_rows(torch.where(nu.isinf(), torch.where(lost > 0, torch.inf, end), loss), delta)
     return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 
 
@@ -267,7 +285,13 @@ def _plain(
         if rho > 0:
             silent = _times(1 - share, _unseen(z, rho))
             loss = loss + torch.where(known, _rows.weighed(silent, each), 0).sum(-1)
-    return total(loss, problem.shard)
+    return _with_broken_rows(total(loss, problem.shard), delta)
+
+
+def _with_broken_rows(loss: Tensor, delta: Tensor) -> Tensor:
+    """Let the gradient of a row without a solution be nan, as that of the projection is, and not 0."""
+    delta = delta.squeeze(-1)
+    return torch.where(delta.isnan(), delta, loss)
 
 
 def _shares(dense: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -291,7 +315,11 @@ def _unseen(z: Tensor, rho: float) -> Tensor:
     """Return ``-log(1 - rho y)``."""
     if rho == 1:
         return -F.logsigmoid(-z)
-    return -torch.logaddexp(F.logsigmoid(-z), math.log1p(-rho) + F.logsigmoid(z))  # of (1 - y) + (1 - rho) y
+    if torch.compiler.is_compiling():  # as a tensor, or the graph would be compiled again for each number
+        rest: float | Tensor = torch.full((), -rho, dtype=torch.float64, device=z.device).log1p()
+    else:
+        rest = math.log1p(-rho)
+    return -torch.logaddexp(F.logsigmoid(-z), rest + F.logsigmoid(z))  # of (1 - y) + (1 - rho) y
 
 
 def _unseen_by_lists(z: Tensor, rho: float, labels: Labels, each: Tensor | None) -> Tensor:
@@ -426,6 +454,45 @@ class _LMLReducedLoss(torch.autograd.Function):
             arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, upstream)
             grad_logits, grad_k = loss_backward(impl, *arguments)
         return grad_logits, grad_k if ctx.needs_input_grad[1] else None, *(None,) * 8
+
+
+class _LMLSummedLoss(torch.autograd.Function):
+    """The mean or sum of the loss by the compiled CPU kernel, in one call each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        k: Any,
+        mask: Tensor | None,
+        temperature: float,
+        shard: ClassShard | None,
+        impl: Impl,
+        rho: float,
+        index: Tensor | None,
+        dense: Tensor | None,
+        mean: bool,
+    ) -> Tensor:
+        loss, rows = kernels(impl).reduced_loss(logits, k, mask, temperature, rho, index, dense, mean)
+        ctx.temperature, ctx.rho, ctx.impl = temperature, rho, impl
+        _save(ctx, logits, k, mask, index, dense, rows)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        problem, labels, (rows,) = _saved(ctx)
+        (grad,), with_k = grads, ctx.needs_input_grad[1]
+        x, _, mask, temperature, _, impl = problem
+        if differentiated(grad):
+            grad_logits, grad_k = _plain_gradients(ctx, problem, labels, grad * rows[5])
+        elif direct(grad):
+            arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, rows, grad, with_k)
+            grad_logits, grad_k = kernels(impl).reduced_loss_backward(*arguments)
+        else:
+            each = (row.unsqueeze(-1) for row in rows[1:5])
+            arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *each, grad * rows[5])
+            grad_logits, grad_k = loss_backward(impl, *arguments)
+        return grad_logits, grad_k if with_k else None, *(None,) * 8
 
 
 class LMLLoss(FunctionModule):

@@ -12,7 +12,19 @@ from lastlayer._module import FunctionModule
 from lastlayer._ranked import exporting
 from lastlayer._threshold import exported
 from lastlayer._threshold.autograd import broken_rows, mapped, nestable, without_transforms
-from lastlayer._threshold.dispatch import Impl, Problem, backward, differentiated, enter, forward, recorded, transformed
+from lastlayer._threshold.dispatch import (
+    Impl,
+    Problem,
+    backward,
+    differentiated,
+    direct,
+    enter,
+    forward,
+    kernels,
+    recorded,
+    straight,
+    transformed,
+)
 from lastlayer._threshold.search import points, scores, shifted, sizes, solve, tails
 from lastlayer.project.wider import Dim, Wider, project_wider
 from lastlayer.shard import ClassShard, reduce, replicate
@@ -73,7 +85,7 @@ def lml(
         given = Wider(weight, lower, upper, groups, group_limit)
         return project_wider("lml", "y", lml, logits, k, given, dim, temperature, mask, shard, impl)
     problem, back = enter("lml", logits, k, dim, temperature, mask, shard, impl)
-    return back(apply(problem, "y")[0])
+    return back(_by_short_way(problem) if straight(problem) else apply(problem, "y")[0])
 
 
 def log_lml(
@@ -235,6 +247,15 @@ def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     return result
 
 
+def _by_short_way(problem: Problem) -> Tensor:
+    """Return y from the compiled CPU kernel for one k, in as few steps as there can be."""
+    x, k, mask, temperature, _, _ = problem
+    if x.requires_grad and torch.is_grad_enabled():
+        out: Tensor = _Probabilities.apply(x, k, mask, temperature)
+        return out
+    return kernels("native").probabilities(x, k, mask, temperature, False)[0]
+
+
 def _forward(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     return _plain(problem, kind) if problem.impl == "torch" else forward(problem, kind)
 
@@ -304,6 +325,32 @@ class _LML(torch.autograd.Function):
 
 
 _LMLBackward = without_transforms(_LML)
+
+
+class _Probabilities(torch.autograd.Function):
+    """``logits -> y`` by the compiled CPU kernel, for one k; further derivatives are those of `_LML`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, k: float, mask: Tensor | None, temperature: float) -> Tensor:
+        out, rows = kernels("native").probabilities(logits, k, mask, temperature, True)
+        ctx.save_for_backward(logits, mask, rows)
+        ctx.k, ctx.temperature = k, temperature
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, mask, rows = ctx.saved_tensors
+        (grad,) = grads
+        if differentiated(grad):
+            problem = Problem(logits, ctx.k, mask, ctx.temperature, None, "native")
+            _, center, delta = _LMLBackward.apply(*problem, "y")
+            found = _plain_backward(logits, mask, ctx.temperature, center, delta, grad, None, "y")[0]
+        elif direct(grad):
+            found = kernels("native").probabilities_backward(logits, mask, ctx.temperature, rows, grad)
+        else:
+            center, delta = rows.unsqueeze(-1)
+            found = backward("native", logits, mask, ctx.temperature, center, delta, grad, None, "y")[0]
+        return found, None, None, None
 
 
 class _LMLForwardMode(_LML):

@@ -8,6 +8,7 @@ from tools import slow
 from torch.autograd import gradcheck, gradgradcheck
 
 import lastlayer as ll
+from lastlayer import _native as native
 
 INF, NAN = math.inf, math.nan
 LISTS = torch.tensor([[0, 2, -1], [1, 1, 3], [-1, -1, -1], [5, 4, 0]])
@@ -399,3 +400,42 @@ def test_a_label_that_is_ruled_out_has_an_infinite_fenchel_young_loss(target):
     for x in ([-torch.inf, 1.0, -torch.inf], [-torch.inf, 1.0, 2.0]):  # the first projection is a vertex
         assert ll.lml_fenchel_young_loss(torch.tensor([x]), target).item() == torch.inf
     assert ll.lml_fenchel_young_loss(torch.tensor([[1.0, -torch.inf, -torch.inf]]), target).item() == 0
+
+
+@pytest.mark.parametrize("impl", ["torch", "native", "auto"])
+@pytest.mark.parametrize("observed", [0.0, 0.5])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_row_without_a_solution_has_a_gradient_of_nan(impl, observed, reduction):
+    """If it contributes; with every implementation, and without harm to the other rows."""
+    if impl == "native" and native.missing:
+        pytest.skip(native.missing)
+    x, k = torch.randn(4, 5, requires_grad=True), torch.tensor([2.0, 7, 2, 7])
+    target = torch.eye(5)[:4].clone()
+    target[3] = -1
+    loss = ll.lml_loss(x, target, k, observed=observed, reduction=reduction, impl=impl)
+    loss.sum().backward()
+    assert loss.reshape(-1).isnan().tolist() == ([False, True, False, False] if reduction == "none" else [True])
+    assert x.grad.isnan().all(-1).tolist() == [False, True, False, False]
+    assert x.grad[[0, 2]].isfinite().all()
+    assert (x.grad[3] == 0).all()
+
+
+@pytest.mark.slow
+def test_new_numbers_are_not_compiled_anew():
+    """One graph for the first numbers, and one for all others."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def loss(x, k, observed, temperature):
+        return ll.lml_loss(x, target, k, observed=observed, temperature=temperature)
+
+    x, target = torch.randn(4, 20), torch.eye(20)[:4]
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    for i in range(10):
+        numbers = 3 + i / 7, 0.1 + i / 20, 0.5 + i
+        torch.testing.assert_close(compiled(x, *numbers), loss(x, *numbers))
+    assert len(graphs) == 2
