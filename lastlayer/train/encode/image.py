@@ -49,7 +49,7 @@ class Format:
 
         image = open_image(file)
         scale = max(self.width / image.width, self.height / image.height) / self.crop
-        wide, high = self.width / scale, self.height / scale
+        wide, high = min(self.width / scale, image.width), min(self.height / scale, image.height)
         left, top = (image.width - wide) / 2, (image.height - high) / 2
         box = (left, top, left + wide, top + high)
         if (image.width, image.height) != (self.width, self.height) or self.crop != 1:

@@ -135,9 +135,9 @@ class TextEncoder(Encoder):
         counts: list[int] = []
         with quiet():
             for at in range(0, len(data.texts), AT_ONCE):
-                made = self.tokenizer(
-                    data.texts[at : at + AT_ONCE], truncation=True, max_length=self.max_length, padding=False
-                )
+                # half of a surrogate pair has no UTF-8, which tokenizers need
+                part = [text.encode("utf-8", "replace").decode() for text in data.texts[at : at + AT_ONCE]]
+                made = self.tokenizer(part, truncation=True, max_length=self.max_length, padding=False)
                 counts += [len(ids) for ids in made["input_ids"]]
                 for name in names:
                     joined = [token for ids in made[name] for token in ids]

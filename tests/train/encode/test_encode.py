@@ -18,6 +18,7 @@ from lastlayer.runs import RunFolder
 from lastlayer.train import Config, ConfigError, evaluate, train
 from lastlayer.train.encode import Encoder, frozen, open_encoder, source
 from lastlayer.train.encode.encoder import by_depth, encode
+from lastlayer.train.encode.image import Format
 from lastlayer.train.export import description
 
 pytest.importorskip("transformers")
@@ -126,7 +127,7 @@ def test_other_text_models_are_encoders_too(kind, bert, tmp_path):
     }[kind]()  # fmt: skip
     shutil.copytree(bert, tmp_path, dirs_exist_ok=True)
     config.save_pretrained(tmp_path)
-    rows = LabelData.from_lists([["x"]] * 3, texts=["word1 word2 noise3 " * 9, "word4", ""])
+    rows = LabelData.from_lists([["x"]] * 3, texts=["word1 word2 noise3 " * 9, "word4 \ud800", ""])
     for pooling in ("mean", "first", "last"):
         made = open_encoder(Config(encoder=str(tmp_path), scratch=True, pooling=pooling)).eval()
         assert made.max_length <= (64 if kind == "t5" else 16)
@@ -397,6 +398,17 @@ def test_damaged_and_missing_images_are_named_by_row_or_left_out(vit, tmp_path, 
     assert len(capsys.readouterr().out.splitlines()) == 38
     assert main([*command[:4], "--out", str(tmp_path / "texts")]) == 2
     assert "holds an image model. Name the column" in capsys.readouterr().err
+
+
+def test_images_of_any_size_fill_the_format(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for wide, high in ((49, 59), (45, 37), (1, 1), (1, 60), (16, 16), (200, 3)):
+        colours = np.broadcast_to(np.linspace(0, 200, wide).astype(np.uint8)[None, :, None], (high, wide, 3))
+        image.fromarray(np.ascontiguousarray(colours)).save(tmp_path / "x.png")
+        for format in (Format(16, 16), Format(7, 13), Format(8, 8, 0.875)):
+            found = format.pixels(tmp_path / "x.png")
+            assert found.shape == (3, format.height, format.width)
+            assert abs(float(found.mean()) - colours.mean()) < 25  # the middle of the image
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
