@@ -107,6 +107,8 @@ def _train(made: argparse.ArgumentParser) -> None:
     made.add_argument("--test", metavar="FILE", help="test rows (default: a part of the rows)")
     made.add_argument("--out", help="run folder; an unfinished run in it is resumed (default: runs/NAME-N)")
     made.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    text = "go on from a finished run: its settings, words and weights; new labels are added"
+    made.add_argument("--from", dest="start", metavar="RUN", help=text)
     made.add_argument("--quiet", action="store_true", help="show no progress")
     text = "also train a run for each of K folds: means and spreads of the metrics, and scores for `suggest`"
     made.add_argument("--folds", type=int, default=0, metavar="K", help=text)
@@ -119,6 +121,7 @@ def _train(made: argparse.ArgumentParser) -> None:
         "lastlayer train tags.tsv",
         "lastlayer train tags.csv --label-column toxic,obscene,insult --loss binary",
         "lastlayer train tags.tsv --labels incomplete --out runs/incomplete",
+        "lastlayer train more.tsv --from runs/tags-1",
         "lastlayer train rows.svm --hidden 256 --dropout 0.2 --epochs 40 --patience 5",
     )
 

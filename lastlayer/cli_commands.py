@@ -52,6 +52,10 @@ def _config(arguments: argparse.Namespace) -> Any:
 
     values = load(arguments.config) if arguments.config else {}
     reading.take_from_config(arguments, values)
+    if getattr(arguments, "start", None):
+        from lastlayer.train.start import settings
+
+        values = {**settings(arguments.start), **values}
     for item in dataclasses.fields(Config):
         if (flag := getattr(arguments, f"field_{item.name}")) is not None:
             values[item.name] = flag
@@ -107,6 +111,10 @@ def _train(arguments: argparse.Namespace) -> int:
     options |= {"shard_classes": arguments.shard_classes, "data_parallel": arguments.data_parallel}
     if not bar and not arguments.quiet:
         options["say"] = output.epoch_line(config.epochs)
+    if arguments.start and (arguments.folds or arguments.shard_classes):
+        raise UsageError("--from must be left out with --folds and --shard-classes.")
+    if arguments.start:
+        options["start"] = arguments.start
     if arguments.folds:
         from lastlayer.train.folds import train_with_folds
 

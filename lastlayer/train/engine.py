@@ -19,6 +19,7 @@ from lastlayer.runs.lock import NAME as LOCK
 from lastlayer.runs.lock import locked
 from lastlayer.train import card, checkpoint
 from lastlayer.train import measure as evaluation
+from lastlayer.train import start as beginning
 from lastlayer.train.calibrate import Calibration
 from lastlayer.train.config import Config, ConfigError, make
 from lastlayer.train.count import CountModel
@@ -58,6 +59,7 @@ class Job:
         progress: Whether to show a progress bar.
         say: Called with the line of history.csv after each epoch.
         loggers: Lightning's loggers, which get the lines too.
+        before: The model to start from.
     """
 
     run: RunFolder
@@ -71,6 +73,7 @@ class Job:
     progress: bool
     say: Callable[[dict[str, Any]], None]
     loggers: list[Any] = field(default_factory=list)
+    before: TrainedModel | None = None
 
 
 class OtherRunError(RunError):
@@ -132,6 +135,7 @@ def train(
     shard_classes: bool = False,
     data_parallel: int = 1,
     encoder: Encoder | None = None,
+    start: str | Path | None = None,
 ) -> RunFolder:
     """Train, evaluate on the held-out part, and write the run folder.
 
@@ -151,6 +155,8 @@ def train(
             a share of the rows of a batch.
         encoder: A network of your own that turns rows into features, trained with the labels, or frozen with
             ``config.freeze``. ``config.encoder`` then only names it.
+        start: A finished run to start from: its features and weights are taken over, and labels that it does not have
+            are added behind its own. :func:`lastlayer.train.start.settings` returns settings that fit it.
 
     Returns:
         The run folder.
@@ -168,6 +174,12 @@ def train(
     placement.check(config)
     read = {name: data.fingerprint() for name, data in parts.items()}
     run, parts = placement.run_folder(out), prepare(parts, config)
+    before = None
+    if start is not None:
+        if shard_classes:
+            raise ConfigError("a run cannot be continued with --shard-classes.")
+        before = beginning.opened(start, config)
+        parts = beginning.with_labels(parts, before)
     resolved = Resolved.of(config, parts["train"])
     if "valid" not in parts:
         resolved = replace(resolved, monitor="")
@@ -177,15 +189,16 @@ def train(
         kind = "tree" if config.takes_tree(parts["train"].n_labels) else "exact"
     _check_choices(kind, parts, config)
     about = {**_about(parts, config, resolved), "read": read}
+    about |= {} if start is None else {"start": str(start)}
     placement.compare(about)
     loggers = open_loggers(config, run) if config.loggers and placement.writes else []
     with ExitStack() as stack:
         last = placement.once(lambda: _enter(run, config, about, resume, overwrite, command, placement, stack))
-        features = _features(parts["train"], config, run, encoder)
+        features = _features(parts["train"], config, run, encoder) if before is None else before.features
         placement.place(parts["train"].n_labels)
         _describe(run, config, features, parts["train"], about)
         inputs = {name: features(data) for name, data in parts.items()}
-        job = Job(run, config, resolved, features, parts, inputs, placement, last, progress, say, loggers)
+        job = Job(run, config, resolved, features, parts, inputs, placement, last, progress, say, loggers, before)
         fitted = importlib.import_module(TRAINERS[kind]).fit(job)
         if fitted is not None:
             if fitted.resolved is not None:
@@ -350,7 +363,10 @@ def _enter(
             f"{run.path}: holds an unfinished run with another `{differing[0]}`. Choose another folder."
         )
     if (run / "data.json").exists():
-        seen = run.read_json("data.json").get("parts", {})
+        stored = run.read_json("data.json")
+        seen = stored.get("parts", {})
+        if stored.get("start") != about.get("start"):
+            raise OtherRunError(f"{run.path}: holds an unfinished run with another start. Choose another folder.")
         if {k: v.get("fingerprint") for k, v in seen.items()} != {
             k: v["fingerprint"] for k, v in about["parts"].items()
         }:

@@ -20,18 +20,22 @@ from lastlayer.train.batches import EpochBatches
 from lastlayer.train.checkpoint_io import SafeCheckpointIO
 from lastlayer.train.config import Config, ConfigError
 from lastlayer.train.engine import Fitted, Job
+from lastlayer.train.explain import network_of
 from lastlayer.train.features import FeatureMap
 from lastlayer.train.loggers import log_line
 from lastlayer.train.module import LabelSetData, LabelSetModule, TrainingError, not_finite
 from lastlayer.train.network_scorer import build, scorer_of
 from lastlayer.train.placement import Placement
 from lastlayer.train.resolved import Resolved, lower_is_better
+from lastlayer.train.start import take_over
 
 
 def fit(job: Job) -> Fitted | None:
     """Train the network of a run, or resume it; the result is None in processes that only take part."""
     run, config, resolved, parts, inputs = job.run, job.config, job.resolved, job.parts, job.inputs
     module = _module(config, resolved, job.features, parts["train"], job.placement)
+    if job.before is not None:
+        take_over(module.network, network_of(job.before))
     files, options = job.placement.trainer_options(module)
     data = LabelSetData(
         inputs["train"], parts["train"], inputs.get("valid"), parts.get("valid"),
