@@ -209,6 +209,18 @@ def pecos_flat(x: Any, y: Any, xt: Any, folder: Path) -> dict[str, Any]:
     return {"scores": scores, "train": trained - begun, "predict": ended - trained, "bytes": 0}
 
 
+def libmultilabel(x: Any, y: Any, xt: Any, folder: Path) -> dict[str, Any]:
+    """LibMultiLabel, one versus rest: the dual solver of the squared hinge with C = 1 and a bias, like the others."""
+    from libmultilabel import linear
+
+    begun = cpu()
+    model = linear.train_1vsrest(y, x, options="-s 1 -c 1 -B 1 -m 1", verbose=False)
+    trained = cpu()
+    scores = np.asarray(model.predict_values(xt), np.float32)
+    ended = cpu()
+    return {"scores": scores, "train": trained - begun, "predict": ended - trained, "bytes": 0}
+
+
 PEERS: dict[str, Callable[..., dict[str, Any]]] = {
     "lastlayer": lastlayer,
     "lastlayer_grouped": partial(lastlayer, grouped=True),
@@ -219,6 +231,7 @@ PEERS: dict[str, Callable[..., dict[str, Any]]] = {
     "lastlayer_flat": lastlayer_flat,
     "linearsvc": linearsvc,
     "pecos_flat": pecos_flat,
+    "libmultilabel": libmultilabel,
 }
 
 

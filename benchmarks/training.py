@@ -7,9 +7,10 @@ Both get the same sparse rows in one run, and one thread; rows a second are trai
 one `fit`, which other programs of the machine disturb less than the time of the clock. P@1 on held-out rows stands
 beside it: a model that is fast because it learned nothing would show.
 
-The second form compares the exact solver (`fit_linear`) with scikit-learn's `LinearSVC` and PECOS without a tree, on
-the sets of `benchmarks.label_sets`; each program runs in a process of its own. `PYTHON` is that of an environment with
-libpecos. A label is predicted where its margin is positive. Macro-F1 is over all labels that training rows carry.
+The second form compares the exact solver (`fit_linear`) with scikit-learn's `LinearSVC`, PECOS without a tree and
+LibMultiLabel, on the sets of `benchmarks.label_sets`; each program runs in a process of its own. `PYTHON` is that of an
+environment with libpecos and libmultilabel. A label is predicted where its margin is positive. Macro-F1 is over all
+labels that training rows carry.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from benchmarks.label_sets import SETS, Rows
 from benchmarks.xmc import run_one, write_rows
 
 FLAT_SETS = ("bibtex", "medical", "corel5k", "goemotions", "delicious", "debian tags")
-FLAT_PROGRAMS = ("lastlayer_flat", "linearsvc", "pecos_flat")
+FLAT_PROGRAMS = ("lastlayer_flat", "linearsvc", "pecos_flat", "libmultilabel")
+OTHERS = FLAT_PROGRAMS[2:]  # in an environment of their own
 
 
 def bibtex(folder: Path) -> tuple[Any, ...]:
@@ -98,13 +100,13 @@ def flat_quality(rows: Rows, scores: np.ndarray) -> dict[str, float]:
 
 def flat(folder: Path, peers: str | None, names: list[str], save: Any) -> None:
     """Measure the exact solver and its peers, set by set."""
-    programs = [name for name in FLAT_PROGRAMS if peers is not None or name != "pecos_flat"]
+    programs = [name for name in FLAT_PROGRAMS if peers is not None or name not in OTHERS]
     for name in names:
         rows = SETS[name](folder)
         with tempfile.TemporaryDirectory() as place:
             write_rows(rows, Path(place))
             for program in programs:
-                found = run_one(program, Path(place), peers if program == "pecos_flat" else None)
+                found = run_one(program, Path(place), peers if program in OTHERS else None)
                 row: dict[str, Any] = {"case": name, "rows": rows.x.shape[0], "labels": rows.y.shape[1]}
                 row["program"] = program
                 if "failed" in found:
@@ -125,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="folder with bibtex.npz; without it that case is left out")
     parser.add_argument("--rows", type=int, nargs="*", default=[10_000, 100_000], help="of the synthetic sets")
     parser.add_argument("--flat", type=Path, metavar="FOLDER", help="compare the exact solver on the sets in it")
-    parser.add_argument("--peers", help="the Python of an environment with libpecos")
+    parser.add_argument("--peers", help="the Python of an environment with libpecos and libmultilabel")
     parser.add_argument("--sets", nargs="*", default=list(FLAT_SETS), help="of the comparison of exact solvers")
     parser.add_argument("--json", type=Path, help="results are merged into this file")
     arguments = parser.parse_args(argv)

@@ -1,7 +1,7 @@
-"""Write the tables of docs/trees.md from benchmarks/results/xmc.json and training-cpu.json.
+"""Write the tables of docs/trees.md from benchmarks/results/xmc.json, training-cpu.json and auto-loss.json.
 
-``python docs/_ext/tree_table.py`` fills what stands between ``<!-- trees -->`` and ``<!-- end trees -->``, and between
-``<!-- flat -->`` and ``<!-- end flat -->``.
+``python docs/_ext/tree_table.py`` fills what stands between ``<!-- trees -->`` and ``<!-- end trees -->``, and so for
+``flat`` and ``auto``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ NAMES = {
     "lastlayer_flat": "`fit_linear` (flat)",
     "linearsvc": "`LinearSVC`",
     "pecos_flat": "PECOS 1.2.8, flat",
+    "libmultilabel": "LibMultiLabel 0.10.0",
 }
 TREE_COLUMNS = ("P@1", "P@3", "P@5", "R@5", "PSP@5", "ECE@5", "train s", "predict ms per row", "model MB")
 FLAT_COLUMNS = ("P@1", "R@5", "micro-F1", "macro-F1", "train s", "peak MB of training")
@@ -58,9 +59,23 @@ def flat(data: dict[str, Any]) -> str:
     return "\n".join(["", *table("", FLAT_COLUMNS, rows), "", ""])
 
 
+def auto(data: dict[str, Any]) -> str:
+    """One line per set and share of hidden labels: the best single loss, and what "auto" gives."""
+    columns = ("R@5", "R@5 of `auto`", "gap", "standard error")
+    recall = {(row["set"], row["hidden"], row["case"]): row["R@5"] for row in data["rows"]}
+    rows = []
+    for row in data["rows"]:
+        if row["case"] == "auto":
+            hidden = f"{row['hidden']:.0%} hidden" if row["hidden"] else "complete"
+            numbers = (recall[row["set"], row["hidden"], row["best"]], row["R@5"], row["gap"], row["gap_se"])
+            name = f"{row['set']}, {hidden}: `{row['best']}` is best"
+            rows.append((name, dict(zip(columns, numbers, strict=True))))
+    return "\n".join(["", *table("", columns, rows), "", ""])
+
+
 def filled(page: str, results: Path = RESULTS) -> str:
     """The page with its tables written between the marks."""
-    parts = {"trees": (trees, "xmc.json"), "flat": (flat, "training-cpu.json")}
+    parts = {"trees": (trees, "xmc.json"), "flat": (flat, "training-cpu.json"), "auto": (auto, "auto-loss.json")}
     for mark, (write, file) in parts.items():
         text = write(json.loads((results / file).read_text("utf-8")))
         marks = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end {mark} -->)", re.S)
