@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -16,7 +19,8 @@ class Configuration:
         torch: The version of torch.
         threads: The number of CPU threads of torch and of the compiled kernel.
         native: The compiled CPU kernel: its instruction set, or why it cannot run.
-        triton: The GPU kernels: the device they run on, or why they cannot run.
+        triton: The GPU kernels: the device they run on, how many were compiled and where they are kept, or why they
+            cannot run.
     """
 
     lastlayer: str
@@ -59,4 +63,12 @@ def _triton() -> str:
     reason = triton.unavailable(torch.device("cuda"))
     if not reason and not torch.cuda.is_available():
         reason = "torch sees no CUDA device"
-    return f"not in use: {reason}" if reason else f"on {torch.cuda.get_device_name()}"
+    return f"not in use: {reason}" if reason else f"on {torch.cuda.get_device_name()}, {_compiled()}"
+
+
+def _compiled() -> str:
+    """Tell how many GPU kernels this process has compiled or loaded, and where they are kept."""
+    launch = sys.modules.get("lastlayer._triton.launch")  # imported by the first call
+    kernels = 0 if launch is None else len({id(held[0]) for held in launch._compiled.values()})
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    return f"{kernels} kernels compiled or loaded so far, kept in {folder}"

@@ -1,7 +1,11 @@
+import sys
+import types
+
 import torch
 
 import lastlayer as ll
 import lastlayer._native as native
+import lastlayer._triton as triton
 
 
 def test_tells_versions_and_threads():
@@ -29,3 +33,14 @@ def test_tells_the_instruction_set(monkeypatch):
 def test_tells_why_the_gpu_kernels_are_not_in_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ll.show_config().triton.startswith("not in use: ")
+
+
+def test_tells_the_gpu_and_what_was_compiled_for_it(monkeypatch, tmp_path):
+    kernel = object()
+    launch = types.SimpleNamespace(_compiled={"a": (kernel, None), "b": (kernel, None), "c": (object(), None)})
+    monkeypatch.setitem(sys.modules, "lastlayer._triton.launch", launch)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton, "unavailable", lambda device: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert ll.show_config().triton == f"on a GPU, 2 kernels compiled or loaded so far, kept in {tmp_path}"

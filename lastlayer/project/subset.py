@@ -156,7 +156,8 @@ def _draw(tree: Tree, k: int, generator: torch.Generator | None) -> Tensor:
         rest = count.unsqueeze(-1) - torch.arange(size, device=root.device)
         other = right.gather(-1, rest.clamp(0, size - 1))
         total = torch.where((rest >= 0) & (rest < size), left * other, 0).cumsum(-1)
-        uniform = torch.rand(count.shape, generator=generator, dtype=torch.float64, device=root.device)
+        given: Any = {} if generator is None else {"generator": generator}  # with one, no shape may be dynamic
+        uniform = torch.rand(count.shape, dtype=torch.float64, device=root.device, **given)
         first = (total <= uniform.unsqueeze(-1) * total[..., -1:]).sum(-1).clamp(max=size - 1)
         count = torch.cat([first, count - first], -1)[..., : level.shape[-2]]
     return ((count > 0) != tree.flipped)[..., : tree.n]

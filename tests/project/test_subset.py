@@ -286,3 +286,13 @@ def test_messages():
     for subset in (torch.zeros(2, 3), torch.zeros(2, 2), torch.zeros(2, 4, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"`subset` must have shape \(..., 2\) \(index lists.* or \(..., 4\)"):
             subset_log_prob(x, 2, subset)
+
+
+@pytest.mark.slow
+def test_samples_compile_with_dynamic_shapes():
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: sample_subset(x, 2), fullgraph=True, dynamic=True, backend="eager")
+    x = torch.randn(5, 6)
+    found = compiled(x)
+    assert found.shape == (5, 2)
+    assert (found.sort(-1).values.diff(dim=-1) > 0).all()
