@@ -19,8 +19,9 @@ def markdown(summary: dict[str, Any], *, labels: int = 20) -> str:
     """Return the summary of :func:`lastlayer.report.summary` as Markdown, with the `labels` most frequent labels."""
     runs = summary["runs"]
     lines = ["# lastlayer report", "", " ".join(text(s) for s in summary["sentences"]), ""]
-    notes = dict.fromkeys(note for run in runs for note in run["notes"])
-    lines += [line for note in notes for line in (f"> {text(note)}", "")]
+    for note in dict.fromkeys(note for run in runs for note in run["notes"]):
+        about = [run["name"] for run in runs if note in run["notes"]]
+        lines += [f"> {text(note if len(about) == len(runs) else ', '.join(about) + f': {note}')}", ""]
     names = list(dict.fromkeys(name for run in runs for name in run["metrics"]))
     heads = [text(run["name"]) for run in runs]
     lines += ["## Metrics", "", "Value and 95 % interval over rows.", ""]

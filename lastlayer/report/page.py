@@ -32,6 +32,7 @@ def page(runs: list[Run]) -> str:
         embedded(_data(runs, summary, analyses)),
         summary=summary,
         table=_table(summary),
+        notes=_notes(summary["runs"]),
         sets=_sets(summary["runs"]),
         leader=words.leader(summary["runs"]) or 0,
         settings=_settings(summary["runs"]),
@@ -93,6 +94,13 @@ def embedded(value: Any) -> str:
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
+
+
+def _notes(runs: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The notes that all runs share, and by name those of single runs, which a comparison shows below its table."""
+    shared = [note for note in dict.fromkeys(runs[0]["notes"]) if all(note in run["notes"] for run in runs)]
+    single = [(run["name"], [note for note in dict.fromkeys(run["notes"]) if note not in shared]) for run in runs]
+    return {"shared": shared, "single": [(name, notes) for name, notes in single if notes]}
 
 
 def _table(summary: dict[str, Any]) -> list[dict[str, Any]]:

@@ -137,6 +137,21 @@ def test_examples_say_what_was_right_wrong_and_missed(tmp_path):
             assert kind >= 0
 
 
+def test_notes_of_single_runs_carry_their_names(tmp_path):
+    folders = [make_run(tmp_path / name) for name in ("a", "b")]
+    for folder, notes in zip(folders, (["hidden", "calibrated 1"], ["hidden"]), strict=True):
+        put(folder, "metrics.json", {**get(folder, "metrics.json"), "notes": notes})
+    text = report.write(folders, tmp_path / "report.html").read_text("utf-8")
+    assert text.count('<p class="note">hidden</p>') == 1
+    assert '<p class="note">calibrated 1</p>' not in text
+    assert "<b>a</b>: calibrated 1</p>" in text
+    assert text.index("<b>a</b>: calibrated 1") > text.index('aria-label="Headline metrics"')
+    text = report.write(folders[0], tmp_path / "report.html").read_text("utf-8")
+    assert '<p class="note">calibrated 1</p>' in text
+    lines = report.write(folders, tmp_path / "report.md").read_text("utf-8").splitlines()
+    assert [line for line in lines if line.startswith(">")] == ["> hidden", "> a: calibrated 1"]
+
+
 def test_hostile_strings_stay_text(tmp_path):
     names = [HOSTILE, "</title>", "a|b`c`[d](javascript:alert(1))", "ü\u202e", "", "\ud800", "x" * 500, "{% raw %}"]
     folder = make_run(tmp_path / "<b onload=x>", names=names, text=HOSTILE)
