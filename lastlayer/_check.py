@@ -101,6 +101,15 @@ def _broadcasts(shape: torch.Size, batch: torch.Size) -> bool:
     return len(shape) <= len(batch) and all(s in (1, b) for s, b in zip(reversed(shape), reversed(batch), strict=False))
 
 
+def on_device(op: str, name: str, value: Tensor, scores: Tensor) -> None:
+    """Check that a tensor is where the scores are: kernels read its memory as it is."""
+    if value.device != scores.device:
+        raise ValueError(
+            f"{op}: `{name}` must be on the device of the scores, {scores.device}, got {value.device}. "
+            f"Use `{name}.to({str(scores.device)!r})`."
+        )
+
+
 def mask(op: str, value: Any, scores: Tensor) -> Tensor | None:
     """Check a boolean mask, True where a class takes part, and expand it to the shape of the scores."""
     if value is None:
@@ -112,6 +121,7 @@ def mask(op: str, value: Any, scores: Tensor) -> Tensor | None:
         raise ValueError(
             f"{op}: `mask` must broadcast to the shape {tuple(scores.shape)}, got shape {tuple(value.shape)}."
         )
+    on_device(op, "mask", value, scores)
     return value.expand(scores.shape)
 
 
@@ -368,6 +378,7 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None,
     if value.layout != torch.strided or value.is_nested:
         got = "a nested tensor" if value.is_nested else value.layout
         raise TypeError(f"{op}: `target` must be a dense tensor, got {got}. Use index lists padded with -1.")
+    on_device(op, "target", value, scores)
     batch, n = scores.shape[:-1], scores.shape[-1]
     one_per_row, same = value.shape == batch and not marked, value.shape == scores.shape
     if not one_per_row and value.shape[:-1] != batch:

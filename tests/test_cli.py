@@ -130,7 +130,7 @@ def test_runs_are_numbered_resumed_listed_and_reported(trained, tmp_path, monkey
 
 def test_a_finished_folder_is_replaced_on_demand(trained, tmp_path, capsys):
     out = tmp_path / "run"
-    argv = ["train", trained[1], "--out", str(out), "--epochs", "1", "--quiet", "--bootstrap", "0"]
+    argv = ["train", trained[1], "--out", str(out), "--loss", "squared_hinge", "--quiet", "--bootstrap", "0"]
     assert main(argv) == 0
     (out / "mine.txt").write_text("precious")
     assert "use --overwrite" in error_of(capsys, argv)

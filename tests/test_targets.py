@@ -119,3 +119,14 @@ def test_a_mark_in_transforms():
             return loss(x, target)
 
     assert torch.equal(torch.export.export(Step(), (X, marked)).module()(X, marked), expected)
+
+
+@pytest.mark.parametrize("target", [LISTS[:, :2], HOT.float(), HOT[:, 0].long()], ids=["lists", "multi-hot", "one"])
+def test_a_target_or_mask_elsewhere_is_refused(target):
+    for reduction in ("mean", "none"):
+        with pytest.raises(ValueError, match="`target` must be on the device of the scores, cpu, got meta"):
+            ll.lml_loss(X.clone().requires_grad_(), target.to("meta"), k=2, reduction=reduction)
+    with pytest.raises(ValueError, match="`mask` must be on the device of the scores, cpu, got meta"):
+        ll.lml(X, 2, mask=torch.ones(3, dtype=torch.bool, device="meta"))
+    with pytest.raises(ValueError, match="recall_at_k: `target` must be on the device"):
+        ll.recall_at_k(X, target.to("meta"), 1)

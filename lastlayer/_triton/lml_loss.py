@@ -119,7 +119,7 @@ def _label_store(
         slope = -tl.where(z > 0, q, 1.0) * y
         share = exp(-tl.abs(z) - peak) * y * y * over[:, None]
         d = tl.where(is_finite(x), scale[:, None] * (slope - pull[:, None] * share), 0.0)
-        d = tl.where(is_finite(delta[:, None]), d, 0.0)
+        d = tl.where(is_finite(delta[:, None]), d, tl.where(pull != pull, pull, 0.0)[:, None])
         inside = (index >= lo) & (index < hi)
         tl.store(d_ptr + (row[:, None] * n + index), d.to(d_ptr.dtype.element_ty), mask=inside)
 
@@ -144,7 +144,7 @@ def _slope(x, t_ptr, row, n, cols, center, delta, peak, over, pull, rho, DENSE: 
         label = _load_label(t_ptr, row, n, cols, DENSE)
         _, slope = _terms(z, x, label, rho, DENSE, RHO)
         d += slope
-    return tl.where(is_finite(delta), tl.where(is_finite(x), d, 0.0), 0.0)
+    return tl.where(is_finite(delta), tl.where(is_finite(x), d, 0.0), tl.where(pull != pull, pull, 0.0))
 
 
 @triton.jit
@@ -179,6 +179,9 @@ def _row(
         loss += more
         pull += more_pull
     if GRAD:
+        # A row without a solution has a gradient of nan, unless it has no part in the loss.
+        broken = (delta1 != delta1) & (tl.zeros_like(loss) + weight != 0)
+        pull = tl.where(broken & (loss != loss), loss, pull)
         scale = scaled(weight, inv_t)
         over = 1 / mass
         pull_sum = tl.sum(pull, 0)

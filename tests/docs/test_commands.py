@@ -14,6 +14,7 @@ from lastlayer.cli import main, parser
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LONG = ("demo", "tune", "export", "bench")  # left to the slow test, or to tests of their own
+SHORT = ("README.md", "index.md", "CONTRIBUTING.md")  # the pages of the first contact; the others are slow
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.S | re.M)
 
 
@@ -52,7 +53,11 @@ def run(words: list[str]) -> int:
     return main(list(chain.from_iterable(sorted(glob.glob(word)) if "*" in word else [word] for word in words)))
 
 
-@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page.name in SHORT else pytest.mark.slow) for page in OURS],
+    ids=lambda page: page.name,
+)
 def test_commands_run_as_printed(page, folder, capsys):
     for words in of_ours(page):
         if words[0] not in LONG:
