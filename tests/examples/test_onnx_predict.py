@@ -32,9 +32,9 @@ class Program:
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ({"ngrams": "2"}, "torch"),
+        ({"ngrams": "2", "loss": "lml"}, "torch"),
         ({"analyzer": "char", "ngrams": "2-3", "hidden": (8,)}, "torch"),
-        ({"decide": "top_k"}, "torch"),
+        ({"decide": "top_k", "loss": "squared_hinge"}, "torch"),
         ({"decide": "macro_f1", "loss": "binary", "C": "1"}, "torch"),
         pytest.param({"ngrams": "2"}, "onnx", marks=pytest.mark.slow),
     ],

@@ -13,7 +13,7 @@ def test_numbers_are_those_of_the_run(tmp_path):
     names = ["a|b*c", *data.label_names[1:]]
     lists = [[names[i] for i in data.row_labels(row)] for row in range(len(data))]
     rows = LabelData.from_lists(lists, texts=data.texts)
-    run = train({"all": rows}, Config(epochs=3, bootstrap=20, accelerator="cpu"), tmp_path / "run")
+    run = train({"all": rows}, Config(loss="binary", epochs=3, bootstrap=20, accelerator="cpu"), tmp_path / "run")
     card = (run.path / "model_card.md").read_text()
     found = run.metrics()["metrics"]["recall@5"]
     shown = [f"{100 * found[key]:.1f}" for key in ("value", "low", "high")]

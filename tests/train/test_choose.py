@@ -69,6 +69,7 @@ def test_the_run_of_an_exact_model_is_a_run_like_any_other(exact, tmp_path):
     np.testing.assert_allclose(program(x)[1].detach().numpy(), y, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_auto_says_what_it_chose_and_by_how_much(tmp_path):
     run = train({"all": noisy()}, Config(bootstrap=0, labels="incomplete", keep=0.7), tmp_path / "a")
     choice = run.read_json("choice.json")

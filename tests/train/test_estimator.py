@@ -18,17 +18,22 @@ from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
 EXPECTED_FAILURES: dict[str, str] = {}  # none: every check of scikit-learn passes
 
 
-@parametrize_with_checks([LabelSetClassifier(random_state=0)], expected_failed_checks=lambda _: EXPECTED_FAILURES)
+@parametrize_with_checks(
+    [LabelSetClassifier(loss="lml", random_state=0)], expected_failed_checks=lambda _: EXPECTED_FAILURES
+)
 def test_scikit_learn_checks(estimator, check):
     check(estimator)
 
 
 @pytest.mark.slow
 @parametrize_with_checks(
-    [LabelSetClassifier(loss="binary", hidden=(16,), random_state=0, lr=0.02)],
+    [
+        LabelSetClassifier(random_state=0),
+        LabelSetClassifier(loss="binary", hidden=(16,), random_state=0, lr=0.02),
+    ],
     expected_failed_checks=lambda _: EXPECTED_FAILURES,
 )
-def test_scikit_learn_checks_of_a_hidden_layer(estimator, check):
+def test_scikit_learn_checks_of_the_default_and_a_hidden_layer(estimator, check):
     check(estimator)
 
 
@@ -43,9 +48,10 @@ def test_label_sets_as_indicator_sparse_or_lists_are_the_same():
     X, Y = make()
     names = np.array(list("abcde"))
     lists = [names[row == 1].tolist() for row in Y]
-    a = LabelSetClassifier(epochs=5, random_state=0).fit(X, Y)
-    b = LabelSetClassifier(epochs=5, random_state=0).fit(X, sp.csr_matrix(Y))
-    c = LabelSetClassifier(epochs=5, random_state=0).fit(X, lists)
+    a, b, c = (
+        LabelSetClassifier(loss="lml", epochs=5, random_state=0).fit(X, labels)
+        for labels in (Y, sp.csr_matrix(Y), lists)
+    )
     np.testing.assert_array_equal(a.predict_proba(X), b.predict_proba(X))
     np.testing.assert_array_equal(a.predict_proba(X), c.predict_proba(X))
     assert a.classes_.tolist() == [0, 1, 2, 3, 4]
