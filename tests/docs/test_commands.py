@@ -102,4 +102,6 @@ def test_installing_is_written_one_way():
     assert re.search(r"^report = \[", project, re.M)
     for page in PAGES:
         for what in re.findall(r"pip install ((?:\S*lastlayer|\"?'?\.)[^\s`]*)", page.read_text("utf-8")):
-            assert what in (".", '".[train,report]"', '".[text]"', '".[images]"'), f"{page.name}: pip install {what}"
+            assert what in (".", '".[train,report]"', '".[text]"', '".[images]"', '".[mlflow]"'), (
+                f"{page.name}: pip install {what}"
+            )
