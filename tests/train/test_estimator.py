@@ -107,7 +107,7 @@ def torch_of(array):
 
 def test_predicted_k_follows_the_rows():
     X, Y = make(800)
-    model = LabelSetClassifier(k="predicted", random_state=0).fit(X, Y)
+    model = LabelSetClassifier(loss="lml", k="predicted", random_state=0).fit(X, Y)
     counts = model.predict_proba(X).sum(1)
     assert np.corrcoef(counts, Y.sum(1))[0, 1] > 0.5
     assert model.k_ is None
@@ -116,7 +116,7 @@ def test_predicted_k_follows_the_rows():
 def test_sparse_rows():
     X, Y = make()
     X = np.where(np.abs(X) > 1, X, 0)
-    model = LabelSetClassifier(random_state=0, scale="l2").fit(sp.csr_matrix(X), Y)
+    model = LabelSetClassifier(loss="lml", random_state=0, scale="l2").fit(sp.csr_matrix(X), Y)
     np.testing.assert_allclose(model.predict_proba(sp.csr_matrix(X))[:3], model.predict_proba(sp.csr_matrix(X)[:3]))
     assert model.score(sp.csr_matrix(X), Y) > 0.8
 
@@ -152,9 +152,9 @@ def test_pipelines_search_and_cross_validation():
         error_score="raise",
     ).fit(X, Y)
     assert len(search.cv_results_["params"]) == 4
-    out = cross_val_predict(LabelSetClassifier(epochs=4, random_state=0), X, Y, cv=2, method="predict_proba")
-    assert out.shape == Y.shape
-    assert cross_val_predict(LabelSetClassifier(epochs=4, random_state=0), X, Y, cv=2).shape == Y.shape
+    model = LabelSetClassifier(loss="lml", epochs=4, random_state=0)
+    assert cross_val_predict(model, X, Y, cv=2, method="predict_proba").shape == Y.shape
+    assert cross_val_predict(model, X, Y, cv=2).shape == Y.shape
 
 
 def test_pickles():

@@ -38,7 +38,7 @@ def test_is_the_value_times_the_gradient_by_autograd(hidden, sparse):
 
 
 def test_words_that_speak_for_a_label_and_against_it(tmp_path, capsys):
-    config = Config(epochs=6, bootstrap=0, accelerator="cpu")
+    config = Config(loss="squared_hinge", bootstrap=0, accelerator="cpu")
     run = train({"all": make_rows(300)}, config, tmp_path / "run")
     model = load(run.path)
     texts = ["word1 noise3 word4"]
@@ -67,7 +67,7 @@ def test_reasons_are_stored_for_the_report(tmp_path, hidden):
     from lastlayer.report import write
     from lastlayer.runs.contents import read
 
-    config = Config(epochs=6, bootstrap=0, accelerator="cpu", hidden=hidden)
+    config = Config(loss="binary", epochs=6, bootstrap=0, accelerator="cpu", hidden=hidden)
     run = train({"all": make_rows(300)}, config, tmp_path / "run")
     stored, model, rows = run.read_json("reasons.json"), load(run.path), run.examples()
     assert stored["exact"] == (not hidden)

@@ -126,7 +126,9 @@ def test_training_and_evaluation_note_rows_without_a_known_word(tmp_path):
     data = make_rows(60)
     test = rows(["unseen"] * 5 + ["word1"] * 5).with_labels(data.label_names)[0]
     test = LabelData.from_lists([["label1"]] * 10, label_names=data.label_names, texts=test.texts)
-    run = train({"train": data, "test": test}, Config(epochs=1, bootstrap=0, accelerator="cpu"), tmp_path / "run")
+    run = train(
+        {"train": data, "test": test}, Config(loss="lml", epochs=1, bootstrap=0, accelerator="cpu"), tmp_path / "run"
+    )
     assert any("5 of 10 rows of the test part have no known word" in note for note in run.metrics()["notes"])
     found = evaluate(run, test)
     assert any("5 of 10 rows have no known word" in note for note in found["notes"])
