@@ -43,7 +43,12 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built from nothing but the figures, which are drawn when their source is newer."""
+    """The site, built from nothing but the figures, which are drawn when their source is newer.
+
+    `SITE` names one that `make docs` has just built, as in CI.
+    """
+    if "SITE" in os.environ:
+        return Path(os.environ["SITE"]).resolve()
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # the workers of a run share what the first has built
         folder = folder.parent
