@@ -37,7 +37,7 @@ def lml(k: str, thinned: bool) -> Method:
 
 
 def binary_thinned(batch: Batch) -> Tensor:
-    """The likelihood of thinned labels with a sigmoid a class: what is left of thinned LML without the projection."""
+    """The likelihood of thinned labels with one sigmoid per class: thinned LML without the projection."""
     x, t = batch.args
     seen, unseen = -F.logsigmoid(x), -torch.log1p(-batch.rho * x.sigmoid())
     return torch.where(t, seen, unseen).sum(-1)

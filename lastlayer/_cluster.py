@@ -87,7 +87,7 @@ def _refresh(distance: np.ndarray, nearest: np.ndarray, gap: np.ndarray, size: n
 
 
 def k_means(points: np.ndarray, n_clusters: int, seed: int, restarts: int = 10) -> np.ndarray:
-    """Return a cluster a row, every cluster with at least one; Lloyd's iterations from k-means++ starts."""
+    """Return one cluster per row, every cluster with at least one; Lloyd's iterations from k-means++ starts."""
     random = np.random.default_rng(seed)
     best, best_cost = np.zeros(len(points), dtype=int), np.inf
     for _ in range(restarts):
@@ -136,7 +136,7 @@ def _no_empty(label: np.ndarray, to_center: np.ndarray, n_clusters: int) -> np.n
 
 
 def spectral(affinity: np.ndarray, n_clusters: int, seed: int) -> np.ndarray:
-    """Return a cluster a row: k-means on the rows of the leading eigenvectors (Ng, Jordan and Weiss, 2001)."""
+    """Return one cluster per row: k-means on the rows of the leading eigenvectors (Ng, Jordan and Weiss, 2001)."""
     degree = affinity.sum(1)
     scale = np.where(degree > 0, 1 / np.sqrt(np.where(degree > 0, degree, 1)), 0)
     _, vectors = np.linalg.eigh(scale[:, None] * affinity * scale)

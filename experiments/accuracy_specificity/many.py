@@ -1,4 +1,4 @@
-"""Multi-label sets with a natural tree: nodes by the negation rule, several a row."""
+"""Multi-label sets with a natural tree: nodes by the negation rule, several per row."""
 
 from __future__ import annotations
 

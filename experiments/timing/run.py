@@ -188,7 +188,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
 
 
 def draw(rows: Sequence[common.Row], folder: Path) -> None:
-    """Time against k on logarithmic axes: a figure a device and clock, a column a number of classes, a row a pass."""
+    """Time against k on logarithmic axes: a figure for each device and clock; columns are sizes, rows are passes."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -100,8 +100,8 @@ def _nodes(op: str, index: Any, target: Any) -> Tensor:
     if index.ndim == 0:
         raise ValueError(f"{op}: `index` must have shape (..., k), lists padded with -1, got shape ().")
     several = isinstance(target, Tensor | _check.LabelLists) and target.shape[:1] == index.shape
-    one_a_row = index.ndim == 1 and several
-    return index.long().unsqueeze(-1) if one_a_row else index.long()
+    one_per_row = index.ndim == 1 and several
+    return index.long().unsqueeze(-1) if one_per_row else index.long()
 
 
 def _hits(op: str, index: Any, target: Any, tree: LabelTree) -> tuple[Tensor, Tensor, Tensor]:

@@ -72,7 +72,7 @@ def test_take_repeats_and_orders():
     assert len(data.take(np.array([], dtype=int))) == 0
 
 
-def test_columns_must_have_a_row_each():
+def test_columns_must_have_one_entry_per_row():
     with pytest.raises(DataError, match="`texts` must have one entry per row, 1, got 2"):
         LabelData.from_lists([["a"]], texts=["x", "y"])
 

@@ -45,7 +45,7 @@ def test_ties_across_the_cut_take_the_lowest_index():
     assert decode_top_k(scores, 4).index.tolist() == [[0, 1, 2, 3], [500, 501, 502, 503], [0, 1, 2, 3]]
 
 
-def test_one_k_a_row():
+def test_one_k_per_row():
     scores = torch.tensor([[3.0, 2.0, 1.0]]).expand(5, 3)
     index, score = decode_top_k(scores, torch.tensor([0.0, 1.4, 2.0, 9.0, -1.0]))
     assert index.tolist() == [[-1, -1, -1], [0, -1, -1], [0, 1, -1], [0, 1, 2], [-1, -1, -1]]

@@ -87,7 +87,7 @@ def test_hidden_layer_moves_as_adamw(data, monkeypatch):
     torch.testing.assert_close(stack.scores_of(0, 0, data.test_x), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_hiding_is_nested_and_keeps_one_a_row(data):
+def test_hiding_is_nested_and_keeps_one_per_row(data):
     observed = tabular.observe(data, ("1", "0.5", "0.2", "one"), (3,))
     every, half, fifth, one = observed.seen[:, 0]
     assert torch.equal(every, data.train_y)

@@ -74,7 +74,7 @@ function change(part) {
   render();
 }
 
-// --- logits: one slider a class ------------------------------------------------------------------------------------
+// --- logits: one slider per class ----------------------------------------------------------------------------------
 
 const SLIDER = { height: 210, top: 18, bottom: 36 };
 const track = SLIDER.height - SLIDER.top - SLIDER.bottom;
@@ -85,7 +85,7 @@ function buildLogits() {
   const n = state.x.length;
   const width = Math.max(260, box.clientWidth);
   const column = width / n;
-  const picture = drawing(width, SLIDER.height, "Logits, one slider a class");
+  const picture = drawing(width, SLIDER.height, "Logits, one slider per class");
   picture.setAttribute("role", "group");
   picture.append(svg("line", { class: "axis", x1: 0, x2: width, y1: place(0), y2: place(0) }));
   for (let i = 0; i < n; i++) {
@@ -205,7 +205,7 @@ function bars(key, y, gradient) {
   return picture;
 }
 
-// --- one equation a row --------------------------------------------------------------------------------------------
+// --- one equation per row ------------------------------------------------------------------------------------------
 
 function renderRoot({ scores, nu, iterates, bounds }) {
   const box = part("root");
