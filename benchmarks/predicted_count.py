@@ -1,6 +1,6 @@
 """What `k="predicted"` costs and gives: precision at 1 beside `k="auto"`, and the error of the predicted counts.
 
-    python -m benchmarks.predicted_count --data MULAN [--sets bibtex ...] [--json FILE]
+    python -m benchmarks.predicted_count --data FOLDER [--sets bibtex ...] [--json FILE]
 
 Both models are fitted to the same rows. The counts are compared on the test rows with the best constant known from
 the training rows: their mean for the squared error, their median for the absolute one.
@@ -41,7 +41,7 @@ def compare(folder: Path, name: str) -> dict[str, object]:
 def main(argv: list[str] | None = None) -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with NAME.npz of the Mulan sets")
+    parser.add_argument("--data", type=Path, required=True, help="folder with mulan/NAME.npz")
     parser.add_argument("--sets", nargs="*", default=SETS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
