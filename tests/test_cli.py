@@ -263,6 +263,7 @@ def test_tune_resumes(trained, capsys, tmp_path):
     assert "other settings" in error_of(capsys, [*argv, "--trials", "2", "--seed", "4"])
 
 
+@pytest.mark.slow
 def test_a_better_trial_replaces_the_best_run_of_fewer(trained, tmp_path):
     from lastlayer.train import RunFolder
 

@@ -218,7 +218,7 @@ def test_tiny_k(isa, dtype):
 
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [1, 2, 5, 17, 300])
+@pytest.mark.parametrize("n", [1, 2, 17, 300])
 def test_edges_are_those_of_torch(isa, n, dtype):
     x = torch.randn(9, n, dtype=dtype)
     x[1, 0], x[2, -1], x[3, 0] = INF, -INF, NAN

@@ -33,7 +33,7 @@ class Program:
     ("options", "kind"),
     [
         ({"ngrams": "2", "loss": "lml"}, "torch"),
-        ({"analyzer": "char", "ngrams": "2-3", "hidden": (8,)}, "torch"),
+        pytest.param({"analyzer": "char", "ngrams": "2-3", "hidden": (8,)}, "torch", marks=pytest.mark.slow),
         ({"decide": "top_k", "loss": "squared_hinge"}, "torch"),
         ({"decide": "macro_f1", "loss": "binary", "C": "1"}, "torch"),
         pytest.param({"ngrams": "2"}, "onnx", marks=pytest.mark.slow),

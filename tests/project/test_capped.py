@@ -56,7 +56,7 @@ def test_accuracy(project, kind, dtype):
     for n in (2, 10, 1000):
         x = KINDS[kind](torch.randn(4, n, dtype=F64)).to(dtype)
         limit = n // 2 if kind == "half out" else n
-        for k in (0.3, 1, 2.5, 20, n / 2, n - 1, n - 0.5):
+        for k in (0.3, 1, 2.5, n / 2, n - 0.5):
             if not 0 < k < limit:
                 continue
             y = project(x.to(DEVICE), k).cpu()

@@ -11,7 +11,16 @@ sys.path.insert(0, str(Path(__file__).parent))  # the processes import it by thi
 
 checks = importlib.import_module("checks")
 NAMES = [name for name in dir(checks) if name.startswith("check_")]
-LONG = ["check_balanced"]  # a search is hundreds of messages
+LONG = [  # half a second and more in each process
+    "check_balanced",
+    "check_dtensor",
+    "check_layer_trains_alike",
+    "check_linear",
+    "check_losses_of_incomplete_labels",
+    "check_traffic",
+    "check_warm_start",
+    "check_weights_and_other_losses",
+]
 RUNS = {"two splits": [name for name in NAMES if name not in LONG], "all splits": NAMES}
 
 

@@ -21,6 +21,7 @@ def sample(monkeypatch):
     monkeypatch.setattr(module, "load_sample", lambda: parts)
 
 
+@pytest.mark.slow
 def test_the_validation_rows_choose_among_the_same_factors_for_each_loss(sample, tmp_path):
     said = []
     losses, factors = ("binary", "expected_positive"), (1e-6, 1.0)

@@ -10,9 +10,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("plain_loop", "torch"), ("lightning", "pytorch_lightning"), ("huggingface_trainer", "transformers"),
-     ("skorch_criterion", "skorch")],
-)  # fmt: skip
+    [
+        ("plain_loop", "torch"),
+        ("lightning", "pytorch_lightning"),
+        pytest.param("huggingface_trainer", "transformers", marks=pytest.mark.slow),
+        ("skorch_criterion", "skorch"),
+    ],
+)
 def test_example(name, needs):
     pytest.importorskip(needs)
     recall = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()

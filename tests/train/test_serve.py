@@ -82,7 +82,7 @@ def test_loading_and_predicting_import_no_lightning(run):
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("probability", ["auto", "sigmoid"])
+@pytest.mark.parametrize("probability", ["auto", pytest.param("sigmoid", marks=pytest.mark.slow)])
 def test_the_temperature_of_the_loss_is_that_of_the_probabilities(tmp_path, probability):
     config = Config(**FAST, loss_options="temperature=3", probability=probability)
     run, rows = train({"all": make_rows(200)}, config, tmp_path / "run"), make_rows(20, seed=2)
@@ -108,12 +108,20 @@ def test_predicted_counts_do_not_touch_the_order(tmp_path):
     assert np.abs(counts - true).mean() < 0.7 * np.abs(fixed.resolved.k - true).mean()
     assert {len(labels) for labels in counted.predict(other)} > {2}
     np.testing.assert_allclose(counts, counted.count(counted.matrix(other)), rtol=1e-5)
-    export(runs[1].path, tmp_path / "model.pt2", "torch")
-    found = torch.export.load(tmp_path / "model.pt2").module()(torch.from_numpy(counted.matrix(other).toarray()))[1]
-    np.testing.assert_allclose(found.detach(), counted.predict_proba(other), atol=1e-5)
     (runs[1] / "count.safetensors").unlink()
     with pytest.raises(RunError, match=r"trained by version 0\.1 with `k: predicted`"):
         ll.load(runs[1].path)
+
+
+@pytest.mark.slow
+def test_predicted_counts_are_exported(tmp_path):
+    rows = make_rows(100)
+    run = train({"all": rows}, Config(**FAST, k="predicted"), tmp_path / "run")
+    model = ll.load(run.path)
+    export(run.path, tmp_path / "model.pt2", "torch")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    probability = program(torch.from_numpy(model.matrix(rows).toarray()))[1]
+    np.testing.assert_allclose(probability.detach(), model.predict_proba(rows), atol=1e-5)
 
 
 class Lists:
