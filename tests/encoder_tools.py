@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from lastlayer.data import LabelData
@@ -77,3 +81,23 @@ def write_rows(path: Path, rows: LabelData) -> Path:
     lines = [f"{rows.texts[i]}\t{','.join(rows.names(i))}" for i in range(len(rows))]
     path.write_text("text\tlabels\n" + "\n".join(lines) + "\n")
     return path
+
+
+def import_images(library: str) -> None:
+    """Import timm or torchvision; the test is skipped where it is missing, or does not fit the torch of the machine.
+
+    A torchvision built for CUDA finds no compiled operators beside a torch without it, and stops at the first that it
+    describes. Its models need none of them: the names are enough.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("no torchvision")
+    try:
+        importlib.import_module("torchvision")
+    except (RuntimeError, ImportError):
+        for name in ("nms", "qnms"):
+            with contextlib.suppress(RuntimeError):  # it is there
+                torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float share) -> Tensor")
+    try:
+        pytest.importorskip(library)
+    except (RuntimeError, ImportError):
+        pytest.skip(f"{library} does not fit this torch")

@@ -30,7 +30,6 @@ from lastlayer.train.features import FeatureMap
 from lastlayer.train.held_out import FEWEST, HeldOut, decided, not_enough
 from lastlayer.train.loggers import check as check_loggers
 from lastlayer.train.loggers import log_whole, open_loggers
-from lastlayer.train.losses import LOSSES
 from lastlayer.train.placement import Placement, placement_of
 from lastlayer.train.resolved import Resolved
 from lastlayer.train.serve import Scorer, TrainedModel
@@ -183,7 +182,7 @@ def train(
     resolved = Resolved.of(config, parts["train"])
     if "valid" not in parts:
         resolved = replace(resolved, monitor="")
-    _check_weights(parts["train"], config, resolved, shard_classes)
+    _check_weights(parts["train"], shard_classes)
     kind = config.model
     if not shard_classes and config.minibatches() is None:
         kind = "tree" if config.takes_tree(parts["train"].n_labels) else "exact"
@@ -271,17 +270,10 @@ def _decided(job: Job, model: TrainedModel, fitted: Fitted) -> tuple[Calibration
     return decided(held, replace(job.config, calibrate=False) if fitted.calibrated else job.config, job.resolved)
 
 
-def _check_weights(labels: LabelData, config: Config, resolved: Resolved, shard_classes: bool) -> None:
+def _check_weights(labels: LabelData, shard_classes: bool) -> None:
     """Refuse row weights where they would have no effect."""
-    if labels.weights is None:
-        return
-    if shard_classes:
+    if labels.weights is not None and shard_classes:
         raise ConfigError("the rows have weights, which sharded classes do not use. Leave the column of weights out.")
-    if LOSSES[resolved.loss].needs_batch and config.minibatches():
-        raise ConfigError(
-            f"the rows have weights, which the loss {resolved.loss} does not use, since it compares rows with rows. "
-            "Choose another loss, or leave the column of weights out."
-        )
 
 
 def _check_choices(kind: str, parts: dict[str, LabelData], config: Config) -> None:

@@ -32,7 +32,6 @@ from lastlayer.train.fit_network import quiet
 from lastlayer.train.held_out import HeldOut, decided
 from lastlayer.train.linear import LinearTree
 from lastlayer.train.linear.rows import check_row_weight
-from lastlayer.train.losses import LOSSES
 from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
 from lastlayer.train.network_scorer import build
 from lastlayer.train.placement import Placement
@@ -182,8 +181,6 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             self._choose(X, labels)
         else:
             self.n_iter_ = _epochs(X.shape[0]) if self.epochs == "auto" else self._config().epochs
-            if labels.weights is not None and LOSSES[self.loss_].needs_batch:
-                raise ValueError(f"LabelSetClassifier: `row_weight` must be None for the loss {self.loss_}.")
             self._train(X, labels, self.n_iter_)
         self._fit_counts(X, labels)
         return self

@@ -6,6 +6,8 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lastlayer.loss._table import LOSSES as FACTS
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -17,12 +19,9 @@ class Loss:
         probability: How logits become probabilities after training. ``"sigmoid"`` if the sigmoid of a logit estimates
             the probability of its label; ``"lml"`` if the loss only orders the labels of a row.
         options: The options that a user may set, with their defaults.
-        sharded: Whether the trainer can split the classes over processes, for which the loss takes ``shard``.
         observed: Whether the loss takes ``observed``, the share of true labels that were recorded.
-        every_row: Whether the mean is over all rows, or only over rows with a label.
         scale_falls: Whether the gradient shrinks as the number of labels grows, so that one learning rate of SGD
             cannot serve all problems.
-        needs_batch: Whether the loss compares rows with rows, so that its value is not a mean over rows.
         exact: Whether the exact solver of linear models minimises it: not, also, or only that solver.
     """
 
@@ -30,11 +29,8 @@ class Loss:
     k: Literal["none", "real", "whole"] = "none"
     probability: Literal["sigmoid", "lml"] = "lml"
     options: dict[str, float | bool | str] = field(default_factory=dict)
-    sharded: bool = False
     observed: bool = False
-    every_row: bool = False
     scale_falls: bool = False
-    needs_batch: bool = False
     exact: Literal["", "also", "only"] = ""
 
 
@@ -49,17 +45,15 @@ LOSSES = {
         "multilabel",
         probability="sigmoid",
         options={"gamma_positive": 1.0, "gamma_negative": 4.0, "clip": 0.05, "detach_weight": False},
-        sharded=True,
-        every_row=True,
     ),
-    "binary": Loss("multilabel", probability="sigmoid", options=_SMOOTHING, sharded=True, every_row=True, exact="also"),
+    "binary": Loss("multilabel", probability="sigmoid", options=_SMOOTHING, exact="also"),
     "entropy_max": Loss("incomplete", probability="sigmoid", options={"alpha": 0.1, "beta": 0.02}),
     "expected_positive": Loss("incomplete", k="real", probability="sigmoid", scale_falls=True),
     "hill": Loss("incomplete", probability="sigmoid", options={"lamb": 1.5, "margin": 1.0, "gamma": 2.0}),
     "large": Loss("relabel", probability="sigmoid", options={"mode": "reject", "rate": 0.002, "epoch": 1}),
-    "lml": Loss("lml", k="real", options={"temperature": 1.0, "impl": "auto"}, sharded=True, observed=True),
+    "lml": Loss("lml", k="real", options={"temperature": 1.0, "impl": "auto"}, observed=True),
     "lml_fenchel_young": Loss("lml"),
-    "multihot_softmax": Loss("multilabel", options=_SMOOTHING, sharded=True),
+    "multihot_softmax": Loss("multilabel", options=_SMOOTHING),
     "quasibinary": Loss("quasibinary", scale_falls=True),
     "rml": Loss("ranking", options={"exact": True, "unary_weight": 5.0, "ramp_start": -0.8, "beta": 0.9}),
     "smooth_topk_svm": Loss("topk", k="whole", options={"tau": 1.0, "alpha": 1.0}, scale_falls=True),
@@ -68,16 +62,29 @@ LOSSES = {
         probability="sigmoid",
         options={"threshold": 0.6, "margin": 1.0, "gamma": 2.0, "epoch": 1, "change_epoch": 1},
     ),
-    "squared_hinge": Loss("", probability="sigmoid", every_row=True, exact="only"),
-    "truncated_entropy": Loss("topk", k="whole", sharded=True),
+    "squared_hinge": Loss("", probability="sigmoid", exact="only"),
+    "truncated_entropy": Loss("topk", k="whole"),
     "two_way": Loss(
         "multilabel",
         options={"positive_temperature": 4.0, "negative_temperature": 1.0, "margin": 0.0, "per": "both"},
-        sharded=True,
-        needs_batch=True,
     ),
     "warp": Loss("ranking", options={"exact": True}),
 }
+
+
+def takes_shard(name: str) -> bool:
+    """Whether the classes can be split over processes."""
+    return name == "auto" or (f"{name}_loss" in FACTS and FACTS[f"{name}_loss"].shard)
+
+
+def compares_rows(name: str) -> bool:
+    """Whether the loss of a row depends on the other rows of its batch."""
+    return f"{name}_loss" in FACTS and not FACTS[f"{name}_loss"].by_row
+
+
+def over_every_row(name: str) -> bool:
+    """Whether the mean is over all rows, and not only over those with a label. Lists leave no class unknown."""
+    return f"{name}_loss" not in FACTS or FACTS[f"{name}_loss"].mean != "label"
 
 
 def loss_function(name: str) -> Any:

@@ -141,16 +141,9 @@ class LabelSetModule(pl.LightningModule):
     def loss(self, rows: Input, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, with a weight for each row if there are any, and its logits."""
         logits = self.network(rows).float()
-        options = self.options if weight is None else {**self.options, "reduction": "none"}
+        options = self.options if weight is None or self.only_labelled else {**self.options, "sample_weight": weight}
         value = self.function(logits, label_lists(target), *self.arguments, **options)
-        if weight is None:
-            return self._mean(value, target), logits
-        labelled = (target >= 0).any(-1)
-        every = LOSSES[self.resolved.loss].every_row or bool(self.options.get("observed"))
-        counted = labelled if self.only_labelled or not every else torch.ones_like(labelled)
-        total = (weight if every else weight * labelled).sum()
-        mean = torch.where(counted, value.float() * weight, 0).sum() / total.clamp(min=torch.finfo(torch.float32).tiny)
-        return mean, logits
+        return self._mean(value, target, weight), logits
 
     def loss_in_blocks(self, rows: Input, target: Tensor) -> Tensor:
         """Return the LML loss of a batch, as :meth:`loss` does, without holding its logits."""
@@ -160,7 +153,7 @@ class LabelSetModule(pl.LightningModule):
         value = output.loss(self.network.before_output(rows), label_lists(target), *self.arguments, **options)
         return self._mean(value, target).float()
 
-    def _mean(self, value: Tensor, target: Tensor) -> Tensor:
+    def _mean(self, value: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the mean over the rows; with incomplete labels a row without a label has no loss.
 
         If a row has k labels and each is hidden with the same probability, seeing none of them does not tell which
@@ -168,7 +161,9 @@ class LabelSetModule(pl.LightningModule):
         """
         if not self.only_labelled:
             return value
-        return torch.where((target >= 0).any(-1), value.float(), 0).sum() / max(len(target), 1)
+        weight = torch.ones(len(target), device=value.device) if weight is None else weight
+        total = weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.where((target >= 0).any(-1), value.float() * weight, 0).sum() / total
 
     def on_train_epoch_start(self) -> None:
         """Reset the mean of the loss."""

@@ -30,7 +30,7 @@ from lastlayer.runs import RunError, RunFolder
 from lastlayer.runs.files import damaged, missing
 from lastlayer.shard import ClassShard, Replicas
 from lastlayer.train.config import Config, ConfigError
-from lastlayer.train.losses import LOSSES
+from lastlayer.train.losses import LOSSES, compares_rows, over_every_row, takes_shard
 from lastlayer.train.network import Input, LabelSetNetwork
 from lastlayer.train.placement import Placement
 
@@ -133,8 +133,8 @@ class ShardedPlacement(Placement):
 
     def check(self, config: Config) -> None:
         """Raise a ConfigError for what cannot be split."""
-        if config.loss != "auto" and not LOSSES[config.loss].sharded:
-            able = ", ".join(name for name, loss in LOSSES.items() if loss.sharded)
+        if not takes_shard(config.loss):
+            able = ", ".join(name for name in LOSSES if takes_shard(name))
             raise ConfigError(f"`loss` must be one of {able} with sharded classes, got {config.loss!r}.")
         if config.encoder:
             raise ConfigError("`encoder` must be left out with sharded classes. Compute its features first.")
@@ -156,6 +156,11 @@ class ShardedPlacement(Placement):
         if self.data_parallel < 1 or world % self.data_parallel:
             raise ConfigError(
                 f"`data_parallel` must divide the number of processes, {world}, got {self.data_parallel}."
+            )
+        if self.data_parallel > 1 and config.loss != "two_way" and compares_rows(config.loss):
+            raise ConfigError(
+                f"`data_parallel` must be 1 with the loss {config.loss}, which compares the rows of a batch, got "
+                f"{self.data_parallel}."
             )
 
     def place(self, n_labels: int) -> None:
@@ -229,7 +234,7 @@ class ShardedPlacement(Placement):
         if self.data is None:
             return self._loss(module, rows, target)
         share = self._share_of_rows(module, target)
-        if LOSSES[module.resolved.loss].needs_batch:
+        if compares_rows(module.resolved.loss):
             return self._two_way(module, rows, target, share)
         return self._loss(module, rows, target) * share
 
@@ -239,7 +244,7 @@ class ShardedPlacement(Placement):
     def _share_of_rows(self, module: LabelSetModule, target: Tensor) -> Tensor:
         """The weight of the mean over this process's rows, so that the mean over processes is that over all rows."""
         assert self.data is not None
-        every = LOSSES[module.resolved.loss].every_row or bool(module.options.get("observed"))
+        every = over_every_row(module.resolved.loss) or bool(module.options.get("observed"))
         counts = target.new_tensor(len(target)) if every else (target >= 0).any(-1).sum()
         here = counts.double().view(1, 1)
         return (here * self.data.ranks / sharding.reduce(here, "sum", self.data).clamp(min=1)).view(()).float()

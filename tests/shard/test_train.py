@@ -20,6 +20,7 @@ from lastlayer.data import DataError, hide_labels
 from lastlayer.loss import _scan
 from lastlayer.train import Config, ConfigError, RunError, RunFolder, load, sharded, train
 from lastlayer.train.batches import Rows
+from lastlayer.train.losses import LOSSES, takes_shard
 from lastlayer.train.module import LabelSetModule
 
 sys.path.insert(0, str(Path(__file__).parent))  # the processes import it by this name
@@ -101,6 +102,15 @@ def test_rows_are_split_over_equal_groups(tmp_path, options, message):
         train({"all": make_rows(20)}, Config(epochs=1), tmp_path / "run", **options)
 
 
+@pytest.mark.parametrize("loss", ["quasibinary", "expected_positive", "large"])
+def test_groups_of_rows_are_refused_where_the_loss_compares_rows(monkeypatch, loss):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    with pytest.raises(ConfigError, match=f"`data_parallel` must be 1 with the loss {loss}, which compares the rows"):
+        sharded.ShardedPlacement(2).check(Config(loss=loss))
+
+
 def test_thresholds_of_sharded_classes_are_refused_before_training(tmp_path):
     config = Config(epochs=1, decide="micro_f1", loss="lml")
     with pytest.raises(ConfigError, match="`decide` must be auto or top_k with sharded classes"):
@@ -133,6 +143,21 @@ def assert_same(found: RunFolder, expected: RunFolder) -> None:
 @pytest.mark.parametrize("name", ["deep", "linear", "two_way"])
 def test_two_processes_train_as_one(folder, name):
     assert_same(RunFolder(folder / name), one_process(folder, name))
+
+
+OTHERS = [name for name in LOSSES if takes_shard(name) and name not in ("binary", "lml", "two_way")]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_every_loss(folder):
+    flags = {name: [*COMMON, "--epochs=1", "--batch-size=64", f"--loss={name}"] for name in OTHERS}
+    command = ["train", str(folder / "rows.jsonl")]
+    jobs = [{"command": [*command, f"--out={folder / n}", "--shard-classes", *f]} for n, f in flags.items()]
+    for status, said in run_ranks(train_worker.forked, 2, 2, str(folder / "store of losses"), jobs):
+        assert status == 0, said
+    for name in OTHERS:
+        assert main([*command, f"--out={folder / name}-whole", *flags[name]]) == 0
+        assert_same(RunFolder(folder / name), RunFolder(folder / f"{name}-whole"))
 
 
 @pytest.mark.slow
@@ -214,7 +239,7 @@ def test_loss_in_blocks_is_the_loss(tmp_path, monkeypatch, labels):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "hill"}, "`loss` must be one of .*lml.* with sharded classes, got 'hill'"),
+        ({"loss": "warp"}, "`loss` must be one of .*hill.*lml.* with sharded classes, got 'warp'"),
         ({"devices": 2}, "`devices` must be 1 .* torchrun"),
         ({"precision": "16"}, "`precision` must be 32 or bf16"),
     ],

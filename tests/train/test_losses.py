@@ -6,7 +6,7 @@ import pytest
 
 import lastlayer as ll
 from lastlayer.train import Config, ConfigError
-from lastlayer.train.losses import LOSSES, loss_function
+from lastlayer.train.losses import LOSSES, loss_function, takes_shard
 
 # Parameters that the trainer sets itself, or that are tensors and no setting of a run.
 OURS = {"logits", "target", "k", "observed", "shard", "reduction", "data_group", "mask", "generator"}
@@ -20,7 +20,7 @@ def test_the_facts_are_those_of_the_function(name):
     parameters = inspect.signature(function).parameters
     needs_k = "k" in parameters and parameters["k"].default is inspect.Parameter.empty
     assert facts.k == (("whole" if parameters["k"].annotation == "int" else "real") if needs_k else "none")
-    assert not facts.sharded or "shard" in parameters
+    assert not takes_shard(name) or "shard" in parameters
     assert facts.observed == ("observed" in parameters)
     assert facts.options == {n: p.default for n, p in parameters.items() if n not in OURS | TENSORS}
 

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from encoder_tools import save_bert, save_images, save_vit, write_rows
+from encoder_tools import import_images, save_bert, save_images, save_vit, write_rows
 from torch import nn
 from train_tools import make_rows
 
@@ -414,11 +414,8 @@ def test_images_of_any_size_fill_the_format(tmp_path):
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
-def test_models_of_image_libraries(library, tmp_path):
-    try:
-        pytest.importorskip(library)
-    except RuntimeError:  # a build for another torch
-        pytest.skip(f"{library} does not fit this torch")
+def test_models_of_image_libraries(library, tmp_path, capsys):
+    import_images(library)
     about = {"library": library, "architecture": "resnet18", "pretrained_cfg": {"input_size": [3, 16, 16]}}
     config = Config(encoder=str(tmp_path), images="file", scratch=True)
     (tmp_path / "config.json").write_text(json.dumps(about))
@@ -428,3 +425,10 @@ def test_models_of_image_libraries(library, tmp_path):
     again = open_encoder(dataclasses.replace(config, scratch=False)).eval()
     x = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     torch.testing.assert_close(first(x), again(x))
+    table = str(save_images(tmp_path / "data", 20))
+    command = ["train", table, "--encoder", str(tmp_path), "--images", "file", "--epochs", "1", "--bootstrap", "0"]
+    assert main([*command, "--accelerator", "cpu", "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["predict", str(tmp_path / "run"), table, "-k", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 20
+    assert main([*command, "--freeze", "--accelerator", "cpu", "--loss", "binary", "--out", str(tmp_path / "top")]) == 0
