@@ -158,18 +158,39 @@ def _regression(
     data: Data, rows: Tensor | None, generator: torch.Generator, features: Callable[[Chunk], Tensor]
 ) -> Tensor:
     """A logistic regression of the labels on features, from all labels and a sample of the other entries."""
-    taken, answers, weights = [], [], []
+    taken = _Columns()
     entries = (len(data) if rows is None else len(rows)) * data.n_classes
     share = min(NEGATIVES / max(entries, 1), 1.0)
     for chunk in data.chunks(rows):
         drawn = torch.rand(chunk.label.shape, generator=generator).to(chunk.label.device) < share
         chosen = drawn | chunk.label if chunk.known is None else (drawn | chunk.label) & chunk.known
-        taken.append(features(chunk)[:, chosen].double())
-        answers.append(chunk.label[chosen].double())
-        weights.append(torch.where(chunk.label[chosen], 1.0, 1 / share).double())
-    if not taken:
+        answer = chunk.label[chosen].double()
+        taken.add(torch.cat([features(chunk)[:, chosen].double(), answer[None], (answer + (1 - answer) / share)[None]]))
+    found = taken.found()
+    if found is None:
         return torch.zeros(2, dtype=torch.float64)
-    return _logistic(torch.cat(taken, 1), torch.cat(answers), torch.cat(weights))
+    return _logistic(found[:-2], found[-2], found[-1])
+
+
+class _Columns:
+    """Columns in one tensor that grows. Many small tensors between large temporary ones would break up the memory."""
+
+    def __init__(self) -> None:
+        self.held: Tensor | None = None
+        self.n = 0
+
+    def add(self, more: Tensor) -> None:
+        wanted = self.n + more.shape[1]
+        if self.held is None or wanted > self.held.shape[1]:
+            wider = more.new_empty(len(more), max(2 * wanted, 1 << 16))
+            if self.held is not None:
+                wider[:, : self.n] = self.held[:, : self.n]
+            self.held = wider
+        self.held[:, self.n : wanted] = more
+        self.n = wanted
+
+    def found(self) -> Tensor | None:
+        return None if self.held is None else self.held[:, : self.n]
 
 
 def _logistic(features: Tensor, answer: Tensor, weight: Tensor) -> Tensor:
