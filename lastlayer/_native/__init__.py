@@ -54,6 +54,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error})"
     library.lastlayer_run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
+    library.lastlayer_run_weighted.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
     return library, ""
 
 

@@ -176,6 +176,8 @@ static double kth_largest(double *x, int64_t n, int64_t rank) {
 /* The number types of a dense target. */
 enum { DENSE_F32, DENSE_F64, DENSE_I8, DENSE_U8, DENSE_I16, DENSE_I32, DENSE_I64 };
 
+#include "weighted.h"
+
 /* ---- One copy of lml_rows.h for each type and instruction set. ---- */
 
 #define JOIN(x, type, isa) x##_##type##_##isa
@@ -183,6 +185,8 @@ enum { DENSE_F32, DENSE_F64, DENSE_I8, DENSE_U8, DENSE_I16, DENSE_I32, DENSE_I64
 #define NAME(x) JOINED(x, TYPE, ISA)
 #define SOLVE_HARD JOINED(solve_hard, f64, ISA)
 #define EXP_DOUBLE JOINED(exp, f64, ISA)
+#define LOG_DOUBLE JOINED(log, f64, ISA)
+#define WIDER_SEARCH JOINED(wider_search, f64, ISA)
 
 #ifdef __clang__
 #define SHUFFLE(a, b, type, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -340,6 +344,96 @@ EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
     struct job job = {call, work, space, grain, group};
     pool_run(job_part, &job, (call->rows + grain - 1) / grain, split ? 1 : (int)spaces);
     if (call->total) (type ? reduce_loss_double : reduce_loss_float)(call);
+    free(memory);
+    free(space);
+    return 0;
+}
+
+/* ---- Rows with weights and bounds. ---- */
+
+typedef void (*weighted_work)(const struct weighted *, int64_t, int, struct budget_space *);
+typedef struct {
+    weighted_work rows, tile, backward;
+    void (*prepare)(const struct weighted *, struct budget_space *);
+} weighted_works;
+
+#define WEIGHTED(type, isa)                                                                                       \
+    { weighted_rows_##type##_##isa, weighted_tile_##type##_##isa, weighted_backward_##type##_##isa,                \
+      weighted_prepare_##type##_##isa }
+
+static const weighted_works weighted_table[3][2] = {
+    {WEIGHTED(f32, baseline), WEIGHTED(f64, baseline)},
+#if DISPATCH
+    {WEIGHTED(f32, avx2), WEIGHTED(f64, avx2)},
+    {WEIGHTED(f32, avx512), WEIGHTED(f64, avx512)},
+#endif
+};
+
+EXPORT int lastlayer_weighted_size(void) { return (int)sizeof(struct weighted); }
+
+/* Whether a product is added with one rounding: without that, float has too few digits for the points of a row. */
+EXPORT int lastlayer_fused(void) {
+#ifdef __FP_FAST_FMA
+    return 1;
+#else
+    return lastlayer_isa() > 0;
+#endif
+}
+
+struct weighted_job {
+    const struct weighted *call;
+    weighted_work work;
+    struct budget_space *spaces;
+    int64_t grain, group;
+};
+
+static void weighted_part(void *job, int64_t part, int slot) {
+    const struct weighted_job *j = job;
+    int64_t first = part * j->grain, last = first + j->grain;
+    if (last > j->call->rows) last = j->call->rows;
+    for (int64_t i = first; i < last; i += j->group)
+        j->work(j->call, i, (int)(last - i < j->group ? last - i : j->group), j->spaces + slot);
+}
+
+/* Run a call; 0, or 1 where there is no memory. */
+EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int backward) {
+    if (call->rows == 0) return 0;
+    int64_t n = call->n, threads = call->threads > POOL_MAX ? POOL_MAX : call->threads;
+    if (threads < 1 || call->rows * n < SERIAL_BELOW) threads = 1;
+    if (threads > call->rows) threads = call->rows;
+    int isa = lastlayer_isa();
+    const weighted_works *works = &weighted_table[isa][type];
+    int shared = !call->weight_stride && !call->lower_stride && !call->upper_stride;
+    int tile = !backward && shared && !call->mask && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM;
+    size_t real = type ? 8 : 4, width = ((size_t)n + 127) / 64 * 64;
+    int64_t group = tile ? (16 << isa) / (int64_t)real : 1;
+    size_t one = round_up(width * real), many = round_up((size_t)group * width * real);
+    size_t wide = round_up(4 * width * 8), all = backward ? one : 3 * one + 2 * many + wide;
+    char *memory = malloc(all * (size_t)threads + 4 * one + 64);
+    struct budget_space *space = calloc((size_t)threads, sizeof *space);
+    if (!memory || !space) {
+        free(memory);
+        free(space);
+        return 1;
+    }
+    char *at = (char *)(((uintptr_t)memory + 63) / 64 * 64), *own = at + 4 * one;
+    for (int64_t i = 0; i < n; i++)
+        if (type)
+            ((double *)at)[i] = 1, ((double *)(at + one))[i] = 0;
+        else
+            ((float *)at)[i] = 1, ((float *)(at + one))[i] = 0;
+    for (int64_t i = 0; i < threads; i++, own += all) {
+        struct budget_space *s = space + i;
+        s->ones = at, s->zeros = at + one, s->shared_w = at + 2 * one, s->shared_a = at + 3 * one;
+        s->x = own, s->w = own + one, s->a = own + 2 * one, s->z = own + 3 * one, s->e = own + 3 * one + many;
+        s->wide = (double *)(own + 3 * one + 2 * many);
+        s->width = (int64_t)width, s->is_shared = shared;
+        if (i == 0 && shared && !backward) works->prepare(call, s);
+        s->shares = space->shares;
+    }
+    int64_t grain = (SERIAL_BELOW / 2 / (n + 1) / group + 1) * group;
+    struct weighted_job job = {call, backward ? works->backward : tile ? works->tile : works->rows, space, grain, group};
+    pool_run(weighted_part, &job, (call->rows + grain - 1) / grain, (int)threads);
     free(memory);
     free(space);
     return 0;

@@ -13,6 +13,8 @@
 #define INFINITE ((double)INFINITY)
 #define ABS __builtin_fabs
 #define SMALLEST_SUM 1e-200
+#define BUDGET_DIGITS 1e-9
+#define SHORT 1e-4
 #define EXP_HIGH 600.0
 #define EXP_CEILING 3.77e260 /* a little less than exp(EXP_HIGH): no class, or one that cannot matter */
 #define EXP_LOW -708.0
@@ -55,6 +57,7 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 
 #include "lml_rows.h"
 #include "lml_tile.h"
+#include "weighted_rows.h"
 
 #undef TYPE
 #undef REAL
@@ -67,6 +70,8 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #undef LARGEST
 #undef INFINITE
 #undef SMALLEST_SUM
+#undef BUDGET_DIGITS
+#undef SHORT
 #undef ABS
 #undef EXP_HIGH
 #undef EXP_CEILING
@@ -91,6 +96,8 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #define INFINITE INFINITY
 #define ABS __builtin_fabsf
 #define SMALLEST_SUM 1e-20
+#define BUDGET_DIGITS 0.03
+#define SHORT 0.02
 #define EXP_HIGH 80.0f
 #define EXP_CEILING 5.54e34f
 #define EXP_LOW -87.0f
@@ -124,6 +131,7 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
 
 #include "lml_rows.h"
 #include "lml_tile.h"
+#include "weighted_rows.h"
 
 #undef TYPE
 #undef REAL
@@ -136,6 +144,8 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
 #undef LARGEST
 #undef INFINITE
 #undef SMALLEST_SUM
+#undef BUDGET_DIGITS
+#undef SHORT
 #undef ABS
 #undef EXP_HIGH
 #undef EXP_CEILING

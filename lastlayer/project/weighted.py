@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 import numbers
 from typing import Any, NamedTuple
@@ -10,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lastlayer._threshold.dispatch import differentiated, recorded
+from lastlayer._threshold.search import scores
 from lastlayer.shard import ClassShard, reduce
 
 _STEPS = 120  # bounds the search; Newton's steps with halvings in between
@@ -26,41 +30,80 @@ class Terms(NamedTuple):
     k: Tensor
 
 
-def enter(op: str, x: Tensor, k: Tensor, weight: Any, lower: Any, upper: Any) -> Terms:
-    """Check weights and bounds against scores `x` (classes last) and bring them to one shape."""
+def check(op: str, x: Tensor, weight: Any, lower: Any, upper: Any) -> tuple[Tensor | None, ...]:
+    """Check weights and bounds against scores `x` (classes last); return those that are given as tensors."""
     if all(not isinstance(v, Tensor) for v in (lower, upper)):
         low, high = 0.0 if lower is None else lower, 1.0 if upper is None else upper
         if isinstance(low, numbers.Real) and isinstance(high, numbers.Real) and float(low) > float(high):
-            raise ValueError(f"{op}: `lower` must be at most `upper`, got {low} and {high}.")
-    weight = _spread_over(op, "weight", weight, 1.0, x)
-    lower, upper = _spread_over(op, "lower", lower, 0.0, x), _spread_over(op, "upper", upper, 1.0, x)
-    return Terms(x.double(), weight, lower, upper, k.double())
+            raise ValueError(f"{op}: `lower` must be at most `upper`, got {low} and {high}. Exchange them.")
+    names = (("weight", weight), ("lower", lower), ("upper", upper))
+    return tuple(None if value is None else _tensor(op, name, value, x) for name, value in names)
 
 
-def _spread_over(op: str, name: str, value: Any, default: float, x: Tensor) -> Tensor:
-    if value is None:
-        value = default
+def _tensor(op: str, name: str, value: Any, x: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{op}: `{name}` must be a number or a tensor, got {type(value).__name__}.")
         if not math.isfinite(float(value)):
             raise ValueError(f"{op}: `{name}` must be finite, got {value}.")
-        return torch.full((), float(value), dtype=torch.float64, device=x.device).expand(x.shape)
+        return torch.full((), float(value), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{op}: `{name}` must be real, got a tensor of {value.dtype}.")
     try:
-        return value.to(device=x.device, dtype=torch.float64).expand(x.shape)
+        value.expand(x.shape)
     except RuntimeError:
         raise ValueError(
             f"{op}: `{name}` must broadcast to the shape {tuple(x.shape)}, got shape {tuple(value.shape)}."
         ) from None
+    return value.to(x.device)
 
 
-def threshold(terms: Terms, shard: ClassShard | None) -> Tensor:
+def in_one_shape(x: Tensor, k: Tensor, given: tuple[Tensor | None, ...]) -> Terms:
+    """Return scores, weights and bounds in float64 and in the shape of the scores."""
+
+    def wide(value: Tensor | None, default: float) -> Tensor:
+        if value is None:
+            value = torch.full((), default, dtype=torch.float64, device=x.device)
+        return value.double().expand(x.shape)
+
+    weight, lower, upper = given
+    return Terms(x.double(), wide(weight, 1.0), wide(lower, 0.0), wide(upper, 1.0), k.double())
+
+
+def threshold(terms: Terms, shard: ClassShard | None, impl: str = "torch") -> Tensor:
     """Return nu ``(..., 1)``, differentiable in every term; ``-inf`` and ``+inf`` at the ends, NaN beyond."""
     function = _Threshold if torch.compiler.is_compiling() else _ThresholdForwardMode
-    nu: Tensor = function.apply(*terms, shard)
+    nu: Tensor = function.apply(*terms, shard, impl)
     return nu
+
+
+def at_most_threshold(terms: Terms, shard: ClassShard | None, impl: str = "torch") -> Tensor:
+    """Return nu where the sum is at most k: a budget that is not reached has no price."""
+    nu = threshold(terms, shard, impl)
+    least, most = range_of_sums(terms, shard)
+    nu = torch.where(terms.k >= most, 0, torch.where(nu > 0, 0, nu))
+    return torch.where(terms.k < least, torch.nan, nu)
+
+
+def project(
+    logits: Tensor,
+    k: Tensor,
+    given: tuple[Tensor | None, ...],
+    mask: Tensor | None,
+    temperature: float,
+    at_most: bool,
+    impl: str,
+) -> Tensor:
+    """Return the values from a kernel, which reads plain tensors as they are."""
+    if recorded(logits, k, *given):
+        out: Tensor = _Values.apply(logits, k, *given, mask, temperature, at_most, impl)
+        return out
+    return _kernels(impl).forward(logits, k, *given, mask, temperature, at_most)[0]  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _kernels(impl: str) -> Any:
+    return importlib.import_module(f"lastlayer._{impl}.weighted")
 
 
 def range_of_sums(terms: Terms, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
@@ -175,12 +218,15 @@ def _middle(lo: Tensor, hi: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("lastlayer::weighted_threshold", mutates_args=())
-def _op(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor) -> Tensor:
+def _op(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, impl: str) -> Tensor:
+    if impl == "native":
+        nu: Tensor = _kernels(impl).threshold(x, weight, lower, upper, k)
+        return nu
     return _solve(x, weight, lower, upper, k, None)
 
 
 @_op.register_fake
-def _(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor) -> Tensor:
+def _(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, impl: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], 1))
 
 
@@ -188,15 +234,17 @@ class _Threshold(torch.autograd.Function):
     """``(x, weight, lower, upper, k) -> nu``, with the derivatives of the sum solved for nu."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
+    def forward(
+        x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None, impl: str
+    ) -> Tensor:
         if shard is not None:
             return _solve(x, weight, lower, upper, k, shard)
-        nu: Tensor = torch.ops.lastlayer.weighted_threshold(x, weight, lower, upper, k)
+        nu: Tensor = torch.ops.lastlayer.weighted_threshold(x, weight, lower, upper, k, impl)
         return nu
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *terms, ctx.shard = inputs
+        *terms, ctx.shard, _ = inputs
         ctx.save_for_backward(*terms, output)
         ctx.save_for_forward(*terms, output)
 
@@ -205,7 +253,7 @@ class _Threshold(torch.autograd.Function):
         by_x, by_weight, by_lower, by_upper, slope = _slopes(ctx)
         grad = reduce(grads[0], "sum", ctx.shard)
         given = torch.where(grad == 0, 0, grad / slope)
-        return -given * by_x, -given * by_weight, -given * by_lower, -given * by_upper, given, None
+        return -given * by_x, -given * by_weight, -given * by_lower, -given * by_upper, given, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -215,7 +263,7 @@ class _Threshold(torch.autograd.Function):
         ]
         batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
         tensors = [t.expand(*batch, t.shape[-1]) for t in tensors]
-        return _ThresholdForwardMode.apply(*tensors, inputs[5]), 0
+        return _ThresholdForwardMode.apply(*tensors, *inputs[5:]), 0
 
 
 class _ThresholdForwardMode(_Threshold):
@@ -230,6 +278,46 @@ class _ThresholdForwardMode(_Threshold):
         missing = -reduce(added, "sum", ctx.shard)
         missing = missing if tangents[4] is None else missing + tangents[4]
         return torch.where(missing == 0, 0, missing / slope)
+
+
+class _Values(torch.autograd.Function):
+    """``(logits, k, weight, lower, upper) -> y`` by a kernel; further derivatives are those of plain torch."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        logits, k, *given, mask, temperature, at_most, impl = inputs
+        out, nu = _kernels(impl).forward(logits, k, *given, mask, temperature, at_most)
+        ctx.save_for_backward(logits, k, *given, mask, nu)
+        ctx.temperature, ctx.at_most, ctx.impl = temperature, at_most, impl
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, k, *given, mask, nu = ctx.saved_tensors
+        (grad,) = grads
+        if differentiated(grad):
+            return *_plain_gradients(ctx, logits, k, given, mask, grad), None, None, None, None
+        wanted = tuple(ctx.needs_input_grad[2:5])
+        grad_x, grad_k, others = _kernels(ctx.impl).backward(
+            logits, *given, mask, ctx.temperature, ctx.at_most, nu, grad, wanted
+        )
+        others = [None if o is None else o.sum_to_size(v.shape).to(v.dtype) for o, v in zip(others, given, strict=True)]
+        return grad_x, grad_k, *others, None, None, None, None
+
+
+def _plain_gradients(
+    ctx: Any, logits: Tensor, k: Tensor, given: list[Tensor | None], mask: Tensor | None, grad: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of logits, k, weight, lower and upper in differentiable operations."""
+    inputs = zip([logits, k, *given], ctx.needs_input_grad, strict=False)
+    wanted = [value for value, asked in inputs if asked and value is not None]
+    with torch.enable_grad():
+        x = scores(logits.double(), mask, ctx.temperature)
+        terms = in_one_shape(x, k, (given[0], given[1], given[2]))
+        nu = at_most_threshold(terms, None) if ctx.at_most else threshold(terms, None)
+        y = values(terms, nu).to(logits.dtype)
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=torch.is_grad_enabled()))
+    return [next(found) if asked else None for asked in ctx.needs_input_grad[:5]]
 
 
 def _slopes(ctx: Any) -> tuple[Tensor, ...]:

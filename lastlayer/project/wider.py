@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._threshold.dispatch import Impl, choose, direct, transformed
 from lastlayer._threshold.search import scores
 from lastlayer.project import weighted
 from lastlayer.project.groups import grouped
@@ -42,13 +43,11 @@ def project_wider(
     temperature: float | Tensor,
     mask: Tensor | None,
     shard: ClassShard | None,
-    impl: str,
+    impl: Impl,
 ) -> Tensor:
     """Return the projection `kind` ("y", "log", "nu" or "at most"); `function` is the ordinary one of that kind."""
     if isinstance(dim, tuple | list):
         return _over_dimensions(op, kind, function, logits, k, given, dim, temperature, mask, shard, impl)
-    if impl not in ("auto", "torch"):
-        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: weights, bounds and groups are plain torch.')
     logits, shard, wrap = unwrap(op, logits, shard, dim, k)
     logits = _check.logits(op, logits)
     place = _check.dim(op, dim, logits.ndim)
@@ -60,17 +59,38 @@ def project_wider(
         rows = spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype)
         finite = x.isfinite()
         x, divisor = torch.where(finite, torch.where(finite, x, 0) / rows, x), 1.0
-    x = scores(x.double(), allowed, divisor)
+    chosen = _choose(op, impl, x, shard, given)
     if given.groups is not None or given.group_limit is not None:
-        out = _with_groups(op, kind, x, k, given, shard)
+        out = _with_groups(op, kind, scores(x.double(), allowed, divisor), k, given, shard)
     else:
-        out = _with_weights(op, kind, x, k, given, place, logits.ndim, shard)
+        out = _with_weights(op, kind, x, k, given, allowed, divisor, logits.ndim - 1 - place, shard, chosen)
     out = out.to(logits.dtype)
     return out if kind == "nu" else wrap(out.movedim(-1, place))
 
 
+def _choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None, given: Wider) -> Impl:
+    """Return the implementation; groups have a plain one only, and weights none for the GPU."""
+    chosen = choose(op, impl, x, shard)
+    plain = given.groups is not None or given.group_limit is not None
+    if not plain and chosen != "triton":
+        return chosen
+    if impl != "auto" and chosen != "torch":
+        what = "groups are" if plain else "weights and bounds on the GPU are"
+        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: {what} plain torch. Use `impl="auto"`.')
+    return "torch"
+
+
 def _with_weights(
-    op: str, kind: str, x: Tensor, k: Any, given: Wider, place: int, ndim: int, shard: ClassShard | None
+    op: str,
+    kind: str,
+    logits: Tensor,
+    k: Any,
+    given: Wider,
+    mask: Tensor | None,
+    temperature: float,
+    behind: int,
+    shard: ClassShard | None,
+    impl: Impl,
 ) -> Tensor:
     if kind == "log" and given.lower is not None and not _is_zero(given.lower):
         raise ValueError(f"{op}: `lower` must be 0 where a logarithm is taken, got {given.lower}.")
@@ -78,15 +98,15 @@ def _with_weights(
     def at_end(value: Any) -> Any:  # a tensor has the classes where the logits have them
         value = local_part(value)
         wide = isinstance(value, Tensor) and value.ndim > 0
-        behind = ndim - 1 - place
         return value.movedim(value.ndim - 1 - behind, -1) if wide and behind and value.ndim > behind else value
 
-    terms = weighted.enter(op, x, _size(op, k, x), at_end(given.weight), at_end(given.lower), at_end(given.upper))
-    nu = weighted.threshold(terms, shard)
-    if kind == "at most":  # a budget that is not reached has no price
-        least, most = weighted.range_of_sums(terms, shard)
-        nu = torch.where(terms.k >= most, 0, torch.where(nu > 0, 0, nu))
-        nu = torch.where(terms.k < least, torch.nan, nu)
+    checked = weighted.check(op, logits, at_end(given.weight), at_end(given.lower), at_end(given.upper))
+    size = _size(op, k, logits)
+    if impl != "torch" and kind in ("y", "at most") and not transformed() and direct(logits, size, mask, *checked):
+        return weighted.project(logits, size, checked, mask, temperature, kind == "at most", impl)
+    terms = weighted.in_one_shape(scores(logits.double(), mask, temperature), size, checked)
+    solve = weighted.at_most_threshold if kind == "at most" else weighted.threshold
+    nu = solve(terms, shard, impl)
     if kind == "nu":
         return replicate(nu, shard).squeeze(-1)
     return weighted.log_values(terms, nu) if kind == "log" else weighted.values(terms, nu)
@@ -112,7 +132,8 @@ def _size(op: str, k: Any, x: Tensor) -> Tensor:
         if not math.isfinite(value):
             raise ValueError(f"{op}: `k` must be finite, got {k}.")
         return torch.full((), value, dtype=torch.float64, device=x.device).expand(*x.shape[:-1], 1)
-    return _check.cardinality(op, k, x, at_most_n=False).double()
+    rows = torch.empty((), dtype=torch.float64, device=x.device).expand(x.shape)
+    return _check.cardinality(op, k, rows, at_most_n=False)
 
 
 def _is_zero(value: Any) -> bool:
@@ -130,7 +151,7 @@ def _over_dimensions(
     temperature: Any,
     mask: Tensor | None,
     shard: ClassShard | None,
-    impl: str,
+    impl: Impl,
 ) -> Tensor:
     """Flatten several dimensions into one, project, and unflatten."""
     logits = _check.logits(op, logits)

@@ -10,51 +10,67 @@ import torch
 
 import lastlayer as ll
 from fuzz import reference
-from fuzz.checks import DEVICE, Accuracy, Expected, Found, Op
+from fuzz.checks import DEVICE, Accuracy, Expected, Found, Op, device_of
 from fuzz.rows import Case
 
 SPREADS = (0.0, 1.0, 10.0)  # of the logarithms of weights
 
 
-def budget(case: Case) -> dict[str, Any]:
-    """Return weights of both signs, bounds, and k between the least and the largest sum, all in float64."""
+def budget(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """Return weights of both signs and bounds as a dtype has them, and k between the least and the largest sum."""
     n = case.logits.shape[-1]
     place = torch.arange(n, dtype=torch.float64)
     spread = SPREADS[int(10 * case.observed) % 3]
     weight = torch.exp(spread * torch.cos(2.3 * place)) * torch.where(torch.arange(n) % 5 == 3, -1.0, 1.0)
     lower = 0.3 * torch.sin(1.1 * place).clamp(min=0)
     upper = lower + 0.2 + 0.5 * torch.cos(0.7 * place).abs()
-    ends = torch.stack([weight * lower, weight * upper])
+    weight, lower, upper = (value.to(dtype) for value in (weight, lower, upper))
+    ends = torch.stack([weight.double() * lower.double(), weight.double() * upper.double()])
     least, most = ends.amin(0).sum(), ends.amax(0).sum()
     part = torch.nan_to_num(case.k.double() / max(n, 1), nan=0.5).clamp(1e-3, 1 - 1e-3)
     return {"k": least + part * (most - least), "weight": weight, "lower": lower, "upper": upper}
 
 
-def run_weighted(case: Case, impl: str) -> Found:
-    del impl
-    given = {name: value.to(DEVICE) for name, value in budget(case).items()}
-    x = case.logits.to(DEVICE)
-    y = ll.lml(x, **given)
-    return {"value": y, "sum": (y.double() * given["weight"]).sum(-1)}
+def run_weighted(dtype: torch.dtype) -> Callable[[Case, str], Found]:
+    def run(case: Case, impl: str) -> Found:
+        device = device_of(impl)
+        given = {name: value.to(device) for name, value in budget(case, dtype).items()}
+        y = ll.lml(case.logits.to(device), impl=impl, **given)
+        return {"value": y, "sum": (y.double() * given["weight"].double()).sum(-1)}
+
+    return run
 
 
-def expect_weighted(case: Case, impl: str) -> Expected:
-    del impl
-    a = Accuracy.of(case)
-    given = {name: value.numpy().astype(np.longdouble) for name, value in budget(case).items()}
-    x, (k, w, lower, upper) = case.logits.double().numpy().astype(np.longdouble), given.values()
-    z = reference.weighted(x, k, w, lower, upper)
-    y, miss = np.exp(reference.log_sigmoid(z)), np.exp(reference.log_sigmoid(-z))
-    # x + w nu is known to the rounding of its parts, in float64; the output has the digits of its dtype.
-    off = 256 * np.finfo(np.float64).eps * (1 + np.abs(x) + np.abs(z - x)).max(-1, keepdims=True) * np.abs(w).max()
-    value = lower + (upper - lower) * y
-    fine = float(torch.finfo(case.logits.dtype).eps)
-    room = (upper - lower) * y * miss * np.minimum(off, 1) + 4 * fine * np.abs(value) + a.tiny
-    each = 64 * np.finfo(np.float64).eps * (1 + np.abs(x) + np.abs(z - x)) * (upper - lower) * y * miss
-    return {
-        "value": (value, room),
-        "sum": (k, (np.abs(w) * (each + 4 * fine * np.abs(value) + a.tiny)).sum(-1) + 1e-12),
-    }
+def expect_weighted(dtype: torch.dtype) -> Callable[[Case, str], Expected]:
+    def expect(case: Case, impl: str) -> Expected:
+        a = Accuracy.of(case)
+        given = {name: value.numpy().astype(np.longdouble) for name, value in budget(case, dtype).items()}
+        x, (k, w, lower, upper) = case.logits.double().numpy().astype(np.longdouble), given.values()
+        z = reference.weighted(x, k, w, lower, upper)
+        y, miss = np.exp(reference.log_sigmoid(z)), np.exp(reference.log_sigmoid(-z))
+        # x + w nu is known to the rounding of its parts, in float64; the output has the digits of its dtype.
+        parts = (1 + np.abs(x) + np.abs(z - x)) * np.finfo(np.float64).eps
+        off = 256 * parts.max(-1, keepdims=True) * np.abs(w).max()
+        each = 64 * parts
+        if impl != "torch" and dtype == torch.float32 and case.logits.dtype != torch.float64:
+            # A kernel rounds x + w nu once, and the sums that decide nu are at least 1 / 33 of those that are rounded.
+            rounding = 64 * np.finfo(np.float32).eps * (1 + np.abs(z))
+            off, each = off + rounding, each + rounding / 8
+        value = lower + (upper - lower) * y
+        fine = float(torch.finfo(case.logits.dtype).eps)
+        slope = (upper - lower) * y * miss
+        room = slope * np.minimum(off, 1) + 4 * fine * np.abs(value) + a.tiny
+        return {
+            "value": (value, room),
+            "sum": (k, (np.abs(w) * (slope * each + 4 * fine * np.abs(value) + a.tiny)).sum(-1) + 1e-12),
+        }
+
+    return expect
+
+
+def weighted_op(name: str, dtype: torch.dtype, *impls: str) -> Op:
+    """Return the entry of the projection with weights and bounds of a dtype."""
+    return Op(name, run_weighted(dtype), expect_weighted(dtype), impls, fits=_up_to(130), largest=1e6, adapt=_finite)
 
 
 def groups_of(case: Case) -> dict[str, Any]:
@@ -140,7 +156,8 @@ def _matrix(case: Case) -> Case:
 
 
 WIDER = (
-    Op("lml with weights and bounds", run_weighted, expect_weighted, fits=_up_to(130), largest=1e6, adapt=_finite),
+    weighted_op("lml with weights and bounds", torch.float64, "torch", "native"),
+    weighted_op("lml with weights and bounds in float32", torch.float32, "native"),
     Op("lml with groups", run_groups, expect_groups, fits=_up_to(130), largest=1e6, adapt=_finite),
     Op("lml_balanced", run_balanced, expect_balanced, fits=_up_to(17), largest=10.0, adapt=_matrix),
 )

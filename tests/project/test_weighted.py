@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import lastlayer as ll
+from lastlayer import _native
 
 DOUBLE = torch.float64
+IMPLS = ["torch"] if _native.missing else ["torch", "native"]
 
 
 def draw(*shape, seed=0, scale=1.0):
@@ -43,9 +45,10 @@ def test_weights_of_one_are_the_ordinary_projection():
         torch.testing.assert_close(function(x, 4.5, weight=1.0), function(x, 4.5), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
 @pytest.mark.parametrize("kind", ["wide", "signs", "zeros"])
-def test_sums_are_exact(kind, scale):
+def test_sums_are_exact(kind, scale, impl):
     shape = (300, 40)
     weight = {
         "wide": 10 ** (9 * uniform(*shape, seed=1)),
@@ -56,17 +59,21 @@ def test_sums_are_exact(kind, scale):
     least, most = ends(weight, lower, upper)
     for share in (1e-6, 0.1, 0.5, 0.99):
         k = least + share * (most - least)
-        y = ll.lml(x, k, weight=weight, lower=lower, upper=upper)
+        y = ll.lml(x, k, weight=weight, lower=lower, upper=upper, impl=impl)
         off = ((weight * y).sum(-1) - k).abs() / (weight * y).abs().sum(-1)
         assert off.max() < 1e-12
         assert (y >= lower).all()
         assert (y <= upper).all()
-        half = ll.lml(x.float(), k, weight=weight, lower=lower, upper=upper)
+        half = ll.lml(x.float(), k, weight=weight, lower=lower, upper=upper, impl=impl)
         off = ((weight * half).sum(-1) - k).abs() / (weight * half).abs().sum(-1)
+        assert off.max() < 1e-6
+        single = ll.lml(x.float(), k, weight=weight.float(), lower=lower.float(), upper=upper.float(), impl=impl)
+        off = ((weight.float().double() * single).sum(-1) - k).abs() / (weight * single).abs().sum(-1)
         assert off.max() < 1e-6
 
 
-def test_is_the_optimum():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_is_the_optimum(impl):
     cp = pytest.importorskip("cvxpy")
     x, weight = draw(6), torch.tensor([1.0, 2.0, 0.5, -1.0, 0.0, 3.0], dtype=DOUBLE)
     lower, upper = 0.2 * uniform(6, seed=1), 0.5 + uniform(6, seed=2)
@@ -77,12 +84,13 @@ def test_is_the_optimum():
     for at_most, function in ((False, ll.lml), (True, ll.lml_at_most)):
         budget = weight.numpy() @ v <= k if at_most else weight.numpy() @ v == k
         cp.Problem(cp.Minimize(-x.numpy() @ v - entropy), [budget]).solve(solver=cp.CLARABEL)
-        y = function(x, k, weight=weight, lower=lower, upper=upper)
+        y = function(x, k, weight=weight, lower=lower, upper=upper, impl=impl)
         torch.testing.assert_close(y, torch.tensor(v.value), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", ["weight", "bounds", "both", "at most", "groups"])
-def test_cvxpy_finds_the_same_answer(kind):
+def test_cvxpy_finds_the_same_answer(kind, impl):
     cp = pytest.importorskip("cvxpy")
     x, n = draw(5, seed=3, scale=2), 5
     weight = uniform(n, seed=1) * 3 - 1 if kind in ("weight", "both") else torch.ones(n, dtype=DOUBLE)
@@ -101,20 +109,21 @@ def test_cvxpy_finds_the_same_answer(kind):
         solver="CLARABEL", tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12
     )
     function = ll.lml_at_most if kind == "at most" else ll.lml
-    options = {"weight": weight, "lower": lower, "upper": upper}
+    options = {"weight": weight, "lower": lower, "upper": upper, "impl": impl}
     if kind == "groups":
         options = {"groups": group, "group_limit": 0.7}
     torch.testing.assert_close(function(x, k, **options), torch.as_tensor(y.value), atol=1e-5, rtol=0)
 
 
-def test_derivatives():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_derivatives(impl):
     x, weight = draw(3, 4).requires_grad_(), draw(3, 4, seed=1).requires_grad_()
     lower, upper = (0.3 * uniform(3, 4, seed=2)).requires_grad_(), (0.6 + uniform(3, 4, seed=3)).requires_grad_()
     least, most = (end.detach() for end in ends(weight, lower, upper))
     k = (least + 0.4 * (most - least)).requires_grad_()
 
     def function(x, k, weight, lower, upper):
-        options = {"weight": weight, "lower": lower, "upper": upper}
+        options = {"weight": weight, "lower": lower, "upper": upper, "impl": impl}
         return ll.lml(x, k, **options), ll.lml_threshold(x, k, **options), ll.lml_at_most(x, k, **options)
 
     inputs = (x, k, weight, lower, upper)
@@ -173,7 +182,11 @@ def test_masked_and_free_classes():
             ValueError,
             "`group_limit` must be at least 0",
         ),
-        ({"weight": 1.0, "impl": "triton"}, RuntimeError, "weights, bounds and groups are plain torch"),
+        (
+            {"groups": torch.zeros(4, dtype=torch.long), "group_limit": 1, "impl": "native"},
+            RuntimeError,
+            "cannot run here",
+        ),
     ],
 )
 def test_messages(options, error, text):

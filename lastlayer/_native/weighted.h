@@ -1,0 +1,117 @@
+/* Rows with weights and bounds: what weighted_rows.h needs and is the same for every type. */
+
+#define NEAR 0.34 /* a step of nu over which exponentials are carried by a polynomial */
+
+/* A call: what ctypes hands over. Without weights they are 1, without bounds 0 and 1; a stride of 0 is one row for all. */
+struct weighted {
+    int64_t rows, n;
+    const void *logits;
+    const double *k;
+    int64_t k_stride;
+    const uint8_t *mask;
+    int64_t mask_stride;
+    double temperature;
+    int at_most, threads;
+    const void *weight, *lower, *upper;
+    int64_t weight_stride, lower_stride, upper_stride;
+    void *out; /* y, or in the backward pass the gradient of the logits */
+    double *nu;
+    const void *grad;
+    double *grad_k;
+    void *grad_weight, *grad_lower, *grad_upper;
+};
+
+/* Sums over the classes of a row that do not depend on its finite scores. Weights are divided by `unit`. */
+struct shares {
+    double unit, sure, total, w1, w2; /* sure: at nu = -inf; then sums of a, a w and a w^2 */
+    double least, most;               /* sums that can be reached at all */
+    int negative, wrong;              /* a negative weight; nan, or bounds the wrong way round */
+};
+
+/* A search for sum a sigmoid(z + w nu) = c, with rest = sum a - c. nu + at is the point of the next pass. */
+struct budget {
+    double c, rest, total, goal, w1, w2, z1, z2, zw; /* goal is the smaller of c and rest; z1 = sum a z and so on */
+    double nu, at, lo, hi, f, s1, s2;
+    int few, state, passes; /* few: c is the smaller */
+};
+
+struct budget_space {
+    void *x, *z, *e, *w, *a;
+    void *shared_w, *shared_a, *ones, *zeros; /* of all threads */
+    double *wide;
+    int64_t width;
+    int is_shared;
+    struct shares shares;
+    struct start start;
+};
+
+static void budget_again(struct budget *b) {
+    b->nu = b->at = 0;
+    b->lo = -INFINITY, b->hi = INFINITY;
+    b->state = OPEN, b->passes = 0;
+}
+
+/* Whether there is nothing to search, with nu. */
+static int budget_enter(struct budget *b, const struct shares *s, double k, int at_most, double *nu) {
+    double c = (k - s->sure) / s->unit, rest = s->total - c, slack = 4 * DBL_EPSILON * (s->total + fabs(c));
+    *nu = NAN;
+    if (s->wrong || k != k) return 1;
+    if (at_most && k >= s->most) *nu = 0;
+    if (at_most && (k >= s->most || k < s->least)) return 1;
+    if (!(c > 0 && rest > 0)) {
+        *nu = fabs(c) <= slack ? -INFINITY : fabs(rest) > slack ? NAN : at_most ? 0 : INFINITY;
+        return 1;
+    }
+    memset(b, 0, sizeof *b);
+    b->c = c, b->rest = rest, b->total = s->total, b->w1 = s->w1, b->w2 = s->w2;
+    b->few = c <= rest;
+    b->goal = b->few ? c : rest;
+    budget_again(b);
+    return 0;
+}
+
+/* A guess of nu as if scores and weights were normal: the points z + w nu then have a mean and a variance, and
+   `start_guess` has the mean that is wanted at that variance. All moments are means under the shares a. */
+__attribute__((always_inline)) static inline double budget_guess(double logit, double log_p, double quantile, double z1,
+                                                                 double z2, double zw, double w1, double w2) {
+    double spread = z2 - z1 * z1, both = zw - z1 * w1, wide = w2 - w1 * w1, nu = 0, reach = 1e30;
+    for (int i = 0; i < 4; i++) {
+        double variance = i ? spread + nu * (2 * both + nu * wide) : spread;
+        nu = (start_guess(logit, log_p, quantile, 0, variance, -reach, reach) - z1) / w1;
+    }
+    return nu;
+}
+
+/* Halley's step: near the solution on the sum, where Newton's step r is certain to be as good as it is short; else on the
+   logarithm of the smaller side, of which `level` is the distance from the goal's, and which is nearly straight. */
+__attribute__((always_inline)) static inline double budget_halley(int few, double r, double got, double level, double s1,
+                                                                  double s2) {
+    double slope = s1 / got, bend = s2 / got, turn = few ? bend - slope * slope : -bend - slope * slope;
+    double first = few ? slope : -slope, over = 2 * first * first - level * turn;
+    double by_log = over > first * first ? -2 * level * first / over : -level / first;
+    return r * r < 1e-4 ? -r / (1 - r * (s2 / s1) / 2) : by_log;
+}
+
+/* A step from the sums at nu. CLOSE if it ends the search, HARD if `digits` are missing: sum w h as a part of the goal. */
+static void budget_step(struct budget *b, double eps, double digits) {
+    double f = b->few ? b->f - b->goal : b->goal - b->f, r = f / b->s1;
+    if (!(b->s1 > 0) || !(b->f > 0) || !(fabs(r) < 1e300)) {
+        b->state = HARD;
+        return;
+    }
+    if (f < 0) b->lo = b->nu;
+    if (f > 0) b->hi = b->nu;
+    b->at = budget_halley(b->few, r, b->f, log(b->f / b->goal), b->s1, b->s2);
+    if (0.42 * fabs(r * r * r) <= eps / 2) {
+        b->state = b->s1 > digits * b->goal ? CLOSE : HARD;
+        return;
+    }
+    if (!(b->nu + b->at >= b->lo && b->nu + b->at <= b->hi)) b->at = (b->lo + b->hi) / 2 - b->nu;
+    if (!(fabs(b->at) < 1e300)) b->state = HARD;
+}
+
+/* A point between: halves the orders of magnitude of a wide bracket, else the bracket. */
+static double budget_middle(double lo, double hi) {
+    double by_order = sinh(asinh(lo * 1e3) / 2 + asinh(hi * 1e3) / 2) / 1e3;
+    return by_order > lo && by_order < hi ? by_order : lo / 2 + hi / 2;
+}

@@ -1,0 +1,683 @@
+/* Rows with weights and bounds, for one type and one instruction set; after lml_rows.h and lml_tile.h, whose names it
+   uses. lastlayer/project/weighted.py has the same in torch, and the reasons.
+
+   y = lower + (upper - lower) sigmoid(x + w nu) with sum w y = k. A class of negative weight is turned around, and the
+   weights are divided by a power of two, so that 0 <= w <= 1: what is left is sum a sigmoid(z + w nu) = c with
+   a = w (upper - lower) and z = x or -x. As no weight is above 1, the search has the certificates of lml: after a step
+   of Halley's the error in nu is at most 0.42 |r|^3, where r is Newton's step.
+
+   Exponentials are taken at a center that REAL holds, with one rounding of z + w nu; a short way from there they are
+   multiplied by a polynomial. A row for which REAL has too few digits is searched again in double, and one on which
+   that does not end by `weighted_hard`, which holds on any row. */
+
+#define FN TARGET static
+#define INLINE __attribute__((always_inline)) TARGET static inline
+#define PRAGMA(text) _Pragma(#text)
+#define STEPS (VECTOR < 32 ? 8 : 32)
+#define BLOCK (STEPS * LANES)
+#define VEC NAME(vector)
+#define EACH_LANE PRAGMA(omp simd) for (int i = 0; i < LANES; i++)
+
+/* A row to be searched; the arrays have room for whole vectors, and a is 0 in what is not a class. */
+typedef struct {
+    int64_t n;
+    REAL *z, *w, *a, *e;
+    int special; /* has weights of its own, or infinite scores */
+    struct shares shares;
+    struct budget b;
+} NAME(budget_row);
+
+INLINE VEC NAME(fill)(REAL value) {
+    VEC zero = {0};
+    return value - zero;
+}
+
+/* What a pass sums at a point with q = (1 - y) / y: f = sum a y or, on the side where that is the smaller, sum a (1 - y);
+   and the first two derivatives of sum a y. */
+#define WEIGH(q, a, w)                                      \
+    VEC y = R(1.0) / (R(1.0) + q), v = q * y;               \
+    VEC t = w * (a * (y * v));                              \
+    f += a * NAME(select)(few, y, v);                       \
+    s1 += t;                                                \
+    s2 += (w * t) * (v - y);
+
+/* exp(r) for |r| <= NEAR. */
+INLINE VEC NAME(near_exp)(VEC r) { return EXP_POLYNOMIAL(r); }
+
+/* exp(t), as at the ends of what REAL holds beyond them. */
+INLINE VEC NAME(point_exp)(VEC t) {
+    VEC low = NAME(fill)(EXP_LOW), high = -low;
+    t = NAME(select)(t < high, t, high);
+    return NAME(vector_exp)(NAME(select)(t > low, t, low));
+}
+
+/* e exp(-far), far being w times the last step of a search, which is short. */
+#define LAST_STEP(e, far) ((e) - (e) * (far) * (R(1.0) - (far) * (R(0.5) - (far) * R(0.16666667))))
+
+/* ---- One row. ---- */
+
+FN void NAME(budget_moments)(NAME(budget_row) * row) {
+    double z1 = 0, z2 = 0, zw = 0;
+    for (int64_t i = 0; i < row->n;) {
+        int64_t end = i + BLOCK < row->n ? i + BLOCK : row->n;
+        VEC a1 = {0}, a2 = {0}, a3 = {0};
+        for (; i < end; i += LANES) {
+            VEC z = NAME(kept)(row->z + i), a = NAME(kept)(row->a + i), w = NAME(kept)(row->w + i), t = a * z;
+            a1 += t;
+            a2 += t * z;
+            a3 += t * w;
+        }
+        z1 += NAME(total)(a1), z2 += NAME(total)(a2), zw += NAME(total)(a3);
+    }
+    row->b.z1 = z1, row->b.z2 = z2, row->b.zw = zw;
+}
+
+FN void NAME(budget_pass)(NAME(budget_row) * row) {
+    struct budget *b = &row->b;
+    int fresh = !(fabs(b->at) <= NEAR) || b->passes++ == 0;
+    if (fresh) b->nu = (double)(REAL)(b->nu + b->at), b->at = 0;
+    VEC nu = NAME(fill)((REAL)b->nu), at = NAME(fill)((REAL)b->at);
+    NAME(lanes) few = (NAME(lanes)){0} - (b->few != 0);
+    b->nu += b->at, b->at = 0;
+    b->f = b->s1 = b->s2 = 0;
+    for (int64_t i = 0; i < row->n;) {
+        int64_t end = i + BLOCK < row->n ? i + BLOCK : row->n;
+        VEC f = {0}, s1 = {0}, s2 = {0};
+        for (; i < end; i += LANES) {
+            VEC a = NAME(kept)(row->a + i), w = NAME(kept)(row->w + i), q;
+            if (fresh)
+                q = NAME(point_exp)(-(NAME(kept)(row->z + i) + w * nu));
+            else
+                q = NAME(kept)(row->e + i) * NAME(near_exp)(w * -at);
+            NAME(keep)(q, row->e + i);
+            WEIGH(q, a, w)
+        }
+        b->f += NAME(total)(f), b->s1 += NAME(total)(s1), b->s2 += NAME(total)(s2);
+    }
+}
+
+/* Search; whether that ended with digits to spare. */
+FN int NAME(budget_search)(NAME(budget_row) * row, struct start *start) {
+    struct budget *b = &row->b;
+    double over = 1 / b->total;
+    NAME(budget_moments)(row);
+    start_prepare(start, b->c, b->total);
+    b->nu = budget_guess(start->logit, start->log_p, start->quantile, b->z1 * over, b->z2 * over, b->zw * over,
+                         b->w1 * over, b->w2 * over);
+    if (!(fabs(b->nu) < LARGEST)) b->nu = 0;
+    for (int i = 0; i < 16 && b->state == OPEN; i++) {
+        NAME(budget_pass)(row);
+        budget_step(b, EPS, BUDGET_DIGITS);
+    }
+    return b->state == CLOSE && fabs(b->at) <= SHORT;
+}
+
+#ifdef WITH_HARD
+
+/* The sum of a over the classes that are above 1/2 at nu. */
+FN double NAME(budget_above)(const double *restrict z, const double *restrict w, const double *restrict a, int64_t n,
+                             double nu) {
+    double sum = 0;
+    PRAGMA(omp simd reduction(+ : sum))
+    for (int64_t i = 0; i < n; i++) sum += z[i] + w[i] * nu > 0 ? a[i] : 0.0;
+    return sum;
+}
+
+/* As `_root` of weighted.py, but for the start: Newton's method on the logarithm of the smaller side, between bounds. */
+FN double NAME(weighted_hard)(const double *restrict z, const double *restrict w, const double *restrict a, int64_t n,
+                              double c, double rest) {
+    double lo = INFINITY, hi = -INFINITY, level = log(c) - log(rest), goal = fmin(c, rest), nu, before;
+    int few = c <= rest;
+    for (int64_t i = 0; i < n; i++) {
+        if (!(a[i] > 0)) continue;
+        double shift = (level - z[i]) / w[i];
+        lo = fmin(lo, shift), hi = fmax(hi, shift);
+    }
+    double low = lo, high = hi; /* where the classes, taken one after another as nu rises, reach the sum */
+    for (int i = 0; i < 60 && high - low > 0.5 + 1e-3 * fabs(low); i++) {
+        double middle = budget_middle(low, high);
+        if (!(middle > low && middle < high)) break;
+        if (NAME(budget_above)(z, w, a, n, middle) < c)
+            low = middle;
+        else
+            high = middle;
+    }
+    nu = fmin(fmax(high, lo), hi);
+    before = hi - lo;
+    for (int step = 0; step < 120 && lo < hi; step++) {
+        double got = 0, slope = 0, noise = 0;
+        PRAGMA(omp simd reduction(+ : got, slope, noise))
+        for (int64_t i = 0; i < n; i++) {
+            double d = z[i] + w[i] * nu, far = NAME(abs)(d), tail = NAME(exp)(-far, EXP_LOW, EXP_HIGH);
+            tail = far > -EXP_LOW ? 0.0 : tail;
+            double over = 1.0 / (1.0 + tail), under = tail * over, h = over * under * a[i];
+            double y = d > 0 ? over : under, v = d > 0 ? under : over;
+            got += a[i] * (few ? y : v);
+            slope += w[i] * h;
+            noise += h * (far + NAME(abs)(z[i]));
+        }
+        double f = few ? got - goal : goal - got;
+        if (f <= 0) lo = nu;
+        if (f >= 0) hi = nu;
+        if (fabs(f) <= 2 * DBL_EPSILON * (goal + noise) || hi - lo <= 2 * DBL_EPSILON * fabs(nu)) break;
+        double newton = nu - (few ? 1 : -1) * (log(got) - log(goal)) * got / slope;
+        int bad = !(newton > lo && newton < hi);
+        if (step % 3 == 2) {
+            bad |= hi - lo > before / 2;
+            before = hi - lo;
+        }
+        nu = bad ? budget_middle(lo, hi) : newton;
+    }
+    return nu;
+}
+
+/* Search in double, with z, w and a of a row one behind the other and room for e; `quick`: first as all rows are. */
+FN double NAME(wider_search)(double *wide, int64_t width, int64_t n, struct budget *b, struct start *start, int quick) {
+    NAME(budget_row) row = {.n = n, .z = wide, .w = wide + width, .a = wide + 2 * width, .e = wide + 3 * width, .b = *b};
+    budget_again(&row.b);
+    if (quick && NAME(budget_search)(&row, start)) return row.b.nu + row.b.at;
+    return NAME(weighted_hard)(row.z, row.w, row.a, n, b->c, b->rest);
+}
+
+#endif
+
+/* ---- What a row is given, and where it goes. ---- */
+
+/* A row of a call: its scores, weights and bounds. */
+typedef struct {
+    int64_t n;
+    const REAL *x, *weight, *lower, *upper;
+    int bounded;
+} NAME(given);
+
+/* Scores are the logits themselves where nothing is masked or divided. */
+FN NAME(given) NAME(given_row)(const struct weighted *call, int64_t index, struct budget_space *space) {
+    const REAL *restrict logits = (const REAL *)call->logits + index * call->n, *ones = (const REAL *)space->ones;
+    const REAL *zeros = (const REAL *)space->zeros;
+    REAL *restrict x = (REAL *)space->x, temperature = (REAL)call->temperature;
+    NAME(given) given = {call->n, logits, ones, zeros, ones, call->lower || call->upper};
+    if (call->weight) given.weight = (const REAL *)call->weight + index * call->weight_stride;
+    if (call->lower) given.lower = (const REAL *)call->lower + index * call->lower_stride;
+    if (call->upper) given.upper = (const REAL *)call->upper + index * call->upper_stride;
+    if (!call->mask && temperature == R(1.0)) return given;
+    given.x = x;
+    for (int64_t i = 0; i < call->n; i++) x[i] = logits[i] / temperature;
+    if (!call->mask) return given;
+    const uint8_t *restrict mask = call->mask + index * call->mask_stride;
+    for (int64_t i = 0; i < call->n; i++) x[i] = mask[i] ? x[i] : -INFINITE;
+    return given;
+}
+
+/* Weights and shares of a row; with `live` = 0 they are those of any row without infinite scores. The sums are in double,
+   exact to its rounding whatever REAL is. */
+FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, REAL *restrict a, struct shares *s) {
+    const REAL *restrict x = live ? g->x : g->lower, *restrict weight = g->weight;
+    const REAL *restrict lower = g->lower, *restrict upper = g->upper;
+    double least = 0, most = 0, sure = 0, total = 0, w1 = 0, w2 = 0, wrong = 0, negative = 0;
+    REAL largest = 0;
+    int64_t n = g->n;
+    PRAGMA(omp simd reduction(max : largest) reduction(+ : wrong, negative))
+    for (int64_t i = 0; i < n; i++) {
+        REAL size = NAME(abs)(weight[i]), width = upper[i] - lower[i];
+        largest = size > largest ? size : largest;
+        wrong += width >= 0 ? 0.0 : 1.0;
+        wrong += weight[i] == weight[i] ? 0.0 : 1.0;
+        wrong += x[i] == x[i] ? 0.0 : 1.0;
+        negative += weight[i] < 0 ? 1.0 : 0.0;
+    }
+    int exponent = 0;
+    if (largest > 0 && largest <= LARGEST) frexp((double)largest, &exponent);
+    double unit = ldexp(1.0, exponent), over = 1 / unit;
+    PRAGMA(omp simd reduction(+ : least, most, sure, total, w1, w2))
+    for (int64_t i = 0; i < n; i++) {
+        int finite = NAME(finite)(x[i]), high = x[i] > 0;
+        double wt = (double)weight[i], l = (double)lower[i], u = (double)upper[i], width = u - l;
+        double share = (wt < 0 ? -wt : wt) * over, part = share * width;
+        double at_l = wt * (finite || !high ? l : u), at_u = wt * (finite || high ? u : l);
+        int turned = wt < 0;
+        least += turned ? at_u : at_l;
+        most += turned ? at_l : at_u;
+        sure += wt * (finite ? (turned ? u : l) : high ? u : l);
+        share = finite ? share : 0.0;
+        part = finite ? part : 0.0;
+        total += part;
+        w1 += part * share;
+        w2 += part * share * share;
+        w[i] = (REAL)share;
+        a[i] = (REAL)part;
+    }
+    for (int64_t i = n; i % LANES; i++) w[i] = a[i] = 0;
+    *s = (struct shares){unit, sure, total, w1, w2, least, most, negative > 0, wrong > 0 || !(largest <= LARGEST)};
+}
+
+/* The scores, turned around where the weight is negative; 0 for infinite ones. Returns whether all were finite. */
+FN int NAME(budget_scores)(const NAME(given) * g, int negative, REAL *restrict z) {
+    const REAL *restrict x = g->x, *restrict weight = g->weight;
+    REAL sum = 0;
+    int64_t n = g->n;
+    PRAGMA(omp simd reduction(+ : sum))
+    for (int64_t i = 0; i < n; i++) {
+        sum += x[i] * R(0.0);
+        z[i] = NAME(finite)(x[i]) ? x[i] : R(0.0);
+    }
+    if (negative)
+        for (int64_t i = 0; i < n; i++) z[i] = weight[i] < 0 ? -z[i] : z[i];
+    for (int64_t i = n; i % LANES; i++) z[i] = 0;
+    return sum == 0;
+}
+
+/* x + w nu where nu is infinite, or the score. */
+INLINE double NAME(end_point)(double x, double w, double nu) {
+    return w == 0 || isinf(x) ? x : w * nu > 0 ? INFINITY : -INFINITY;
+}
+
+/* lower + width sigmoid(z) from the nearer bound, for any row: from nu alone, one rounding at the end. */
+FN void NAME(budget_write_any)(const NAME(given) * g, double nu, REAL *out) {
+    for (int64_t i = 0; i < g->n; i++) {
+        double x = g->x[i], w = g->weight[i], lower = g->lower[i], upper = g->upper[i];
+        double z = isfinite(nu) ? (isinf(x) ? x : x + w * nu) : NAME(end_point)(x, w, nu);
+        double tail = exp(-fabs(z)), small = (upper - lower) * (tail / (1 + tail));
+        out[i] = nu != nu ? (REAL)NAN : (REAL)(z > 0 ? upper - small : lower + small);
+    }
+}
+
+FN void NAME(budget_write)(const NAME(given) * g, const NAME(budget_row) * row, REAL *restrict out) {
+    const REAL *restrict e = row->e, *restrict w = row->w, *restrict lower = g->lower, *restrict upper = g->upper;
+    const REAL *restrict weight = g->weight;
+    REAL at = (REAL)row->b.at;
+    int64_t n = g->n;
+    if (!row->shares.negative && !g->bounded) {
+        PRAGMA(omp simd)
+        for (int64_t i = 0; i < n; i++) {
+            REAL far = w[i] * at, q = LAST_STEP(e[i], far);
+            out[i] = R(1.0) / (R(1.0) + q);
+        }
+        return;
+    }
+    PRAGMA(omp simd)
+    for (int64_t i = 0; i < n; i++) {
+        REAL far = w[i] * at, q = LAST_STEP(e[i], far);
+        REAL y = R(1.0) / (R(1.0) + q), v = q * y;
+        REAL s = weight[i] < 0 ? v : y, o = weight[i] < 0 ? y : v, width = upper[i] - lower[i];
+        out[i] = s < o ? lower[i] + width * s : upper[i] - width * o;
+    }
+}
+
+/* ---- Calls. ---- */
+
+/* Solve one row; returns nu. `quick` is set if `e` and `at` of the row give y. */
+FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g, int64_t index,
+                             struct budget_space *space, NAME(budget_row) * row, int *quick) {
+    double nu, k = call->k[index * call->k_stride];
+    struct shares *s = &row->shares;
+    *quick = 0;
+    row->n = g->n;
+    row->z = (REAL *)space->z, row->e = (REAL *)space->e;
+    row->w = (REAL *)space->shared_w, row->a = (REAL *)space->shared_a;
+    *s = space->shares;
+    row->special = !space->is_shared || call->mask || !NAME(budget_scores)(g, s->negative, row->z);
+    if (row->special) {
+        row->w = (REAL *)space->w, row->a = (REAL *)space->a;
+        NAME(budget_shares)(g, 1, row->w, row->a, s);
+        NAME(budget_scores)(g, s->negative, row->z);
+    }
+    if (budget_enter(&row->b, s, k, call->at_most, &nu)) return nu;
+    if (NAME(budget_search)(row, &space->start)) {
+        *quick = 1;
+        nu = row->b.nu + row->b.at;
+    } else { /* in double */
+        double *wide = space->wide, over = 1 / s->unit;
+        int64_t width = space->width;
+        memset(wide, 0, 3 * (size_t)width * sizeof *wide);
+        for (int64_t i = 0; i < g->n; i++) {
+            double share = NAME(finite)(g->x[i]) ? fabs((double)g->weight[i]) * over : 0;
+            wide[i] = (double)row->z[i];
+            wide[width + i] = share;
+            wide[2 * width + i] = share * ((double)g->upper[i] - (double)g->lower[i]);
+        }
+        nu = WIDER_SEARCH(wide, width, g->n, &row->b, &space->start, sizeof(REAL) < 8);
+    }
+    nu /= s->unit;
+    if (call->at_most && nu > 0) {
+        nu = 0;
+        row->b.nu = row->b.at = row->b.passes = 0;
+        NAME(budget_pass)(row);
+        *quick = 1;
+    }
+    return nu;
+}
+
+FN void NAME(weighted_rows)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
+    for (int64_t at = index; at < index + count; at++) {
+        NAME(given) g = NAME(given_row)(call, at, space);
+        NAME(budget_row) row;
+        int quick;
+        double nu = NAME(budget_solve)(call, &g, at, space, &row, &quick);
+        call->nu[at] = nu;
+        if (!call->out) continue;
+        REAL *out = (REAL *)call->out + at * g.n;
+        if (!quick) {
+            NAME(budget_write_any)(&g, nu, out);
+            continue;
+        }
+        NAME(budget_write)(&g, &row, out);
+        for (int64_t i = 0; i < g.n && row.special; i++) {
+            REAL x = g.x[i];
+            if (!NAME(finite)(x)) out[i] = x > 0 ? g.upper[i] : g.lower[i];
+        }
+    }
+}
+
+/* ---- A tile: rows that share their weights, each in a lane of its own. What is special about a row, or hard, is left
+   to `weighted_rows`. ---- */
+
+typedef struct {
+    int64_t n;
+    VEC *z, *e;
+    const REAL *w, *a;
+    NAME(lanes) few;
+    int state[LANES], is_few[LANES];
+    double c[LANES], rest[LANES], goal[LANES], z1[LANES], z2[LANES], zw[LANES], f[LANES], s1[LANES], s2[LANES];
+    double logit[LANES], log_p[LANES], quantile[LANES], nu[LANES], at[LANES], r[LANES], step[LANES];
+} NAME(budget_tile);
+
+FN void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REAL temperature, const REAL *sign) {
+    int64_t n = tile->n, whole = n / LANES * LANES;
+    VEC *restrict z = tile->z;
+    for (int64_t j = 0; j < whole; j += LANES) {
+        VEC part[LANES];
+        for (int i = 0; i < LANES; i++) memcpy(part + i, rows[i] + j, sizeof *part);
+        NAME(transpose)(part);
+        for (int i = 0; i < LANES; i++) z[j + i] = part[i];
+    }
+    for (int64_t j = whole; j < n; j++)
+        for (int i = 0; i < LANES; i++) ((REAL *)(z + j))[i] = rows[i][j];
+    for (int64_t j = 0; j < n && temperature != R(1.0); j++) z[j] /= temperature;
+    for (int64_t j = 0; j < n && sign; j++)
+        if (sign[j] < 0) z[j] = -z[j];
+
+    const REAL *restrict w = tile->w, *restrict a = tile->a;
+    EACH_LANE tile->z1[i] = tile->z2[i] = tile->zw[i] = 0;
+    for (int64_t j = 0; j < n;) {
+        int64_t end = j + STEPS < n ? j + STEPS : n;
+        VEC z1 = {0}, z2 = {0}, zw = {0};
+        for (; j < end; j++) {
+            VEC t = a[j] * z[j];
+            z1 += t;
+            z2 += t * z[j];
+            zw += t * w[j];
+        }
+        NAME(add_lanes)(tile->z1, z1);
+        NAME(add_lanes)(tile->z2, z2);
+        NAME(add_lanes)(tile->zw, zw);
+    }
+}
+
+FN void NAME(budget_look)(NAME(budget_tile) * tile, int fresh) {
+    const REAL *restrict w = tile->w, *restrict a = tile->a;
+    const VEC *restrict z = tile->z;
+    VEC *restrict e = tile->e, nu, at;
+    NAME(lanes) few = tile->few;
+    REAL parts[LANES], moves[LANES];
+    EACH_LANE {
+        double next = tile->nu[i] + (tile->state[i] == OPEN ? tile->at[i] : 0), to = (double)(REAL)next;
+        to = fresh ? to : tile->nu[i];
+        /* A solved row keeps its solution: what its center moves by is taken from the last step. */
+        tile->at[i] = fresh ? (tile->state[i] == OPEN ? 0 : tile->at[i] + (tile->nu[i] - to)) : tile->at[i];
+        tile->nu[i] = to;
+        parts[i] = (REAL)to;
+        moves[i] = (REAL)tile->at[i];
+    }
+    memcpy(&nu, parts, sizeof nu);
+    memcpy(&at, moves, sizeof at);
+    VEC back = -at;
+    EACH_LANE {
+        tile->nu[i] += fresh ? 0 : tile->at[i];
+        tile->at[i] = fresh ? tile->at[i] : 0;
+        tile->f[i] = tile->s1[i] = tile->s2[i] = 0;
+    }
+    for (int64_t j = 0; j < tile->n;) {
+        int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;
+        VEC f = {0}, s1 = {0}, s2 = {0};
+        if (fresh)
+            for (; j < end; j++) {
+                VEC q = NAME(point_exp)(-(z[j] + w[j] * nu));
+                e[j] = q;
+                WEIGH(q, a[j], w[j])
+            }
+        else
+            for (; j < end; j++) {
+                VEC q = e[j] * NAME(near_exp)(w[j] * back);
+                e[j] = q;
+                WEIGH(q, a[j], w[j])
+            }
+        NAME(add_lanes)(tile->f, f);
+        NAME(add_lanes)(tile->s1, s1);
+        NAME(add_lanes)(tile->s2, s2);
+    }
+}
+
+/* Move the rows that are open; 0 if there is none left, 2 if one of them moves far. */
+FN int NAME(budget_move)(NAME(budget_tile) * tile) {
+    int open = 0;
+    EACH_LANE {
+        double got = tile->f[i], goal = tile->goal[i], s1 = tile->s1[i], s2 = tile->s2[i];
+        double u = got < goal ? got / goal : goal / got, level = LOG_DOUBLE(u, 0.0);
+        tile->r[i] = (tile->is_few[i] ? got - goal : goal - got) / s1;
+        tile->step[i] = budget_halley(tile->is_few[i], tile->r[i], got, got < goal ? level : -level, s1, s2);
+    }
+    for (int i = 0; i < LANES; i++) {
+        if (tile->state[i] != OPEN) continue;
+        double r = fabs(tile->r[i]), step = tile->step[i];
+        if (0.42 * r * r * r <= EPS / 2) tile->state[i] = tile->s1[i] > BUDGET_DIGITS * tile->goal[i] ? CLOSE : HARD;
+        if (!(fabs(step) < 40)) tile->state[i] = HARD;
+        if (tile->state[i] == HARD) continue;
+        tile->at[i] = step;
+        if (tile->state[i] == OPEN) open |= fabs(step) <= NEAR ? 1 : 3;
+    }
+    return open > 1 ? 2 : open;
+}
+
+FN void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows, const NAME(given) * g, int negative) {
+    int64_t n = tile->n;
+    int plain = !negative && !g->bounded;
+    VEC at, *e = tile->e;
+    REAL moves[LANES];
+    EACH_LANE moves[i] = (REAL)tile->at[i];
+    memcpy(&at, moves, sizeof at);
+    for (int64_t j = 0; j < n; j += LANES) {
+        VEC part[LANES];
+        int64_t left = n - j < LANES ? n - j : LANES;
+        for (int64_t i = 0; i < left; i++) {
+            VEC far = tile->w[j + i] * at, q = LAST_STEP(e[j + i], far), y = R(1.0) / (R(1.0) + q);
+            if (!plain) {
+                VEC v = q * y;
+                int turned = g->weight[j + i] < 0;
+                VEC s = turned ? v : y, o = turned ? y : v;
+                REAL l = g->lower[j + i], u = g->upper[j + i], width = u - l;
+                y = NAME(select)(s < o, l + width * s, u - width * o);
+            }
+            part[i] = y;
+        }
+        if (left < LANES) {
+            for (int64_t i = 0; i < left; i++)
+                for (int r = 0; r < LANES; r++)
+                    if (rows[r]) rows[r][j + i] = part[i][r];
+            break;
+        }
+        NAME(transpose)(part);
+        for (int i = 0; i < LANES; i++)
+            if (rows[i]) memcpy(rows[i] + j, part + i, sizeof *part);
+    }
+}
+
+FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
+    NAME(budget_tile) tile;
+    const struct shares *s = &space->shares;
+    const REAL *rows[LANES];
+    REAL *out[LANES] = {0};
+    SIGNED few[LANES];
+    struct budget b;
+    double unused;
+    NAME(given) g = NAME(given_row)(call, index, space);
+    tile.n = call->n;
+    tile.z = (VEC *)space->z, tile.e = (VEC *)space->e;
+    tile.w = (const REAL *)space->shared_w, tile.a = (const REAL *)space->shared_a;
+    for (int i = 0; i < LANES; i++) {
+        int64_t row = index + (i < count ? i : 0);
+        rows[i] = (const REAL *)call->logits + row * call->n;
+        tile.state[i] = budget_enter(&b, s, call->k[row * call->k_stride], call->at_most, &unused) ? HARD : OPEN;
+        if (tile.state[i] == HARD) b.c = b.rest = b.goal = s->total / 2, b.few = 1;
+        else start_prepare(&space->start, b.c, s->total);
+        tile.logit[i] = space->start.logit, tile.log_p[i] = space->start.log_p, tile.quantile[i] = space->start.quantile;
+        tile.c[i] = b.c, tile.rest[i] = b.rest, tile.goal[i] = b.goal, tile.is_few[i] = b.few;
+        few[i] = b.few ? -1 : 0;
+    }
+    memcpy(&tile.few, few, sizeof few);
+    NAME(budget_load)(&tile, rows, (REAL)call->temperature, s->negative ? g.weight : 0);
+    double over = 1 / s->total;
+    EACH_LANE tile.nu[i] = budget_guess(tile.logit[i], tile.log_p[i], tile.quantile[i], tile.z1[i] * over,
+                                        tile.z2[i] * over, tile.zw[i] * over, s->w1 * over, s->w2 * over);
+    for (int i = 0; i < LANES; i++) {
+        tile.at[i] = 0;
+        if (!(fabs(tile.nu[i]) < 1e30) || !(fabs(tile.z2[i]) < 1e30)) tile.state[i] = HARD, tile.nu[i] = 0;
+    }
+    for (int passes = 0, open = 2; open && passes < 8; passes++) {
+        NAME(budget_look)(&tile, open == 2);
+        open = NAME(budget_move)(&tile);
+    }
+    for (int i = 0; i < count; i++) {
+        if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT) continue;
+        double nu = (tile.nu[i] + tile.at[i]) / s->unit;
+        if (call->at_most && nu > 0) continue;
+        call->nu[index + i] = nu;
+        if (call->out) out[i] = (REAL *)call->out + (index + i) * call->n;
+    }
+    if (call->out) NAME(budget_tile_write)(&tile, out, &g, s->negative);
+    for (int i = 0; i < count; i++)
+        if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT || (call->at_most && tile.nu[i] + tile.at[i] > 0))
+            NAME(weighted_rows)(call, index + i, 1, space);
+}
+
+/* The weights and shares of all rows of a call that have the same. */
+FN void NAME(weighted_prepare)(const struct weighted *call, struct budget_space *space) {
+    NAME(given) g = NAME(given_row)(call, 0, space);
+    NAME(budget_shares)(&g, 0, (REAL *)space->shared_w, (REAL *)space->shared_a, &space->shares);
+}
+
+/* ---- Backward. With v = u - w given, given = sum w h u / sum w^2 h: the gradients of x, lower and upper are h v,
+   (1 - s) v and s v, that of the weight is nu h v - y given, and that of k is `given`. ---- */
+
+/* s is the sigmoid, o = 1 - s. */
+#define POINT_BUDGET                                                            \
+    REAL w = weight[i], width = upper[i] - lower[i];                            \
+    REAL z = (x[i] + w * high) + w * low;                                       \
+    z = NAME(finite)(x[i]) ? z : x[i];                                          \
+    REAL e = NAME(exp)(-NAME(abs)(z), EXP_LOW, EXP_HIGH);                       \
+    e = NAME(abs)(z) > -EXP_LOW ? R(0.0) : e;                                   \
+    REAL outer = R(1.0) / (R(1.0) + e), inner = e * outer;                      \
+    REAL h = width * (outer * inner);
+
+/* Where digits are missing, or nu is infinite: the same in double. */
+FN void NAME(weighted_backward_any)(const struct weighted *call, const NAME(given) * g, int64_t index) {
+    const REAL *u = (const REAL *)call->grad + index * g->n;
+    double nu = call->nu[index], mass = 0, pull = 0, peak = -INFINITY, given = 0;
+    int finite = isfinite(nu), asked = 0;
+    for (int pass = 0; pass < 3; pass++)
+        for (int64_t i = 0; i < g->n; i++) {
+            double x = g->x[i], w = g->weight[i], l = g->lower[i], width = (double)g->upper[i] - l;
+            double z = finite ? (isinf(x) ? x : x + w * nu) : NAME(end_point)(x, w, nu), tail = exp(-fabs(z));
+            double over = 1 / (1 + tail), s = z > 0 ? over : tail * over, o = z > 0 ? tail * over : over;
+            int64_t at = index * g->n + i;
+            asked |= u[i] != 0;
+            if (pass == 0) {
+                if (isfinite(x) && w != 0 && width > 0) peak = fmax(peak, -fabs(z));
+            } else if (pass == 1) {
+                double h = isfinite(x) && finite ? exp(-fabs(z) - peak) * over * over * width : 0;
+                mass += w * w * h, pull += w * h * u[i];
+            } else {
+                double h = isfinite(x) && isfinite(z) ? width * s * o : 0, v = u[i] - w * given;
+                double gone = nu != nu && asked ? NAN : 0;
+                ((REAL *)call->out)[at] = (REAL)(h * v / call->temperature + gone);
+                if (call->grad_weight)
+                    ((REAL *)call->grad_weight)[at] = (REAL)((finite ? nu * h * v : 0) - given * (l + width * s) + gone);
+                if (call->grad_lower) ((REAL *)call->grad_lower)[at] = (REAL)(o * v + gone);
+                if (call->grad_upper) ((REAL *)call->grad_upper)[at] = (REAL)(s * v + gone);
+            }
+            if (pass == 1 && i == g->n - 1) given = mass > 0 && !(call->at_most && nu == 0) ? pull / mass : 0;
+        }
+    if (call->grad_k) call->grad_k[index] = nu != nu && asked ? NAN : given;
+}
+
+FN void NAME(weighted_backward)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
+    for (int64_t at = index; at < index + count; at++) {
+        NAME(given) given = NAME(given_row)(call, at, space), *g = &given;
+        double nu = call->nu[at], mass = 0, pull = 0;
+        REAL largest = 0;
+        if (!isfinite(nu)) {
+            NAME(weighted_backward_any)(call, g, at);
+            continue;
+        }
+        int64_t n = g->n;
+        const REAL *restrict x = g->x, *restrict weight = g->weight, *restrict lower = g->lower;
+        const REAL *restrict upper = g->upper, *restrict u = (const REAL *)call->grad + at * n;
+        REAL *restrict out = (REAL *)call->out + at * n;
+        REAL high = (REAL)nu, low = NAME(finite)(high) ? (REAL)(nu - (double)high) : R(0.0);
+        PRAGMA(omp simd reduction(+ : mass, pull) reduction(max : largest))
+        for (int64_t i = 0; i < n; i++) {
+            POINT_BUDGET
+            out[i] = h;
+            REAL size = NAME(abs)(w);
+            double wh = (double)w * (double)h;
+            mass += wh * (double)w;
+            pull += wh * (double)u[i];
+            largest = size > largest ? size : largest;
+        }
+        if (!(mass > SMALLEST_SUM * (double)largest * (double)largest)) {
+            NAME(weighted_backward_any)(call, g, at);
+            continue;
+        }
+        double share = call->at_most && nu == 0 ? 0 : pull / mass;
+        if (call->grad_k) call->grad_k[at] = share;
+        REAL part = (REAL)share, over = (REAL)(1 / call->temperature);
+        if (call->grad_weight) {
+            REAL *restrict by = (REAL *)call->grad_weight + at * n;
+            PRAGMA(omp simd)
+            for (int64_t i = 0; i < n; i++) {
+                POINT_BUDGET
+                by[i] = high * (h * (u[i] - w * part)) - part * (lower[i] + width * (z > 0 ? outer : inner));
+            }
+        }
+        if (call->grad_lower) {
+            REAL *restrict by = (REAL *)call->grad_lower + at * n;
+            PRAGMA(omp simd)
+            for (int64_t i = 0; i < n; i++) {
+                POINT_BUDGET
+                (void)h;
+                by[i] = (z > 0 ? inner : outer) * (u[i] - w * part);
+            }
+        }
+        if (call->grad_upper) {
+            REAL *restrict by = (REAL *)call->grad_upper + at * n;
+            PRAGMA(omp simd)
+            for (int64_t i = 0; i < n; i++) {
+                POINT_BUDGET
+                (void)h;
+                by[i] = (z > 0 ? outer : inner) * (u[i] - w * part);
+            }
+        }
+        PRAGMA(omp simd)
+        for (int64_t i = 0; i < n; i++) out[i] = out[i] * (u[i] - weight[i] * part) * over;
+    }
+}
+
+#undef FN
+#undef INLINE
+#undef PRAGMA
+#undef STEPS
+#undef BLOCK
+#undef VEC
+#undef EACH_LANE
+#undef WEIGH
+#undef LAST_STEP
+#undef POINT_BUDGET

@@ -1,0 +1,127 @@
+"""The compiled projection with weights and bounds against plain torch: values, gradients, ends, layouts."""
+
+import pytest
+import torch
+
+import lastlayer as ll
+from lastlayer import _native as native
+
+pytestmark = pytest.mark.skipif(bool(native.missing), reason="the compiled kernel was not built")
+SETS = ("baseline", "AVX2", "AVX-512")
+DOUBLE = torch.float64
+
+
+@pytest.fixture(params=SETS)
+def isa(request):
+    library = native.library()
+    library.lastlayer_limit_isa(SETS.index(request.param))
+    used = native.instruction_set()
+    if used != request.param:
+        library.lastlayer_limit_isa(2)
+        pytest.skip(f"this processor has no {request.param}")
+    yield
+    library.lastlayer_limit_isa(2)
+
+
+def problem(rows, n, kind, dtype, seed=0, scale=2.0, per_row=False):
+    """Return logits, k per row within reach, and weights and bounds, shared or per row."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, n) if per_row else (n,)
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator, dtype=DOUBLE)
+
+    weight = {
+        "positive": draw(*shape).sigmoid() + 0.5,
+        "signs": draw(*shape) * (draw(*shape) > -1),
+        "wide": 10 ** (4.5 * draw(*shape).clamp(-1, 1)),
+        "bounds": torch.ones(shape, dtype=DOUBLE),
+    }[kind].to(dtype)
+    bounded = kind in ("bounds", "signs")
+    lower = (0.3 * draw(*shape).sigmoid()).to(dtype) if bounded else None
+    upper = (0.5 + draw(*shape).sigmoid()).to(dtype) if bounded else None
+    x = (scale * draw(rows, n)).to(dtype)
+    low = weight.double() * (lower.double() if bounded else 0.0)
+    high = weight.double() * (upper.double() if bounded else 1.0)
+    least, most = (t.expand(rows, n).sum(-1) for t in (torch.minimum(low, high), torch.maximum(low, high)))
+    k = least + torch.linspace(0.02, 0.7, rows, dtype=DOUBLE) * (most - least)
+    return x, k, {"weight": weight, "lower": lower, "upper": upper}
+
+
+def results(function, x, k, options, impl, grad):
+    """Return values and the gradients of everything that is given."""
+    leaves = [t.detach().requires_grad_() for t in (x, k, *(v for v in options.values() if v is not None))]
+    names = [name for name, value in options.items() if value is not None]
+    y = function(leaves[0], leaves[1], impl=impl, **dict(zip(names, leaves[2:], strict=True)))
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+
+@pytest.mark.parametrize("kind", ["positive", "signs", "wide", "bounds"])
+@pytest.mark.parametrize("at_most", [False, True])
+def test_agrees_with_plain_torch(isa, kind, at_most):
+    function = ll.lml_at_most if at_most else ll.lml
+    for dtype, rows, n, per_row, scale in (
+        (DOUBLE, 9, 40, False, 2.0),
+        (torch.float32, 33, 100, False, 2.0),
+        (torch.float32, 3, 1500, True, 3.0),
+        (torch.float32, 20, 7, False, 60.0),
+    ):
+        x, k, options = problem(rows, n, kind, dtype, scale=scale, per_row=per_row)
+        grad = torch.linspace(-1, 1, x.numel(), dtype=DOUBLE).reshape(x.shape)
+        wide = {name: None if value is None else value.double() for name, value in options.items()}
+        found = results(function, x, k, options, "native", grad)
+        exact = results(function, x.double(), k, wide, "torch", grad)
+        eps = torch.finfo(dtype).eps
+        for value, expected in zip(found, exact, strict=True):
+            size = expected.abs().max()  # of a gradient of a weight, which is a sum over rows
+            torch.testing.assert_close(value.double(), expected, rtol=200 * eps, atol=float(200 * eps * (1 + size)))
+
+
+def test_masked_infinite_and_half_precision_rows():
+    x, k, options = problem(6, 30, "signs", torch.float32)
+    mask = torch.rand(6, 30, generator=torch.Generator().manual_seed(1)) > 0.2
+    k = torch.full_like(k, 0.3)
+    x[1, 3], x[2, 4], x[3, 5] = torch.inf, -torch.inf, torch.nan
+    for given in ({"mask": mask}, {}):
+        pair = [ll.lml(x, k, impl=impl, temperature=0.7, **given, **options) for impl in ("native", "torch")]
+        torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert pair[0].isnan().any(-1).sum() == (0 if "mask" in given and not mask[3, 5] else 1)
+    half = x.bfloat16()
+    torch.testing.assert_close(
+        ll.lml(half, k, impl="native", **options), ll.lml(half, k, impl="torch", **options), equal_nan=True
+    )
+    assert ll.lml(x.mT.contiguous(), k, dim=0, impl="native", **{n: v[:, None] for n, v in options.items()}).shape == (
+        30,
+        6,
+    )
+    assert ll.lml(x[:0], k[:0], impl="native", **options).shape == (0, 30)
+
+
+def test_rows_at_their_ends():
+    x = torch.zeros(4, 3)
+    weight, k = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([-1.0, 3.0, 3.5, 1.0])
+    leaf = x.clone().requires_grad_()
+    y = ll.lml(leaf, k, weight=weight, impl="native")
+    assert y[:2].tolist() == [[0, 0, 1], [1, 1, 0]]
+    assert y[2].isnan().all()
+    y[[0, 1, 3]].sum().backward()
+    assert leaf.grad[:3].eq(0).all()
+    free = ll.lml(x, 0.0, weight=torch.zeros(3), impl="native")
+    torch.testing.assert_close(free, torch.full((4, 3), 0.5))
+    nu = ll.lml_threshold(x.double(), k, weight=weight, impl="native")
+    torch.testing.assert_close(nu, ll.lml_threshold(x.double(), k, weight=weight, impl="torch"), equal_nan=True)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    x, _, options = problem(40, 90, "positive", torch.float32)
+    whole = ll.lml(x, 5.0, impl="native", **options)
+    for rows in (slice(0, 8), slice(3, 20), slice(17, 40)):
+        part = ll.lml(x[rows], 5.0, impl="native", **options)
+        torch.testing.assert_close(part, whole[rows], rtol=0, atol=1e-7)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    long, size, terms = problem(40, 2000, "signs", torch.float32)
+    again = ll.lml(long, size, impl="native", **terms)
+    torch.set_num_threads(1)
+    assert torch.equal(again, ll.lml(long, size, impl="native", **terms))
+    torch.set_num_threads(threads)
