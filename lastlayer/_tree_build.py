@@ -79,13 +79,22 @@ def numbered(
     leaves = [name for name in parents if name not in above]
     if classes is not None:
         if sorted(classes) != sorted(leaves):
-            odd = sorted(set(classes) ^ set(leaves)) or ["a repeated name"]
-            raise ValueError(f"LabelTree: `classes` must name each leaf once, got a difference at {odd[0]!r}.")
+            raise ValueError(f"LabelTree: `classes` must name each leaf once, got {_difference(classes, leaves)}.")
         leaves = list(classes)
     # Inner nodes from the bottom up, so that the root is the last, as in trees built from weights.
     names = leaves + [name for name in reversed(list(parents)) if name in above]
     number = {name: v for v, name in enumerate(names)}
     return tuple(-1 if (p := parents[name]) is None else number[p] for name in names), tuple(map(str, names))
+
+
+def _difference(classes: Sequence[str], leaves: Sequence[str]) -> str:
+    """Say in what classes and leaves differ, and what to do."""
+    if absent := [name for name in classes if name not in set(leaves)]:
+        return f"no leaf for {len(absent)} of {len(classes)} classes, {absent[0]!r} for one. Add a leaf for each"
+    if extra := [name for name in leaves if name not in set(classes)]:
+        return f"{len(extra)} of {len(leaves)} leaves without a class, {extra[0]!r} for one. Remove them from the tree"
+    twice = next(name for at, name in enumerate(classes) if name in classes[:at])
+    return f"{twice!r} twice. Name it once"
 
 
 def matrix(op: str, name: str, value: Tensor | np.ndarray) -> np.ndarray:

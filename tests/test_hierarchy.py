@@ -291,7 +291,17 @@ def test_deep_trees_do_not_recurse():
             "must hold dictionaries, lists of names or None, got int",
         ),
         (lambda: LabelTree.from_dict({"a": ["b", "b"]}), ValueError, "each name must occur once, got 'b' twice"),
-        (lambda: LabelTree.from_dict({"a": ["b"]}, classes=["c"]), ValueError, "`classes` must name each leaf once"),
+        (
+            lambda: LabelTree.from_dict({"a": ["b"]}, classes=["b", "c"]),
+            ValueError,
+            "`classes` must name each leaf once, got no leaf for 1 of 2 classes, 'c' for one. Add a leaf for each",
+        ),
+        (
+            lambda: LabelTree.from_dict({"a": ["b"], "empty": {}}, classes=["b"]),
+            ValueError,
+            "got 1 of 2 leaves without a class, 'empty' for one. Remove them from the tree",
+        ),
+        (lambda: LabelTree.from_dict({"a": ["b"]}, classes=["b", "b"]), ValueError, "got 'b' twice. Name it once"),
         (
             lambda: LabelTree.from_prototypes(torch.tensor([[math.nan]])),
             ValueError,

@@ -216,8 +216,13 @@ def from_matrices(
             raise DataError(f"{path}: features must be a matrix of numbers, got {x.dtype} of shape {x.shape}.")
         if x.shape[1] == 0:
             raise DataError(f"{path}: features must have at least one column, got shape {x.shape}.")
-        if not all(np.isfinite(x[i : i + 4096]).all() for i in range(0, len(x), 4096)):
-            raise DataError(f"{path}: features must be finite, got nan or inf.")
+        for first in range(0, len(x), 4096):
+            if len(bad := np.argwhere(~np.isfinite(x[first : first + 4096]))):
+                row, column = int(bad[0, 0]) + first, int(bad[0, 1])
+                raise DataError(
+                    f"{path}: features must be finite, got {x[row, column]} in row {row}, column {column}. "
+                    "Replace such values or leave these rows out."
+                )
     n = x.shape[0]
     if y is None:
         indptr, indices, width = np.zeros(n + 1, np.int64), np.empty(0, np.int64), 0 if names is None else len(names)

@@ -207,7 +207,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         self.network_ = choose.fit(choice.candidate, x, labels, config, choice.resolved)
         resolved = choice.resolved if self.multilabel_ else replace(choice.resolved, k=self.resolved_.k)
         self.resolved_, self.loss_, self.choice_, self.n_iter_ = resolved, resolved.loss, choice.line, 1
-        if self.multilabel_:
+        if self.multilabel_ and len(labels.indices):  # rows without any label predict none
             held = None if choice.scores is None else HeldOut(choice.scores, choice.labels)  # type: ignore[arg-type]
             self.calibration_, self.decision_ = decided(held, config, resolved)
 

@@ -281,6 +281,11 @@ def test_bad_csr_is_refused(tmp_path):
         np.savez(tmp_path / "a.npz", **{**good, **change})
         with pytest.raises(DataError, match=message):
             read(tmp_path / "a.npz")
+    dense = np.zeros((5000, 3), np.float32)
+    dense[4500, 2] = -np.inf
+    np.savez(tmp_path / "a.npz", X=dense, Y=np.ones((5000, 1)))
+    with pytest.raises(DataError, match=r"features must be finite, got -inf in row 4500, column 2\. Replace"):
+        read(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize(("text", "options"), [("a, b\nb\n\n", {}), ("a b\nb\n\n", {"label_separator": " "})])

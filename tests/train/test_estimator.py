@@ -184,3 +184,24 @@ def test_wrong_parameters_are_named(options, message):
     X, Y = make(40)
     with pytest.raises(ValueError, match=message):
         LabelSetClassifier(**options).fit(X, Y)
+
+
+@pytest.mark.parametrize("options", [{"loss": "binary"}, {"loss": "squared_hinge"}, {"loss": "binary", "tree": 1}])
+def test_bad_input_is_an_error_or_a_right_answer(options):
+    x = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
+    y = (x[:, :3] > 0.3).astype(int)
+    model = LabelSetClassifier(random_state=0, **options)
+    for value, message in ((np.nan, "contains NaN"), (np.inf, "contains infinity")):
+        broken = x.copy()
+        broken[7, 1] = value
+        with pytest.raises(ValueError, match=message):
+            model.fit(broken, y)
+    with pytest.raises(ValueError, match="`C` must be a positive number or auto, got 0"):
+        LabelSetClassifier(C=0, **options).fit(x, y)
+    more = np.concatenate([y, np.zeros((80, 1), int)], axis=1)  # the last label has no rows
+    p = model.fit(x, more).predict_proba(x)
+    assert p[:, 3].max() < 0.01 and (model.predict(x)[:, :3] == y).mean() > 0.8
+    assert not model.predict(x)[:, 3].any()
+    alike = np.tile([1, 0, 1], (80, 1))
+    assert (model.fit(x, alike).predict(x) == alike).all()
+    assert not model.fit(x, np.zeros_like(y)).predict(x).any()
