@@ -55,8 +55,8 @@ def lml(
     row. The probabilities are in the order of the logits, and adding a constant to a row changes nothing. `k = 1` is
     not the softmax: each class has a probability of its own.
 
-    With weights and bounds the solution is :math:`y_i = l_i + (u_i - l_i)\, \sigma(x_i + w_i \nu)`. The compiled CPU
-    kernel solves such rows; on the GPU, and where there are groups, plain torch does, in float64.
+    With weights and bounds the solution is :math:`y_i = l_i + (u_i - l_i)\, \sigma(x_i + w_i \nu)`. Kernels solve such
+    rows too; rows with groups are solved by plain torch, in float64.
 
     Args:
         logits: The scores :math:`x`, any shape. ``-inf`` rules a class out, ``+inf`` takes one unit of `k`.

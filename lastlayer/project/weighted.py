@@ -98,11 +98,12 @@ def project(
     if recorded(logits, k, *given):
         out: Tensor = _Values.apply(logits, k, *given, mask, temperature, at_most, impl)
         return out
-    return _kernels(impl).forward(logits, k, *given, mask, temperature, at_most)[0]  # type: ignore[no-any-return]
+    return kernels(impl).forward(logits, k, *given, mask, temperature, at_most)[0]  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _kernels(impl: str) -> Any:
+def kernels(impl: str) -> Any:
+    """Import the kernels of an implementation."""
     return importlib.import_module(f"lastlayer._{impl}.weighted")
 
 
@@ -220,7 +221,7 @@ def _middle(lo: Tensor, hi: Tensor) -> Tensor:
 @torch.library.custom_op("lastlayer::weighted_threshold", mutates_args=())
 def _op(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, impl: str) -> Tensor:
     if impl == "native":
-        nu: Tensor = _kernels(impl).threshold(x, weight, lower, upper, k)
+        nu: Tensor = kernels(impl).threshold(x, weight, lower, upper, k)
         return nu
     return _solve(x, weight, lower, upper, k, None)
 
@@ -286,7 +287,7 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         logits, k, *given, mask, temperature, at_most, impl = inputs
-        out, nu = _kernels(impl).forward(logits, k, *given, mask, temperature, at_most)
+        out, nu = kernels(impl).forward(logits, k, *given, mask, temperature, at_most)
         ctx.save_for_backward(logits, k, *given, mask, nu)
         ctx.temperature, ctx.at_most, ctx.impl = temperature, at_most, impl
         return out  # type: ignore[no-any-return]
@@ -298,7 +299,7 @@ class _Values(torch.autograd.Function):
         if differentiated(grad):
             return *_plain_gradients(ctx, logits, k, given, mask, grad), None, None, None, None
         wanted = tuple(ctx.needs_input_grad[2:5])
-        grad_x, grad_k, others = _kernels(ctx.impl).backward(
+        grad_x, grad_k, others = kernels(ctx.impl).backward(
             logits, *given, mask, ctx.temperature, ctx.at_most, nu, grad, wanted
         )
         others = [None if o is None else o.sum_to_size(v.shape).to(v.dtype) for o, v in zip(others, given, strict=True)]

@@ -63,20 +63,17 @@ def project_wider(
     if given.groups is not None or given.group_limit is not None:
         out = _with_groups(op, kind, scores(x.double(), allowed, divisor), k, given, shard)
     else:
-        out = _with_weights(op, kind, x, k, given, allowed, divisor, logits.ndim - 1 - place, shard, chosen)
+        out = _with_weights(op, kind, x, k, given, allowed, divisor, logits.ndim - 1 - place, shard, chosen, impl)
     out = out.to(logits.dtype)
     return out if kind == "nu" else wrap(out.movedim(-1, place))
 
 
 def _choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None, given: Wider) -> Impl:
-    """Return the implementation; groups have a plain one only, and weights none for the GPU."""
-    chosen = choose(op, impl, x, shard)
-    plain = given.groups is not None or given.group_limit is not None
-    if not plain and chosen != "triton":
-        return chosen
-    if impl != "auto" and chosen != "torch":
-        what = "groups are" if plain else "weights and bounds on the GPU are"
-        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: {what} plain torch. Use `impl="auto"`.')
+    """Return the implementation; groups have a plain one only."""
+    if given.groups is None and given.group_limit is None:
+        return choose(op, impl, x, shard)
+    if impl not in ("auto", "torch"):
+        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: groups are plain torch. Use `impl="auto"`.')
     return "torch"
 
 
@@ -91,6 +88,7 @@ def _with_weights(
     behind: int,
     shard: ClassShard | None,
     impl: Impl,
+    asked: Impl,
 ) -> Tensor:
     if kind == "log" and given.lower is not None and not _is_zero(given.lower):
         raise ValueError(f"{op}: `lower` must be 0 where a logarithm is taken, got {given.lower}.")
@@ -102,6 +100,11 @@ def _with_weights(
 
     checked = weighted.check(op, logits, at_end(given.weight), at_end(given.lower), at_end(given.upper))
     size = _size(op, k, logits)
+    if impl == "triton":
+        reason = weighted.kernels(impl).unfit(logits, *checked)
+        if reason and asked == impl:
+            raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: {reason}. Use `impl="auto"`.')
+        impl = "torch" if reason else impl
     if impl != "torch" and kind in ("y", "at most") and not transformed() and direct(logits, size, mask, *checked):
         return weighted.project(logits, size, checked, mask, temperature, kind == "at most", impl)
     terms = weighted.in_one_shape(scores(logits.double(), mask, temperature), size, checked)

@@ -44,7 +44,8 @@ def test_slice(op):
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 def test_slice_of_the_kernels(op):
     for seed in range(3):  # a call of the interpreter takes a second
-        case = replace(generate(seed, op.largest).rows(slice(4 if INTERPRETED else 2000)), layout="plain")
+        case = op.adapt(generate(seed, op.largest)).rows(slice(4 if INTERPRETED else 2000))
+        case = replace(case, layout="plain")
         if takes(op, case, "triton"):
             check(op, case, "triton", seed)
 

@@ -157,7 +157,7 @@ def _matrix(case: Case) -> Case:
 
 WIDER = (
     weighted_op("lml with weights and bounds", torch.float64, "torch", "native"),
-    weighted_op("lml with weights and bounds in float32", torch.float32, "native"),
+    weighted_op("lml with weights and bounds in float32", torch.float32, "native", "triton"),
     Op("lml with groups", run_groups, expect_groups, fits=_up_to(130), largest=1e6, adapt=_finite),
     Op("lml_balanced", run_balanced, expect_balanced, fits=_up_to(17), largest=10.0, adapt=_matrix),
 )

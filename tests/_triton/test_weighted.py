@@ -1,0 +1,104 @@
+"""The GPU kernels with weights and bounds against plain torch: on a GPU, or in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+from tools import DEVICE
+
+import lastlayer as ll
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(
+        not (INTERPRETED or DEVICE.type == "cuda"),
+        reason="needs a GPU, or TRITON_INTERPRET=1 (see test_interpreter.py)",
+    ),
+]
+DOUBLE = torch.float64
+
+
+def problem(rows, n, kind, scale, per_row=False):
+    """Return logits, k per row within reach, and weights and bounds, shared or per row; all in float32 but k."""
+    generator = torch.Generator(DEVICE).manual_seed(n)
+    shape = (rows, n) if per_row else (n,)
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator, device=DEVICE)
+
+    weight = {
+        "positive": draw(*shape).sigmoid() + 0.5,
+        "signs": draw(*shape) * (draw(*shape) > -1),
+        "wide": 10 ** (4.5 * draw(*shape).clamp(-1, 1)),
+    }[kind]
+    lower = 0.3 * draw(*shape).sigmoid() if kind == "signs" else None
+    upper = 0.5 + draw(*shape).sigmoid() if kind == "signs" else None
+    low, high = (weight.double() * (d if v is None else v.double()) for v, d in ((lower, 0.0), (upper, 1.0)))
+    least, most = (t.expand(rows, n).sum(-1) for t in (torch.minimum(low, high), torch.maximum(low, high)))
+    k = least + torch.linspace(0.02, 0.7, rows, dtype=DOUBLE, device=DEVICE) * (most - least)
+    return scale * draw(rows, n), k, {"weight": weight, "lower": lower, "upper": upper}
+
+
+def results(function, x, k, options, impl, **more):
+    """Return values and the gradients of everything that is given."""
+    names = [name for name, value in options.items() if value is not None]
+    leaves = [t.detach().requires_grad_() for t in (x, k, *(options[name] for name in names))]
+    y = function(leaves[0], leaves[1], impl=impl, **dict(zip(names, leaves[2:], strict=True)), **more)
+    grad = torch.linspace(-1, 1, y.numel(), device=DEVICE).reshape(y.shape).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+@pytest.mark.parametrize("kind", ["positive", "signs", "wide"])
+@pytest.mark.parametrize(
+    ("rows", "n", "per_row", "scale"), [(5, 20, False, 2.0), (3, 70, True, 3.0), (4, 7, False, 60.0)]
+)
+def test_agrees_with_plain_torch(kind, rows, n, per_row, scale):
+    x, k, options = problem(rows, n, kind, scale, per_row)
+    wide = {name: None if value is None else value.double() for name, value in options.items()}
+    for function, more in ((ll.lml, {}), (ll.lml_at_most, {"temperature": 0.7})):
+        found = results(function, x, k, options, "triton", **more)
+        exact = results(function, x.double(), k, wide, "torch", **more)
+        for value, expected in zip(found, exact, strict=True):
+            room = 2e-5 * float(1 + expected.abs().max())
+            torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=room)
+        weight = options["weight"].double()
+        if function is ll.lml:
+            off = ((weight * found[0].double()).sum(-1) - k).abs() / (weight * found[0].double()).abs().sum(-1)
+            assert off.max() < 1e-6
+
+
+def test_masked_infinite_and_half_precision_rows():
+    x, k, options = problem(6, 30, "signs", 2.0)
+    mask = torch.rand(6, 30, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE) > 0.2
+    k = torch.full_like(k, 0.3)
+    x[1, 3], x[2, 4], x[3, 5] = torch.inf, -torch.inf, torch.nan
+    for given in ({"mask": mask}, {}):
+        pair = [ll.lml(x, k, impl=impl, **given, **options) for impl in ("triton", "torch")]
+        torch.testing.assert_close(*pair, rtol=2e-6, atol=2e-6, equal_nan=True)
+    half = x.bfloat16()
+    pair = [ll.lml(half, k, impl=impl, **options) for impl in ("triton", "torch")]
+    torch.testing.assert_close(*pair, equal_nan=True)
+
+
+def test_rows_at_their_ends():
+    x = torch.zeros(4, 3, device=DEVICE)
+    weight = torch.tensor([1.0, 2.0, -1.0], device=DEVICE)
+    k = torch.tensor([-1.0, 3.0, 3.5, 1.0], device=DEVICE)
+    leaf = x.clone().requires_grad_()
+    y = ll.lml(leaf, k, weight=weight, impl="triton")
+    assert y[:2].tolist() == [[0, 0, 1], [1, 1, 0]]
+    assert y[2].isnan().all()
+    y[[0, 1, 3]].sum().backward()
+    assert leaf.grad[:3].eq(0).all()
+    free = ll.lml(x, 0.0, weight=torch.zeros(3, device=DEVICE), impl="triton")
+    torch.testing.assert_close(free, torch.full_like(x, 0.5))
+
+
+def test_messages():
+    x = torch.zeros(2, 4, device=DEVICE)
+    with pytest.raises(RuntimeError, match="weights and bounds must be float32, bfloat16 or float16"):
+        ll.lml(x, 1, weight=torch.ones(4, dtype=DOUBLE), impl="triton")
+    with pytest.raises(RuntimeError, match="rows of weights have at most 16384 classes"):
+        ll.lml(torch.zeros(1, 16385, device=DEVICE), 1, weight=2.0, impl="triton")
+    torch.testing.assert_close(ll.lml(x, 1.0, weight=torch.ones(4, dtype=DOUBLE)), torch.full_like(x, 0.25))
