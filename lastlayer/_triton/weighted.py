@@ -117,7 +117,7 @@ def _forward(
 
     z1, z2, zw = sum3(a * z, a * z * z, a * z * w, 1)
     w1, w2 = sum2(a * w, a * w * w, 1)
-    over = rcp((c + rest))
+    over = rcp(c + rest)
     logit = (log2(c) - log2(rest)) * LN2
     nu = _start(
         logit, z1[:, None] * over, z2[:, None] * over, zw[:, None] * over, w1[:, None] * over, w2[:, None] * over
