@@ -461,6 +461,21 @@ def test_ticks_are_searched_kept_and_saved_for_the_command(browser, tmp_path, mo
     assert (tmp_path / "done/corrected.tsv").read_text() == SUGGESTED["a.tsv"].replace("fruit,round", "round")
 
 
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1280)])
+def test_axe_finds_nothing_serious_in_suggestions(browser, tmp_path, scheme, width):
+    from lastlayer.report.suggestions import suggestions_page
+
+    (tmp_path / "a.tsv").write_text(SUGGESTED["a.tsv"])
+    (tmp_path / "page.html").write_text(suggestions_page(suggested(tmp_path / "a.tsv")[1]))
+    with opened(browser, tmp_path / "page.html", scheme=scheme, width=width) as page:
+        assert serious(page) == []
+        page.locator("summary").first.click()  # the rates
+        page.locator("#suggest-all").click()
+        page.locator("#suggest-search").fill("nothing like it")
+        assert serious(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_why_a_row_gets_a_label_and_what_speaks_for_one(browser, tmp_path):
     run, why = make_run(tmp_path / "run", rows=20, labels=6), [[["sun", 1.5], [HOSTILE, 0.5]], [["rain", -2.0]]]
     from lastlayer.runs import RunFolder
