@@ -187,6 +187,32 @@ def encoders(page: dict[str, Any], look: Look) -> Figure:
     return figure
 
 
+def decisions(page: dict[str, Any], look: Look) -> Figure:
+    figure, (folds, promise, why, curve) = look.panels(4, (9, 6.2), (4.2, 11.5), columns=2)
+    order = np.argsort(-page["deviation"]["at random"])
+    for (name, values), colour in zip(page["deviation"].items(), (look.grey, look.blue), strict=True):
+        folds.plot(100 * values[order], "o", color=colour, markersize=3, label=name)
+    folds.set(title="Labels in five folds", xlabel="30 labels", ylabel="largest deviation, points", xticks=[])
+    folds.legend()
+    wanted, kept, size = zip(*page["promised"], strict=True)
+    promise.plot([0.45, 1], [0.45, 1], color=look.ink, linewidth=0.8, linestyle="--")
+    promise.plot(wanted, kept, "o", color=look.blue)
+    for x, y, many in zip(wanted, kept, size, strict=True):
+        promise.annotate(f"{many:.1f}", (x, y), (-4, 5), textcoords="offset points", ha="right", fontsize=9)
+    promise.set(title="Recall, and labels per row", xlabel="promised", ylabel="of the test rows")
+    reason = page["reasons"][0]
+    said = [*reason.speaks_for, *reason.against]
+    why.barh(
+        [word for word, _ in said], [v for _, v in said], color=[look.blue if v > 0 else look.grey for _, v in said]
+    )
+    why.invert_yaxis()
+    why.set(title=f"Why {reason.label}", xlabel="adds to the logit")
+    held = page["curve"]
+    curve.plot(held.recall, held.precision, color=look.blue)
+    curve.set(title="All labels", xlabel="recall", ylabel="precision", xlim=(0, 1.02), ylim=(0, 1.02))
+    return figure
+
+
 def million(page: dict[str, Any], look: Look) -> Figure:
     from lastlayer.capacity import Problem, plan
 
@@ -210,6 +236,7 @@ GUIDES: dict[str, Callable[[dict[str, Any], Look], Figure]] = {
     "relations": relations,
     "gate": gate,
     "encoders": encoders,
+    "decisions": decisions,
     "million": million,
 }
 

@@ -41,9 +41,12 @@ class Look:
     grey: str
     green: str
 
-    def panels(self, count: int, wide: tuple[float, float], phone: tuple[float, float]) -> tuple[Figure, list[Any]]:
-        """One row of panels on a wide screen; one below the other on a phone."""
-        shape, size = ((count, 1), phone) if self.phone else ((1, count), wide)
+    def panels(
+        self, count: int, wide: tuple[float, float], phone: tuple[float, float], columns: int | None = None
+    ) -> tuple[Figure, list[Any]]:
+        """One row of panels on a wide screen, or rows of so many columns; one below the other on a phone."""
+        columns = columns or count
+        shape, size = ((count, 1), phone) if self.phone else ((count // columns, columns), wide)
         figure, axes = plt.subplots(*shape, figsize=size, squeeze=False)
         return figure, list(axes.flat)
 

@@ -159,22 +159,30 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         tags.input_tags.sparse = True
         return tags
 
-    def fit(self, X: Any, y: Any, *, row_weight: Any = None) -> LabelSetClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, row_weight: Any = None) -> LabelSetClassifier:
         """Train from the beginning.
 
         Args:
             X: Features, dense or sparse, ``(n_samples, n_features)``.
             y: An indicator matrix (dense or sparse), a list of label lists, or one label per row.
-            row_weight: One number per row, at least 0; None for 1.
+            sample_weight: One number per row, at least 0; None for 1. Minibatches weigh the terms of the loss, so that
+                a weight of 2 is not exactly that of two equal rows.
+            row_weight: The same, by the name that `fit_linear` has for it.
 
         Returns:
             Itself.
         """
+        if sample_weight is not None and row_weight is not None:
+            raise ValueError("LabelSetClassifier: `row_weight` must be None with `sample_weight`, which is the same.")
+        row_weight = sample_weight if row_weight is None else row_weight
         X, y = self._checked(X, y, reset=True)
         self._start(X, y, None)
         labels = self._labels(y)
         if row_weight is not None:
-            labels = replace(labels, weights=check_row_weight("LabelSetClassifier", row_weight, X.shape[0]))
+            weights = check_row_weight("LabelSetClassifier", row_weight, X.shape[0], "sample_weight")
+            if not np.any(weights):
+                raise ValueError("LabelSetClassifier: `sample_weight` must be above 0 for some row, got only zeros.")
+            labels = replace(labels, weights=weights)
         if self._is_exact() and self._config().takes_tree(labels.n_labels):
             self._grow(X, labels)
         elif self._is_exact():

@@ -40,7 +40,7 @@ def folder(tmp_path, monkeypatch):
         (f"{a} {words[a]} {words[b]} {n}", f"{a},{b}")
         for n, (a, b) in enumerate(zip(words, [*words][1:], strict=False))
     ]
-    for name, times in (("tags.tsv", 15), ("new.tsv", 1), ("other.tsv", 3)):
+    for name, times in (("tags.tsv", 15), ("new.tsv", 1), ("other.tsv", 3), ("more.tsv", 5)):
         lines = ["text\tlabels", *(f"{text} {i}\t{labels}" for i in range(times) for text, labels in rows)]
         Path(name).write_text("\n".join(lines) + "\n", "utf-8")
     lines = ["id,comment_text,toxic,insult", *(f"{i},a comment {i % 3},{i % 2},{int(i % 3 == 0)}" for i in range(60))]

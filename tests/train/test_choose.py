@@ -135,7 +135,7 @@ def test_the_estimator_makes_the_same_choices():
     assert "binary (C 1)" in model.choice_
     np.testing.assert_array_equal(model.predict(x), model.predict_proba(x) > model.decision_.threshold)
     weight = (np.arange(300) < 200).astype(float)
-    heavy = LabelSetClassifier(loss="binary", C=1.0, random_state=0, scale="none").fit(x, y, row_weight=weight)
+    heavy = LabelSetClassifier(loss="binary", C=1.0, random_state=0, scale="none").fit(x, y, sample_weight=weight)
     light = fit_linear(x[:200], rows.take(np.arange(200)), loss="logistic", C=1.0)
     np.testing.assert_allclose(heavy.network_.bias.detach(), light.intercept, atol=0.05)
     with pytest.raises(ValueError, match="partial_fit needs a loss of minibatches"):

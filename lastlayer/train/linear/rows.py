@@ -130,16 +130,16 @@ def check_labels(op: str, y: Any, n_rows: int, n_labels: int | None = None) -> L
     return LabelRows(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32))
 
 
-def check_row_weight(op: str, weight: Any, n_rows: int) -> np.ndarray | None:
+def check_row_weight(op: str, weight: Any, n_rows: int, name: str = "row_weight") -> np.ndarray | None:
     """Return the weight of each row, or None where all are 1."""
     if weight is None:
         return None
     weights = np.ascontiguousarray(weight, np.float64)
     if weights.shape != (n_rows,):
-        raise ValueError(f"{op}: `row_weight` must have one number per row, {n_rows}, got shape {weights.shape}.")
+        raise ValueError(f"{op}: `{name}` must have one number per row, {n_rows}, got shape {weights.shape}.")
     usable = np.isfinite(weights) & (weights >= 0)
     if not usable.all():
-        raise ValueError(f"{op}: `row_weight` must be finite and not negative, got {weights[~usable][0]}.")
+        raise ValueError(f"{op}: `{name}` must be finite and not negative, got {weights[~usable][0]}.")
     return weights
 
 
