@@ -24,7 +24,7 @@ from torch import Tensor
 from lastlayer._check import Labels
 
 BUDGET = 1 << 20  # entries of a chunk of rows and labels
-SAMPLE = 1 << 29  # entries that are looked at to fit
+SAMPLE = 1 << 27  # entries that are looked at to fit
 LEAST_ROWS = 5000  # that are looked at however many labels there are
 NEGATIVES = 400_000  # entries without a label in a regression
 MOST = 1024  # labels whose residuals are taken into account, the most frequent
@@ -34,6 +34,9 @@ BINS, REACH = 64, 8.0  # of the logits in the histogram for the rates
 SURE = 0.1  # the share of a label's rows that tell its rate: those that the model is surest of
 FLOOR = 1e-6
 LEAST_SLOPE = 1e-3  # of the curve, so that it keeps the order
+
+
+Features = tuple[Tensor, ...]  # of one shape
 
 
 class Chunk(NamedTuple):
@@ -92,23 +95,27 @@ class Context:
         """The log-odds of the scores alone, on the scale of the written labels."""
         return self.slope * chunk.logit + self.shift
 
-    def features(self, chunk: Chunk) -> Tensor:
-        """What the regression looks at, ``(6, rows, n_classes)``."""
+    def features(self, chunk: Chunk) -> Features:
+        """What the regression looks at, tensors ``(rows, n_classes)``."""
         logit = self.calibrated(chunk)
         p, label = logit.sigmoid(), chunk.label.to(logit.dtype)
         residual = label - p
         if chunk.known is not None:
             p, residual = torch.where(chunk.known, p, 0), torch.where(chunk.known, residual, 0)
         said = residual[:, self.frequent] @ self.pull
-        return _six(logit, p, said, label.sum(-1, keepdim=True) - label, p.sum(-1, keepdim=True) - p)
+        return features_of(logit, p, said, label.sum(-1, keepdim=True) - label, p.sum(-1, keepdim=True) - p)
 
-    def combined(self, logit: Tensor, p: Tensor, said: Tensor, others: Tensor, expected: Tensor) -> Tensor:
-        """The log-odds of the regression from what it looks at, tensors of any one shape."""
-        return torch.einsum("f...,f->...", _six(logit, p, said, others, expected), self.weight)
+    def combined(self, features: Features) -> Tensor:
+        """The log-odds of the regression from what it looks at."""
+        constant, *slopes = self.weight.tolist()
+        found = features[0] * slopes[0] + constant
+        for slope, feature in zip(slopes[1:], features[1:], strict=True):
+            found.add_(feature, alpha=slope)
+        return found
 
     def regression(self, chunk: Chunk) -> Tensor:
         """The log-odds of the regression, whose order counts."""
-        return torch.einsum("frc,f->rc", self.features(chunk), self.weight)
+        return self.combined(self.features(chunk))
 
     def logits(self, chunk: Chunk) -> Tensor:
         """The log-odds that each label is written down, given its score and the row's other labels."""
@@ -123,11 +130,11 @@ class Context:
         return there + LEAST_SLOPE * (context - context.clamp(-middle, middle))  # beyond the bins it still rises
 
 
-def _six(logit: Tensor, p: Tensor, said: Tensor, others: Tensor, expected: Tensor) -> Tensor:
-    """Stack the six numbers of the regression: of the score, of what other labels say, and of their number."""
-    both = (p + said).clamp(1e-4, 1 - 1e-4).logit()
+def features_of(logit: Tensor, p: Tensor, said: Tensor, others: Tensor, expected: Tensor) -> Features:
+    """Return what the regression looks at beside a constant: the score, what other labels say, and their number."""
+    both = (p + said).clamp_(1e-4, 1 - 1e-4).logit_()
     alone, more = (others == 0).to(logit.dtype), others.log1p() - expected.log1p()
-    return torch.stack([torch.ones_like(logit), logit, both, said, alone, more])
+    return logit, both, said, alone, more
 
 
 def fit(data: Data) -> tuple[Context, Tensor, Tensor]:
@@ -139,7 +146,7 @@ def fit(data: Data) -> tuple[Context, Tensor, Tensor]:
     if len(data) > most:
         rows = torch.randperm(len(data), generator=generator)[:most].sort().values.to(data.scores.device)
     device = data.scores.device
-    base = _regression(data, rows, generator, lambda c: torch.stack([torch.ones_like(c.logit), c.logit]))
+    base = _regression(data, rows, generator, lambda c: (c.logit,))
     slope, common = float(base[1]), float(base[0])
     if not slope > 0:  # scores that say nothing, or the opposite
         slope = 1.0
@@ -150,12 +157,13 @@ def fit(data: Data) -> tuple[Context, Tensor, Tensor]:
     context = Context(slope, shift, frequent, *zeros)
     context = replace(context, pull=_pull(data, rows, context))
     context = replace(context, weight=_regression(data, rows, generator, context.features).float())
-    context = replace(context, curve=_curve(data, rows, context))
-    return context, *_rates(data, rows, context, counts)
+    seen, written = _binned(data, rows, context)
+    context = replace(context, curve=_curve(seen.sum(0).cpu(), written.sum(0).cpu()).to(device))
+    return context, *_rates(seen, written, counts)
 
 
 def _regression(
-    data: Data, rows: Tensor | None, generator: torch.Generator, features: Callable[[Chunk], Tensor]
+    data: Data, rows: Tensor | None, generator: torch.Generator, features: Callable[[Chunk], Features]
 ) -> Tensor:
     """A logistic regression of the labels on features, from all labels and a sample of the other entries."""
     taken = _Columns()
@@ -164,8 +172,9 @@ def _regression(
     for chunk in data.chunks(rows):
         drawn = torch.rand(chunk.label.shape, generator=generator).to(chunk.label.device) < share
         chosen = drawn | chunk.label if chunk.known is None else (drawn | chunk.label) & chunk.known
-        answer = chunk.label[chosen].double()
-        taken.add(torch.cat([features(chunk)[:, chosen].double(), answer[None], (answer + (1 - answer) / share)[None]]))
+        place, answer = chosen.flatten().nonzero().squeeze(-1), chunk.label[chosen].double()
+        looked_at = [feature.flatten()[place].double() for feature in features(chunk)]
+        taken.add(torch.stack([torch.ones_like(answer), *looked_at, answer, answer + (1 - answer) / share]))
     found = taken.found()
     if found is None:
         return torch.zeros(2, dtype=torch.float64)
@@ -249,18 +258,25 @@ def _cell(x: Tensor) -> Tensor:
     return ((x + REACH) * (BINS / (2 * REACH))).long().clamp(0, BINS - 1)
 
 
-def _curve(data: Data, rows: Tensor | None, context: Context) -> Tensor:
+def _binned(data: Data, rows: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+    """How many entries, and how many written labels, of each label are in each bin, ``(n_classes, BINS)``."""
+    n, device = data.n_classes, data.scores.device
+    seen, written = torch.zeros(2, n * BINS, dtype=torch.int64, device=device)
+    first = torch.arange(n, device=device) * BINS
+    for chunk in data.chunks(rows):
+        place = _cell(context.regression(chunk)).add_(first)
+        seen += torch.bincount((place if chunk.known is None else place[chunk.known]).flatten(), minlength=n * BINS)
+        marked = chunk.label if chunk.known is None else chunk.label & chunk.known
+        written += torch.bincount(place[marked], minlength=n * BINS)
+    return seen.view(n, BINS), written.view(n, BINS)
+
+
+def _curve(seen: Tensor, written: Tensor) -> Tensor:
     """The log-odds of a written label in each bin of the regression's, never falling; empty bins keep that one."""
     middle = (torch.arange(BINS, dtype=torch.float64) + 0.5) * (2 * REACH / BINS) - REACH
-    seen, written = torch.ones_like(middle), middle.sigmoid()
-    for chunk in data.chunks(rows):
-        cell = _cell(context.regression(chunk))
-        known = torch.ones_like(chunk.label) if chunk.known is None else chunk.known
-        seen += torch.bincount(cell[known], minlength=BINS).cpu()
-        written += torch.bincount(cell[chunk.label & known], minlength=BINS).cpu()
-    share = torch.tensor(rising(written.tolist(), seen.tolist()), dtype=torch.float64)
-    steepened = share.clamp(FLOOR, 1 - FLOOR).logit() + LEAST_SLOPE * middle  # level stretches keep their order
-    return steepened.float().to(data.scores.device)
+    shares = rising((written + middle.sigmoid()).tolist(), (seen + 1).tolist())
+    share = torch.tensor(shares, dtype=torch.float64)
+    return (share.clamp(FLOOR, 1 - FLOOR).logit() + LEAST_SLOPE * middle).float()  # level stretches keep their order
 
 
 def rising(written: list[float], seen: list[float]) -> list[float]:
@@ -275,29 +291,21 @@ def rising(written: list[float], seen: list[float]) -> list[float]:
     return [a / b for a, b, count in pools for _ in range(count)]
 
 
-def _rates(data: Data, rows: Tensor | None, context: Context, counts: Tensor) -> tuple[Tensor, Tensor]:
+def _rates(seen: Tensor, written: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The share of each label's surest rows in which it is written down, drawn to the common rate; and that rate.
 
     Of the rows that the model is surest of, nearly all have the label; where fewer have it written down, it is missing.
     The common rate is the upper quartile over labels: the model is not sure of every label.
     """
-    n, device = data.n_classes, data.scores.device
-    table = torch.zeros(2, n * BINS, device=device)
-    classes = torch.arange(n, device=device)
-    for chunk in data.chunks(rows):
-        place = classes * BINS + _cell(context.regression(chunk))
-        seen = torch.ones_like(chunk.label) if chunk.known is None else chunk.known
-        for row, marked in zip(table, (seen, chunk.label), strict=True):
-            row.index_add_(0, place[marked], torch.ones(int(marked.sum()), device=device))
-    total, written = (t.view(n, BINS).flip(-1).cumsum(-1) for t in table)
+    total, written = (t.float().flip(-1).cumsum(-1) for t in (seen, written))
     wanted = (SURE * counts).ceil().clamp(min=5)
     first = (total >= wanted[:, None]).to(torch.uint8).argmax(-1, keepdim=True)
-    seen, right = total.gather(-1, first).squeeze(-1), written.gather(-1, first).squeeze(-1)
-    share = (right + 0.5) / (seen + 1)
+    sure, right = total.gather(-1, first).squeeze(-1), written.gather(-1, first).squeeze(-1)
+    share = (right + 0.5) / (sure + 1)
     enough = counts >= 20
-    common = share[enough].quantile(0.75) if bool(enough.any()) else torch.tensor(0.9, device=device)
+    common = share[enough].quantile(0.75) if bool(enough.any()) else counts.new_tensor(0.9)
     common = common.clamp(0.05, 0.99)
-    return ((right + 10 * common) / (seen + 10)).clamp(0.05, 0.99), common
+    return ((right + 10 * common) / (sure + 10)).clamp(0.05, 0.99), common
 
 
 def counts_of(data: Data) -> Tensor:

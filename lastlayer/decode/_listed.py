@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer.decode._context import FLOOR, Context, Data
+from lastlayer.decode._context import FLOOR, Context, Data, features_of
 
 BUDGET = 1 << 21  # entries of a chunk: rows x (listed labels) squared
 
@@ -57,6 +57,6 @@ def entries(data: Data, context: Context) -> Iterator[Entries]:
         said = torch.einsum("rw,rwc->rc", more_than_base, pull) + said_by_all[column]
         total = (own - torch.where(valid, base[column], 0)).sum(-1, keepdim=True) + base.sum()
         others = label.sum(-1, keepdim=True) - label
-        found = context.curved(context.combined(logit, own, said, others, total - own))
+        found = context.curved(context.combined(features_of(logit, own, said, others, total - own)))
         row = (torch.arange(len(column), device=device) + start)[:, None].expand_as(column)
         yield Entries(row[valid], column[valid], written[valid], found[valid])
