@@ -6,8 +6,6 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lastlayer.loss._table import LOSSES as FACTS
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -74,17 +72,27 @@ LOSSES = {
 
 def takes_shard(name: str) -> bool:
     """Whether the classes can be split over processes."""
-    return name == "auto" or (f"{name}_loss" in FACTS and FACTS[f"{name}_loss"].shard)
+    facts = _facts(name)
+    return name == "auto" or (facts is not None and facts.shard)
 
 
 def compares_rows(name: str) -> bool:
     """Whether the loss of a row depends on the other rows of its batch."""
-    return f"{name}_loss" in FACTS and not FACTS[f"{name}_loss"].by_row
+    facts = _facts(name)
+    return facts is not None and not facts.by_row
 
 
 def over_every_row(name: str) -> bool:
     """Whether the mean is over all rows, and not only over those with a label. Lists leave no class unknown."""
-    return f"{name}_loss" not in FACTS or FACTS[f"{name}_loss"].mean != "label"
+    facts = _facts(name)
+    return facts is None or facts.mean != "label"
+
+
+def _facts(name: str) -> Any:
+    """Return the loss's line of the table of losses, None if only the exact solver has it."""
+    from lastlayer.loss._table import LOSSES as FACTS  # here: the options of a command need no torch
+
+    return FACTS.get(f"{name}_loss")
 
 
 def loss_function(name: str) -> Any:
