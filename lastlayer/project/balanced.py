@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer import _check
+from lastlayer import _check, _triton
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import nestable
+from lastlayer._threshold.dispatch import differentiated, direct, recorded, transformed
 from lastlayer.project.lml import lml_threshold
 from lastlayer.shard import ClassShard, reduce, replicate, spread
 
@@ -57,7 +58,8 @@ def lml_balanced(
             rank's columns.
 
     Returns:
-        The assignment, of the shape and dtype of `logits`. The search runs in float64. A matrix without a solution
+        The assignment, of the shape and dtype of `logits`. The search runs in float64; on the GPU one matrix of float32
+        or less is tried by a kernel first, which is exact to 1e-6 of the sums. A matrix without a solution
         (sums that do not match, more than a row or column can hold) becomes NaN; other matrices of the batch are
         unaffected.
 
@@ -66,6 +68,9 @@ def lml_balanced(
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
+    found = None if at_most or mask is not None or shard is not None else _by_kernel(logits, k, capacity, temperature)
+    if found is not None:
+        return found
     x, nu, mu, fixed = _duals("lml_balanced", logits, k, capacity, at_most, mask, temperature, shard)
     return torch.where(nu.isnan(), nu, _points(x, nu, mu, fixed).sigmoid()).to(logits.dtype)
 
@@ -135,13 +140,42 @@ def _duals(
     x = torch.where(live, x, 0) / divisor
     sums = _check.cardinality(op, k, logits, shard).double()  # (..., rows, 1)
     limits = _column_sums(op, capacity, sums, logits, shard)
-    if not at_most:  # sums that agree to rounding agree
-        room = reduce(limits, "sum", shard)
-        given = spread(sums.sum(-2, keepdim=True), shard)
-        ratio = torch.where(room > 0, given / room.where(room > 0, 1), 1)
-        limits = limits * torch.where((ratio - 1).abs() <= _AGREEMENT, ratio, torch.nan)
+    limits = limits if at_most else _agreeing(sums, limits, shard)
     function = _Duals if torch.compiler.is_compiling() else _DualsForwardMode
     return x, *function.apply(x, live, sums, limits, at_most, shard)
+
+
+def _by_kernel(logits: Any, k: Any, capacity: Any, temperature: Any) -> Tensor | None:
+    """Return the assignment from the GPU kernel; None where it is not for it, or has not found one."""
+    op = "lml_balanced"
+    if not isinstance(logits, Tensor) or not isinstance(temperature, float | int) or transformed():
+        return None
+    if not direct(logits, k, capacity) or _triton.unavailable(logits.device) or not logits.is_floating_point():
+        return None
+    from lastlayer._triton import balanced
+
+    if balanced.unfit(logits):
+        return None
+    divisor = float(_check.temperature(op, temperature))
+    _check_sums(op, k, capacity, *logits.shape, False, None)
+    sums = _check.cardinality(op, k, logits).double()
+    limits = _column_sums(op, capacity, sums, logits, None)
+    limits = limits if capacity is None else _agreeing(sums, limits, None)
+    y, nu, mu, wrong = balanced.solve(logits.detach(), sums.detach(), limits.detach(), divisor)
+    if int(wrong):  # which waits for the device
+        return None
+    if not recorded(logits, sums, limits):
+        return y
+    out: Tensor = _Assignment.apply(logits, sums, limits, divisor, y, nu, mu)
+    return out
+
+
+def _agreeing(sums: Tensor, limits: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return the column sums, scaled to the total of the rows if they agree to rounding, and else NaN."""
+    room = reduce(limits, "sum", shard)
+    given = spread(sums.sum(-2, keepdim=True), shard)
+    ratio = torch.where(room > 0, given / room.where(room > 0, 1), 1)
+    return limits * torch.where((ratio - 1).abs() <= _AGREEMENT, ratio, torch.nan)
 
 
 def _check_sums(
@@ -423,6 +457,43 @@ class _DualsForwardMode(_Duals):
             return nu_t, mu_t, None
         mean = _mean(torch.where(finite, mu_t, torch.inf), ctx.shard)
         return nu_t + mean, torch.where(finite, mu_t - mean, 0), None
+
+
+class _Assignment(torch.autograd.Function):
+    """``(logits, k, capacity) -> y`` for a solution that is there; further derivatives are those of plain torch."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        logits, sums, limits, ctx.temperature, y, nu, mu = inputs
+        ctx.save_for_backward(logits, sums, limits, nu, mu)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, sums, limits, nu, mu = ctx.saved_tensors
+        (grad,) = grads
+        if differentiated(grad):
+            return *_plain_gradients(ctx, logits, sums, limits, grad), None, None, None, None
+        z = logits.double() / ctx.temperature + nu + mu
+        h = z.sigmoid() * (-z).sigmoid()
+        pull = h * grad.double()
+        bound = torch.ones_like(mu, dtype=torch.bool)
+        a, b = _system(h, pull.sum(-1, keepdim=True), pull.sum(-2, keepdim=True), bound, None)
+        grad_x = (pull - h * (a + b)) / ctx.temperature
+        return grad_x.to(logits.dtype), a, b, None, None, None, None
+
+
+def _plain_gradients(ctx: Any, logits: Tensor, sums: Tensor, limits: Tensor, grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of logits, k and capacity in differentiable operations."""
+    inputs = zip((logits, sums, limits), ctx.needs_input_grad, strict=False)
+    wanted = [value for value, asked in inputs if asked]
+    with torch.enable_grad():
+        x = logits.double() / ctx.temperature
+        live = torch.ones_like(x, dtype=torch.bool)
+        nu, mu, fixed = _DualsForwardMode.apply(x, live, sums, limits, False, None)
+        y = _points(x, nu, mu, fixed).sigmoid().to(logits.dtype)
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=torch.is_grad_enabled()))
+    return [next(found) if asked else None for asked in ctx.needs_input_grad[:3]]
 
 
 def _curvature(ctx: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,94 @@
+"""The balanced assignment by the GPU kernel against plain torch: on a GPU, or in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+from tools import DEVICE
+
+import lastlayer as ll
+from lastlayer.project import balanced as plain
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(
+        not (INTERPRETED or DEVICE.type == "cuda"),
+        reason="needs a GPU, or TRITON_INTERPRET=1 (see test_interpreter.py)",
+    ),
+]
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """What the kernel was asked, and whether it found a solution."""
+    from lastlayer._triton import balanced
+
+    solve, answers = balanced.solve, []
+
+    def watched(*arguments):
+        found = solve(*arguments)
+        answers.append(int(found[3]) == 0)
+        return found
+
+    monkeypatch.setattr(balanced, "solve", watched)
+    return answers
+
+
+def matrix(rows, columns, scale, bias):
+    generator = torch.Generator(DEVICE).manual_seed(rows)
+    x = scale * torch.randn(rows, columns, generator=generator, device=DEVICE)
+    return x + bias * torch.randn(columns, generator=generator, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "scale", "bias"),
+    [(40, 20, 3.5, 2.0, 1.0), (33, 33, 17.0, 1.0, 1.0), (300, 16, 2.0, 1.0, 0.0)],
+)
+def test_is_plain_torch(tried, rows, columns, k, scale, bias):
+    x = matrix(rows, columns, scale, bias)
+    sizes = torch.full((rows,), k, device=DEVICE).requires_grad_()
+    capacity = torch.full((columns,), rows * k / columns, device=DEVICE).requires_grad_()
+    leaf = x.clone().requires_grad_()
+    y = ll.lml_balanced(leaf, sizes, capacity, temperature=1.25)
+    assert tried == [True]
+    torch.testing.assert_close(y.double().sum(-1), sizes.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(y.double().sum(-2), capacity.double(), rtol=1e-6, atol=0)
+    exact = ll.lml_balanced(leaf.double(), sizes, capacity, temperature=1.25)
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=2e-6)
+    grad = torch.linspace(-1, 1, x.numel(), device=DEVICE).reshape(x.shape)
+    found = torch.autograd.grad(y, (leaf, sizes, capacity), grad)
+    expected = torch.autograd.grad(exact, (leaf, sizes, capacity), grad.double())
+    for value, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_and_one_number(tried):
+    x = matrix(64, 16, 1.0, 1.0).bfloat16()
+    y = ll.lml_balanced(x, 2)
+    assert tried == [True]
+    torch.testing.assert_close(y, ll.lml_balanced(x.double(), 2).bfloat16(), rtol=0.01, atol=0.01)
+
+
+def test_what_has_no_solution_is_left_to_plain_torch(tried):
+    x = matrix(12, 6, 1.0, 0.0)
+    assert ll.lml_balanced(x, 2.0, torch.full((6,), 3.0, device=DEVICE)).isnan().all()
+    x[0, 0] = -torch.inf
+    torch.testing.assert_close(ll.lml_balanced(x, 2.0), ll.lml_balanced(x.double(), 2.0).float())
+    assert tried == [False, False]
+    ll.lml_balanced(x, 2.0, 4.0, at_most=True)
+    ll.lml_balanced(x[None], 2.0)
+    assert len(tried) == 2
+    assert plain._by_kernel(x.double(), 2.0, None, 1.0) is None
+
+
+def test_second_derivatives(tried):
+    x = matrix(6, 4, 1.0, 0.0).requires_grad_()
+    (first,) = torch.autograd.grad(ll.lml_balanced(x, 2.0).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    assert tried == [True]
+    wide = x.detach().double().requires_grad_()
+    (first,) = torch.autograd.grad(ll.lml_balanced(wide, 2.0).square().sum(), wide, create_graph=True)
+    torch.testing.assert_close(
+        second.double(), torch.autograd.grad(first.square().sum(), wide)[0], rtol=1e-4, atol=1e-5
+    )
