@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import math
@@ -88,9 +89,27 @@ def named(name: str) -> Callable[..., Tensor] | None:
     return getattr(ll, name, None)
 
 
+@functools.cache
+def costs(n: int, device: torch.device) -> Tensor:
+    """Weights from 0.5 to 1.5, one per class."""
+    return 0.5 + torch.rand(n, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def weighted(x: Tensor, k: float, impl: str = "auto") -> Tensor:
+    return ll.lml(x, k, weight=costs(x.shape[-1], x.device), impl=impl)
+
+
+def bounded(x: Tensor, k: float, impl: str = "auto") -> Tensor:
+    return ll.lml(x, k, weight=costs(x.shape[-1], x.device), upper=costs(x.shape[-1], x.device), impl=impl)
+
+
 LML = Op(forward(ll.lml), forward(softmax), 2, "softmax")
 LML_BACKWARD = Op(backward(ll.lml), backward(softmax), 3, "softmax backward")
 LOSS = Op(both(ll.lml_loss), both(cross_entropy), 2, "cross_entropy, both ways")
+WEIGHTED = Op(forward(weighted), forward(ll.lml), 2, "lml")
+BOUNDED = Op(forward(bounded), forward(ll.lml), 2, "lml")
+WEIGHTED_BACKWARD = Op(backward(weighted), backward(ll.lml), 3, "lml backward")
+BALANCED = Op(forward(ll.lml_balanced), forward(softmax), 2, "softmax", waits=True)
 SIZES = [100, 512, 1000, 4096, 10000, 16384, 32000, 50257, 131072, 1000000]
 
 
@@ -116,6 +135,11 @@ def cases(device: torch.device) -> dict[str, Case]:
             rows = -(-volume // n)
             for name, op in (("lml", LML), ("lml_backward", LML_BACKWARD), ("lml_loss", LOSS)):
                 table[f"{name}/{n}/{NAMES[dtype]}"] = Case(op, rows, n, dtype, 5)
+        for n in (100, 1000, 4096, 10000):
+            for name, op in (("weighted", WEIGHTED), ("bounded", BOUNDED), ("weighted_backward", WEIGHTED_BACKWARD)):
+                table[f"{name}/{n}/{NAMES[dtype]}"] = Case(op, -(-volume // n), n, dtype, 5)
+    for rows, n in ((8192, 256), (4096, 64)) if gpu else ((1024, 64),):
+        table[f"balanced/{rows}x{n}"] = Case(BALANCED, rows, n, torch.float32, 8)
     n = 10000
     for k in (1, 10, 100, 1000, 5000):
         table[f"k/{n}/{k}"] = Case(LML, (1 << (25 if gpu else 22)) // n, n, torch.float32, k)
@@ -194,7 +218,12 @@ def gate(name: str, case: Case, data: Data) -> float:
     x, target, upstream = data.x[:some], data.target[:some], data.upstream[:some]
     if case.op is LML or name.startswith("original/"):
         found, exact = ll.lml(x, case.k), ll.lml(x.double(), case.k, impl="torch")
-    elif case.op is LML_BACKWARD or case.op is LOSS or name.startswith("original_backward/"):
+    elif case.op in (WEIGHTED, BOUNDED):
+        function = weighted if case.op is WEIGHTED else bounded
+        found, exact = function(x, case.k), function(x.double(), case.k, "torch")
+    elif case.op is BALANCED:
+        found, exact = ll.lml_balanced(data.x, case.k), ll.lml_balanced(data.x.double(), case.k)
+    elif case.op in (LML_BACKWARD, WEIGHTED_BACKWARD, LOSS) or name.startswith("original_backward/"):
         results = []
         for part, impl in ((x, "auto"), (x.double(), "torch")):
             part = part.detach().requires_grad_()
@@ -202,7 +231,7 @@ def gate(name: str, case: Case, data: Data) -> float:
                 out = ll.lml_loss(part, target, case.k, reduction="sum", impl=impl)
                 results.append(torch.autograd.grad(out, part)[0])
             else:
-                out = ll.lml(part, case.k, impl=impl)
+                out = (weighted if case.op is WEIGHTED_BACKWARD else ll.lml)(part, case.k, impl=impl)
                 results.append(torch.autograd.grad(out, part, upstream.to(part.dtype))[0])
         found, exact = results
     else:
@@ -303,7 +332,7 @@ def measure(name: str, case: Case, device: torch.device, repeats: int) -> dict[s
     }
     if case.op.waits:
         row["times_faster"] = base_ms / ms
-        if device.type == "cuda":
+        if device.type == "cuda" and case.op is not BALANCED:
             row["captured_ms"] = time_cuda([captured(ours)], repeats)[0]  # `ms` is mostly the host's
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 

@@ -157,7 +157,8 @@ def _by_kernel(logits: Any, k: Any, capacity: Any, temperature: Any) -> Tensor |
     if balanced.unfit(logits):
         return None
     divisor = float(_check.temperature(op, temperature))
-    _check_sums(op, k, capacity, *logits.shape, False, None)
+    rows, columns = logits.shape
+    _check_sums(op, k, capacity, rows, columns, False, None)
     sums = _check.cardinality(op, k, logits).double()
     limits = _column_sums(op, capacity, sums, logits, None)
     limits = limits if capacity is None else _agreeing(sums, limits, None)
