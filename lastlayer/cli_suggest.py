@@ -22,6 +22,8 @@ def fill(made: argparse.ArgumentParser) -> None:
     made.add_argument("-n", type=int, help="number of suggestions (default: those more probable than not)")
     kinds = ("both", "missing", "wrong")
     made.add_argument("--kind", choices=kinds, default="both", help="which to look for (default: both)")
+    text = "no label gets more than its part of the N missing ones: for suggestions that nobody will look at"
+    made.add_argument("--balanced", action="store_true", help=text)
     text = "share of true labels that are written down (default: estimated)"
     made.add_argument("--observed", type=float, metavar="R", help=text)
     made.add_argument("--folds", type=int, default=5, metavar="K", help="folds of the rows of a file (default: 5)")
@@ -38,6 +40,7 @@ def fill(made: argparse.ArgumentParser) -> None:
             "  lastlayer suggest tags.tsv --accept 0.9",
             "  lastlayer suggest tags.tsv --accept tags-suggestions/suggestions.csv   after ticking its column accept",
             "  lastlayer suggest runs/tags-1 -n 500 --kind missing",
+            "  lastlayer suggest tags.tsv -n 500 --kind missing --balanced --accept 0   accepts them unseen",
         )
     )
 
@@ -46,6 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from lastlayer.data import DataError
 
+    if arguments.balanced and (arguments.n is None or arguments.kind != "missing"):
+        from lastlayer.cli import UsageError
+
+        raise UsageError("--balanced must be given with -n and --kind missing.")
     path, data, scores = _rows(arguments)
     out = Path(arguments.out or f"{Path(arguments.data).name.split('.')[0] or 'data'}-suggestions")
     least, ticked = _accept(arguments.accept)
@@ -59,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             tell = lambda line: print(line, file=sys.stderr)  # noqa: E731
             scores = work.out_of_fold(data, folds=arguments.folds, seed=arguments.seed, say=tell)
         options = {"observed": arguments.observed, "kind": arguments.kind, "n": arguments.n}
+        options["balanced"] = arguments.balanced
         suggested = work.suggest(data, scores, **options)
         lines = _lines(suggested, data)
         _write(out, lines, suggested, data)

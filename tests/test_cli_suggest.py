@@ -68,6 +68,20 @@ def test_finds_what_was_hidden_and_planted_and_writes_a_corrected_file(rows, tmp
     assert main(["suggest", str(path), "--accept", "none.csv"]) == 2
 
 
+def test_balanced_suggestions_are_accepted_unseen(rows, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["-n", "40", "--kind", "missing", "--folds", "2", "--out", "found"]
+    assert main(["suggest", str(rows[0]), *flags, "--balanced", "--accept", "0"]) == 0
+    assert "(40 labels changed)" in capsys.readouterr().out
+    before, after, found = read(rows[0]), read("found/corrected.tsv"), table("found/suggestions.csv")
+    added = after.label_counts() - before.label_counts()
+    assert added.sum() == 40
+    assert (added <= 1 + 40 * before.label_counts() / before.label_counts().sum()).all()
+    assert {line["kind"] for line in found} == {"missing"}
+    assert main(["suggest", str(rows[0]), "--balanced"]) == 2
+    assert "--balanced must be given with -n and --kind missing" in capsys.readouterr().err
+
+
 def test_scores_come_from_models_that_have_not_seen_the_row(rows):
     data = read(rows[0])
     fold = fold_rows(data, 3, seed=0)

@@ -108,7 +108,7 @@ class Context:
     def combined(self, features: Features) -> Tensor:
         """The log-odds of the regression from what it looks at."""
         constant, *slopes = self.weight.tolist()
-        found = features[0] * slopes[0] + constant
+        found: Tensor = features[0] * slopes[0] + constant
         for slope, feature in zip(slopes[1:], features[1:], strict=True):
             found.add_(feature, alpha=slope)
         return found

@@ -97,6 +97,7 @@ def suggest_labels(
     wrong: float = 0.02,
     kind: Literal["both", "missing", "wrong"] = "both",
     n: int | None = None,
+    balanced: bool = False,
     indices: Tensor | None = None,
     n_classes: int | None = None,
 ) -> LabelSuggestions:
@@ -123,7 +124,7 @@ def suggest_labels(
     One rate for all labels leaves the order of the missing labels to :math:`q`; rates per label change it.
 
     Memory beside the scores does not depend on the number of rows. Rows are looked at in chunks; the estimates come
-    from a sample of rows where there are more than 500 million scores.
+    from a sample of rows where there are more than 130 million scores.
 
     Args:
         scores: Out-of-fold probabilities, shape ``(rows, n_classes)``, a tensor, an array or a list of rows. They are
@@ -137,6 +138,10 @@ def suggest_labels(
         wrong: The share :math:`w` of the written labels that is thought to be wrong, above 0 and below 1.
         kind: ``"missing"``, ``"wrong"`` or ``"both"``.
         n: The number of suggestions; None is all that are more probable than not.
+        balanced: Whether no label gets more than its part of the `n` missing labels, in proportion to
+            :math:`n_c (1 - \rho) / \rho` with :math:`n_c` rows that have it: frequent labels, which are easy to guess,
+            would else take most of them. For suggestions that are accepted unseen; those that a person looks at are
+            right more often without it. Needs `n` and ``kind="missing"``.
         indices: Where there are too many labels for a score each: the classes of the listed scores, such as the best
             50, shape ``(rows, m)``, padded with -1; `scores` then has this shape, and labels that are not listed count
             as improbable: they are never suggested as missing.
@@ -165,12 +170,15 @@ def suggest_labels(
         raise ValueError(f"{op}: `wrong` must be above 0 and below 1, got {wrong}. 0.02 is usual.")
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
         raise ValueError(f"{op}: `n` must be None or a whole number of at least 0, got {n!r}.")
+    if balanced and (n is None or kind != "missing"):
+        raise ValueError(f'{op}: `balanced` must be False without `n` and `kind="missing"`, got {balanced}.')
     if not len(data) or not data.n_classes:
         raise ValueError(f"{op}: `scores` must hold at least one row and one class, got shape {tuple(scores.shape)}.")
     context, rates, common = _context.fit(data)
     rate = common.expand(data.n_classes) if rate is None else rate
-    share = (_context.counts_of(data).clamp(min=1) / len(data)).float()
-    best = _Best(n, data.scores.device)
+    counts = _context.counts_of(data)
+    share = (counts.clamp(min=1) / len(data)).float()
+    best = _Best(n, data.scores.device, _parts(n, counts, rate) if balanced and n is not None else None)
     if data.indices is not None and data.labels.index is not None:
         for some in entries(data, context):
             odds, own = some.logit, some.label
@@ -211,22 +219,38 @@ class _Found(NamedTuple):
     key: Tensor
 
 
-class _Best:
-    """The best suggestions so far: as many as asked for, or all above one half. Ties go to the lowest row and label."""
+def _parts(n: int, counts: Tensor, rate: Tensor) -> Tensor:
+    """How many of n missing labels each label may have: in proportion to what the rates say is missing, rounded up."""
+    lacking = counts.double() * (1 - rate.double()) / rate.double()
+    lacking = counts.double() if not bool(lacking.any()) else lacking
+    return (n * lacking / lacking.sum().clamp(min=1e-12)).ceil().long()
 
-    def __init__(self, n: int | None, device: torch.device) -> None:
-        self.n = n
+
+class _Best:
+    """The best suggestions so far: as many as asked for, or all above one half. Ties go to the lowest row and label.
+
+    Args:
+        n: The number of suggestions; None is all above one half.
+        device: Where they are.
+        parts: The largest number of suggestions of each label, if they are bounded.
+    """
+
+    def __init__(self, n: int | None, device: torch.device, parts: Tensor | None = None) -> None:
+        self.n, self.parts = n, parts
         self.least = 0.0 if n is not None else 0.5
+        self.least_of = None if parts is None else torch.zeros(len(parts), device=device)
         none = torch.zeros(0, dtype=torch.int64, device=device)
         self.kept = _Found(none, none, none > 0, none.float())
 
     def add(self, row: Tensor, label: Tensor, written: Tensor, flat: Tensor) -> None:
         """Take in some labels of some rows; what n others surpass is left out."""
         n = self.n
+        if n == 0:
+            return
         if n is None:
             place = (flat > self.least).nonzero().squeeze(-1)
-        elif n == 0:
-            return
+        elif self.least_of is not None:
+            place = (flat >= self.least_of[label].clamp(min=self.least)).nonzero().squeeze(-1)
         else:
             if len(flat) > n:
                 self.least = max(self.least, float(flat.topk(n).values[-1]))
@@ -235,14 +259,28 @@ class _Best:
         self.kept = _Found(*(torch.cat(pair) for pair in zip(self.kept, more, strict=True)))
         if n is not None and len(self.kept.key) > max(2 * n, 1000):
             self.kept = self.found()
-            self.least = max(self.least, float(self.kept.key[-1]))
+            if len(self.kept.key) == n:
+                self.least = max(self.least, float(self.kept.key[-1]))
 
     def found(self) -> _Found:
         """The suggestions in order. Chunks come in the order of rows, so that a stable sort settles ties."""
         row, label = self.kept.row, self.kept.label
         place = (row * (int(label.max()) + 1 if len(label) else 1) + label).argsort()
-        place = place[self.kept.key[place].argsort(descending=True, stable=True)][: self.n]
-        return _Found(*(x[place] for x in self.kept))
+        place = place[self.kept.key[place].argsort(descending=True, stable=True)]
+        if self.parts is not None and self.least_of is not None:
+            place = place[_rank_within(label[place]) < self.parts[label[place]]]
+            many, key = torch.bincount(label[place], minlength=len(self.parts)), self.kept.key[place]
+            lowest = torch.full_like(self.least_of, 2).scatter_reduce(0, label[place], key, "amin")
+            self.least_of = torch.where(many >= self.parts, lowest, self.least_of)
+        return _Found(*(x[place[: self.n]] for x in self.kept))
+
+
+def _rank_within(label: Tensor) -> Tensor:
+    """For each entry, how many earlier ones have the same label."""
+    order = label.argsort(stable=True)
+    count = torch.bincount(label)
+    start = (count.cumsum(0) - count)[label[order]]
+    return torch.empty_like(label).scatter(0, order, torch.arange(len(label), device=label.device) - start)
 
 
 def _read(op: str, scores: Any, target: Any, indices: Any, n_classes: Any) -> Data:

@@ -146,10 +146,12 @@ def suggest(
     observed: float | None = None,
     kind: Literal["both", "missing", "wrong"] = "both",
     n: int | None = None,
+    balanced: bool = False,
 ) -> LabelSuggestions:
     """Return the labels to look at; the arguments are those of :func:`lastlayer.suggest_labels`."""
     from lastlayer._check import label_lists
 
     target = label_lists(torch.from_numpy(data.padded(np.arange(len(data)))))
     lists: dict[str, Any] = {} if scores.index is None else {"indices": scores.index, "n_classes": data.n_labels}
-    return suggest_labels(scores.probability, target, observed=observed, kind=kind, n=n, **lists)
+    options: dict[str, Any] = {"observed": observed, "kind": kind, "n": n, "balanced": balanced}
+    return suggest_labels(scores.probability, target, **options, **lists)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import label_lists, suggest_labels
-from lastlayer.decode import _context
+from lastlayer.decode import _context, _listed
 from lastlayer.decode.suggest import _keys, _read
 
 ROWS, N = 600, 6
@@ -60,6 +60,32 @@ def test_is_the_sorted_list_of_all_posteriors(monkeypatch, n, ties):
     assert all((s.kind == "missing") == (target[s.row, s.label] == 0) for s in found)
     probable = suggest_labels(p, target)
     assert len(probable) == sum(-key > 0.5 for key, _, _ in plain)
+
+
+@pytest.mark.parametrize("n", [0, 7, 1500])
+@pytest.mark.parametrize("listed", [False, True])
+def test_balanced_suggestions_are_the_first_of_each_label(monkeypatch, n, listed):
+    monkeypatch.setattr(_context, "BUDGET", 50 * N)
+    p, _, written = planted(rows=2000)
+    rates, counts = torch.linspace(0.5, 0.9, N), written.sum(0)
+    if listed:
+        p, index = p.sort(descending=True)
+        monkeypatch.setattr(_listed, "BUDGET", 50 * (2 * N) ** 2)
+        options = {"indices": index, "n_classes": N}
+        target = label_lists(lists(written))
+    else:
+        options, target = {}, written
+    options |= {"observed": rates, "kind": "missing"}
+    lacking = counts * (1 - rates) / rates
+    most = (n * lacking.double() / lacking.double().sum()).ceil().tolist()
+    expected = []
+    for s in suggest_labels(p, target, n=2000 * N, **options):
+        if sum(s.label == label for _, label in expected) < most[s.label] and len(expected) < n:
+            expected.append((s.row, s.label))
+    assert [(s.row, s.label) for s in suggest_labels(p, target, n=n, balanced=True, **options)] == expected
+    assert len(expected) == n
+    some = suggest_labels(p, target, n=n, balanced=True, **{**options, "observed": 1.0})
+    assert len(some) == n  # nothing is missing: in proportion to the rows
 
 
 def test_the_context_is_the_ridge_regression_of_each_residual_on_the_others():
@@ -173,6 +199,8 @@ def test_edges_and_messages():
         ({"wrong": 1.0}, "`wrong` must be above 0 and below 1"),
         ({"n": -1}, "`n` must be None or a whole number"),
         ({"kind": "all"}, "`kind` must be one of"),
+        ({"balanced": True, "n": 3}, '`balanced` must be False without `n` and `kind="missing"`'),
+        ({"balanced": True, "kind": "missing"}, "`balanced` must be False without `n`"),
         ({"n_classes": 3}, "`n_classes` must be left out without `indices`"),
     ):
         with pytest.raises(ValueError, match=words):
