@@ -70,7 +70,7 @@ LOSSES = {
     "asymmetric_loss": Facts("multilabel", weight=True, pos_weight=True),
     "multihot_softmax_loss": Facts("multilabel", weight=True, mean="label"),
     "binary_loss": Facts("multilabel", weight=True, pos_weight=True),
-    "warp_loss": Facts("ranking", shard=False, mean="label"),
+    "warp_loss": Facts("ranking", shard=False, weight=True, mean="label"),
     "rml_loss": Facts("ranking", shard=False),
     "quasibinary_loss": Facts("quasibinary", mean="all", by_row=False),
     "metric_surrogate_loss": Facts(
@@ -83,7 +83,7 @@ LOSSES = {
         apart="takes the metric, and has no `reduction`: the metric of a batch is one number",
     ),
     "assume_negative_loss": Facts("incomplete", weight=True, pos_weight=True),
-    "expected_positive_loss": Facts("incomplete", k="real", by_row=False),
+    "expected_positive_loss": Facts("incomplete", k="real", weight=True, by_row=False),
     "role_loss": Facts(
         "incomplete",
         inputs=("logits", "target", "estimates"),

@@ -80,6 +80,7 @@ def expected_positive_loss(
     target: Target,
     k: float | Tensor,
     *,
+    weight: Tensor | None = None,
     sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
@@ -98,6 +99,7 @@ def expected_positive_loss(
             number between 0 and 1 weighs the label's term), one class per row (``batch``), or index lists padded with
             -1 (``(*batch, m)``).
         k: The expected number of labels per row; a number, or a tensor that broadcasts to ``batch``: its mean counts.
+        weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`: that of the labels.
         sample_weight: One weight per row, shape ``batch``; a weight of 2 counts as two equal rows, in the count too.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row, the second term added to each; ``"mean"`` is over the rows with a
@@ -114,7 +116,9 @@ def expected_positive_loss(
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
     batch = _batch(op, logits, live, k, sample_weight, shard)
-    fit = total(_rows.over_positives(labels, live, lambda score: -F.logsigmoid(score), x), shard) / batch.n_classes
+    each = _rows.class_weight(op, "weight", weight, x)
+    fit = _rows.over_positives(labels, live, lambda score: -F.logsigmoid(score), x, weight=each)
+    fit = total(fit, shard) / batch.n_classes
     loss = torch.where(batch.counts, fit + _surplus(x, live, batch), 0)
     return _rows.leave(op, loss, reduction, batch.counts, logits.dtype, sample_weight)
 
@@ -403,8 +407,15 @@ class ExpectedPositiveLoss(LossModule):
 
     function = staticmethod(expected_positive_loss)
 
-    def __init__(self, k: float | Tensor, *, shard: ClassShard | None = None, reduction: Reduction = "mean") -> None:
-        super().__init__(k=k, shard=shard, reduction=reduction)
+    def __init__(
+        self,
+        k: float | Tensor,
+        *,
+        weight: Tensor | None = None,
+        shard: ClassShard | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(k=k, weight=weight, shard=shard, reduction=reduction)
 
 
 class ROLELoss(FunctionModule):

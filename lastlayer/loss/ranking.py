@@ -19,6 +19,7 @@ def warp_loss(
     *,
     exact: bool = True,
     generator: torch.Generator | None = None,
+    weight: Tensor | None = None,
     sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
@@ -39,6 +40,7 @@ def warp_loss(
             draws is how many negatives are drawn, without replacement, until one comes within the margin (their number
             plus 1 if none does). The positives of a row share one order of draws.
         generator: The random numbers of ``exact=False``.
+        weight: One weight per class, ``(n_classes,)``, or any tensor that broadcasts to `logits`: that of the positive.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: Must be None: the ranks need all classes of a row on one process.
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a positive and a negative.
@@ -53,9 +55,9 @@ def warp_loss(
     """
     op = "warp_loss"
     logits = _rows.whole(op, logits, shard, "its ranks need all classes of a row")
-    picked, is_label, negatives, live, share = _enter(op, logits, target)
-    weight = _weights(picked, negatives, live.shape[-1], exact, generator)
-    loss = torch.where(is_label, _rows.weighed(weight * _hinges(picked, negatives, 1.0), share), 0).sum(-1)
+    picked, is_label, negatives, live, share = _enter(op, logits, target, weight)
+    by_rank = _weights(picked, negatives, live.shape[-1], exact, generator)
+    loss = torch.where(is_label, _rows.weighed(by_rank * _hinges(picked, negatives, 1.0), share), 0).sum(-1)
     counts = is_label.any(-1) & (negatives != -torch.inf).any(-1)
     return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
 
@@ -119,19 +121,25 @@ def rml_loss(
     return _rows.leave(op, loss, reduction, _rows.any_class(live), logits.dtype, sample_weight)
 
 
-def _enter(op: str, logits: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def _enter(
+    op: str, logits: Tensor, target: Target, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Return the positives' scores and where they are, the negatives in descending order (``-inf`` where none).
 
-    Then which entries take part, and the shares of soft labels.
+    Then which entries take part, and the factors of the positives' terms: shares of soft labels, and weights.
     """
     x, labels, live = _rows.enter(op, logits, target)
+    each = _rows.class_weight(op, "weight", weight, x)
     positive = labels.positive() & live
     negatives = torch.where(live & ~positive, x, -torch.inf).sort(-1, descending=True).values
     if labels.index is None:
-        return x, positive, negatives, live, _rows.share(labels, live, x.dtype) if _rows.soft(labels) else None
+        if _rows.soft(labels):
+            each = _rows.weighed(_rows.share(labels, live, x.dtype), each)
+        return x, positive, negatives, live, each
     place = labels.index.clamp(min=0)
     is_label = (labels.index >= 0) & live.gather(-1, place)
-    return torch.where(is_label, x.gather(-1, place), 0), is_label, negatives, live, None
+    each = None if each is None else each.expand(x.shape).gather(-1, place)
+    return torch.where(is_label, x.gather(-1, place), 0), is_label, negatives, live, each
 
 
 def _above(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
@@ -175,9 +183,14 @@ class WARPLoss(LossModule):
     function = staticmethod(warp_loss)
 
     def __init__(
-        self, *, exact: bool = True, generator: torch.Generator | None = None, reduction: Reduction = "mean"
+        self,
+        *,
+        exact: bool = True,
+        generator: torch.Generator | None = None,
+        weight: Tensor | None = None,
+        reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(exact=exact, generator=generator, reduction=reduction)
+        super().__init__(exact=exact, generator=generator, weight=weight, reduction=reduction)
 
 
 class RMLLoss(LossModule):

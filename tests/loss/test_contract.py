@@ -427,6 +427,25 @@ def test_torchs_weights():
     torch.testing.assert_close(ll.multihot_softmax_loss(x, y, weight=weight, reduction="sum"), expected)
 
 
+def test_weights_of_labels_and_what_the_others_add():
+    """The terms of a label are weighed; what the batch or the negatives add is not."""
+    x, target = torch.randn(4, 6, dtype=torch.float64), torch.tensor([[0, 2], [3, -1], [5, 0], [0, 4]])
+    hot = torch.zeros(4, 7).scatter(1, target % 7, 1)[:, :6]
+    weight, one = torch.rand(6).double(), torch.eye(6).double()
+    for function, rest in (
+        (lambda w, t: ll.warp_loss(x, t, weight=w, reduction="none"), 0.0),
+        (
+            lambda w, t: ll.expected_positive_loss(x, t, 2, weight=w, reduction="none"),
+            ll.expected_positive_loss(x, torch.zeros(4, 6), 2, reduction="none"),
+        ),
+    ):
+        expected = rest + sum(weight[j] * (function(one[j], target) - rest) for j in range(6))
+        for form in (target, hot, hot.bool()):
+            torch.testing.assert_close(function(weight, form), expected)
+        torch.testing.assert_close(function(weight, hot / 2) - rest, (expected - rest) / 2)
+        torch.testing.assert_close(function(torch.ones(6), target), function(None, target))
+
+
 @pytest.mark.parametrize("name", ["lml_loss", "truncated_entropy_loss", "smooth_topk_svm_loss"])
 def test_weights_of_labels(name):
     """A sum over labels, or of one label: a weight of 0 for all classes but one leaves the terms of that one."""
