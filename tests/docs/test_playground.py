@@ -75,6 +75,22 @@ def test_numbers_in_node():
         assert_same(state, found)
 
 
+def test_budgets_in_node():
+    generator = torch.Generator().manual_seed(0)
+    code = (
+        'import { balanced, weighted } from "MATHS"; const [x, cost, budget, matrix, k] = JSON.parse(process.argv[1]);'
+        "console.log(JSON.stringify([weighted(x, cost, budget), balanced(matrix, k)]))"
+    )
+    for share, k in ((0.0, 0.0), (0.1, 0.5), (0.45, 1.0), (0.9, 3.4), (1.0, 4.0)):
+        x, matrix = (3 * torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((5,), (4, 4)))
+        cost = torch.tensor([4.0, 0.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+        budget = share * cost.sum().item()
+        found = node(code, json.dumps([x.tolist(), cost.tolist(), budget, matrix.tolist(), k]))
+        expected = ll.lml(x, budget, weight=cost), ll.lml_balanced(matrix, k)
+        for given, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(given, dtype=torch.float64), right, atol=1e-8, rtol=0)
+
+
 def test_the_polygon_is_a_triangle_then_a_hexagon():
     cuts = [0.5, 1, 1.5, 2, 2.5]
     code = 'import { polygon } from "MATHS"; console.log(JSON.stringify(JSON.parse(process.argv[1]).map(polygon)))'
@@ -118,7 +134,9 @@ def test_numbers_in_a_browser(page):
         page.wait_for_function(moved, arg=state["x"])
         found = shown(page)
         assert_same({**state, "label": found["label"]}, found)
-        cells = page.evaluate("[...document.querySelectorAll('#play tr')].map(r => r.lastChild.textContent)")[1:-1]
+        cells = page.evaluate(
+            "[...document.querySelectorAll('[data-part=numbers] tr')].map(r => r.lastChild.textContent)"
+        )[1:-1]
         expected = ll.lml(torch.tensor(state["x"]).double(), state["k"], temperature=state["temperature"])
         assert [float(cell) for cell in cells] == pytest.approx(expected.tolist(), abs=1e-6)
 
@@ -144,6 +162,26 @@ def test_keyboard_and_pointer_move_the_logits(page):
     assert shown(page)["k"] == pytest.approx(1.05)
     page.locator("#play input[type=radio]").nth(2).check()
     assert shown(page)["label"] == 2
+
+
+@pytest.mark.slow
+def test_budgets_in_a_browser(page):
+    page.locator("#play input[aria-label='cost b']").fill("0")
+    page.locator("#play input[aria-label='score of row 2, column 3']").fill("-2.5")
+    page.locator("[data-part=share]").focus()
+    page.keyboard.press("ArrowRight")
+    found = page.evaluate("document.getElementById('play').budgets")
+    assert found["k"] == pytest.approx(1.05)
+    assert found["matrix"][1][2] == -2.5
+    x, cost, matrix = (torch.tensor(found[key], dtype=torch.float64) for key in ("scores", "cost", "matrix"))
+    y = torch.tensor(found["weighted"], dtype=torch.float64)
+    torch.testing.assert_close(y, ll.lml(x, found["budget"], weight=cost), atol=1e-8, rtol=0)
+    table = torch.tensor(found["balanced"], dtype=torch.float64)
+    torch.testing.assert_close(table, ll.lml_balanced(matrix, found["k"]), atol=1e-8, rtol=0)
+    shown_cells = page.evaluate(
+        "[...document.querySelectorAll('[data-part=matrix] .cell span')].map(s => s.textContent)"
+    )
+    assert [float(cell) for cell in shown_cells] == pytest.approx(table.flatten().tolist(), abs=6e-4)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 // The playground's page: state, controls and drawings. The numbers come from maths.js.
-import { METHODS, evaluate, flatten, lml, polygon, residual } from "./maths.js";
+import { METHODS, balanced, evaluate, flatten, lml, polygon, residual, weighted } from "./maths.js";
 
 const RANGE = 5; // logits go from -RANGE to RANGE
 const START = { x: [2.5, 1.5, 0.5, -0.5, -2], k: 2, temperature: 1, label: 1 };
@@ -310,6 +310,104 @@ function renderPolytope({ scores, y, pushes }) {
     "(a corner or an edge) to hot (the middle). Hollow dots have another sum: they lie above or below the plane.";
 }
 
+// --- budgets of other kinds: a cost per class, and a table with rows and columns -------------------------------------
+
+const budgets = {
+  cost: [4, 1, 2, 1, 3, 1, 2, 1],
+  share: 0.45, // of all costs
+  matrix: [[3, 1, 0, -1], [2.5, 0.5, 0, 1], [2, 0, 1, -1], [3, 2, -1, 0]],
+  k: 1,
+};
+
+function numberInput(label, value, [min, max, step], use) {
+  const input = Object.assign(document.createElement("input"), { type: "number", min, max, step, value });
+  input.setAttribute("aria-label", label);
+  input.addEventListener("input", () => {
+    if (!input.checkValidity() || input.value === "") return;
+    use(Number(input.value));
+    renderBudgets();
+  });
+  return input;
+}
+
+function cell(...children) {
+  const node = document.createElement("div");
+  node.className = "cell";
+  const value = document.createElement("span");
+  node.append(...children, value);
+  node.show = (p, words = p.toFixed(3)) => {
+    node.style.setProperty("--p", clamp(p, 0, 1));
+    value.textContent = words;
+  };
+  return node;
+}
+
+function buildCosts() {
+  const cells = state.x.map((_, i) => {
+    const title = Object.assign(document.createElement("b"), { textContent: name(i) });
+    return cell(title, numberInput(`cost ${name(i)}`, budgets.cost[i], [0, 9, 0.5], (value) => (budgets.cost[i] = value)));
+  });
+  part("costs").replaceChildren(...cells);
+}
+
+function buildMatrix() {
+  const nodes = [];
+  budgets.matrix.forEach((row, i) => {
+    row.forEach((_, j) => {
+      const use = (value) => (budgets.matrix[i][j] = value);
+      nodes.push(cell(numberInput(`score of row ${i + 1}, column ${j + 1}`, row[j], [-9, 9, 0.5], use)));
+    });
+    nodes.push(Object.assign(document.createElement("div"), { className: "sum" }));
+  });
+  for (let j = 0; j < 5; j++) nodes.push(Object.assign(document.createElement("div"), { className: "sum" }));
+  part("matrix").replaceChildren(...nodes);
+}
+
+function renderBudgets() {
+  const total = (values) => values.reduce((a, b) => a + b, 0);
+  if (part("costs").childElementCount !== state.x.length) buildCosts();
+  const cost = budgets.cost.slice(0, state.x.length);
+  const all = total(cost);
+  const budget = round(budgets.share * all, 2);
+  const scores = state.x.map((value) => value / state.temperature);
+  const y = weighted(scores, cost, budget);
+  part("budget").max = all;
+  part("budget").value = budget;
+  part("budget-value").textContent = number(budget, 2);
+  [...part("costs").children].forEach((node, i) => node.show(y[i]));
+  const spent = total(y.map((p, i) => cost[i] * p));
+  const expected = number(total(y), 2);
+  part("costs-text").textContent =
+    `The logits above with a cost per class: σ(x + cost · ν). The costs add up to ${number(spent, 2)}, and ${expected} labels are ` +
+    "expected. A dear label loses more than a cheap one; a label without a cost keeps its sigmoid.";
+  const rows = budgets.matrix.map((row) => lml(row, budgets.k));
+  const table = balanced(budgets.matrix, budgets.k);
+  const nodes = [...part("matrix").children];
+  table.forEach((row, i) => {
+    row.forEach((p, j) => nodes[5 * i + j].show(p));
+    nodes[5 * i + 4].textContent = `Σ ${total(row).toFixed(2)}`;
+  });
+  const column = (values, j) => total(values.map((row) => row[j])).toFixed(2);
+  for (let j = 0; j < 4; j++) nodes[20 + j].textContent = `Σ ${column(table, j)}`;
+  nodes[24].textContent = "";
+  part("share").value = budgets.k;
+  part("share-value").textContent = number(budgets.k, 2);
+  part("matrix-text").textContent =
+    `lml_balanced: every row has the sum k, every column the same sum, and no entry is above 1. Row by row, lml would give the ` +
+    `columns ${[0, 1, 2, 3].map((j) => column(rows, j)).join(", ")}.`;
+  root.budgets = { cost, budget, weighted: y, scores, matrix: budgets.matrix, k: budgets.k, balanced: table }; // for the tests
+}
+
+part("budget").addEventListener("input", (event) => {
+  const all = budgets.cost.slice(0, state.x.length).reduce((a, b) => a + b, 0);
+  budgets.share = all > 0 ? Number(event.target.value) / all : 0;
+  renderBudgets();
+});
+part("share").addEventListener("input", (event) => {
+  budgets.k = Number(event.target.value);
+  renderBudgets();
+});
+
 // --- numbers, controls ---------------------------------------------------------------------------------------------
 
 function renderNumbers({ y, nu, loss }) {
@@ -360,6 +458,7 @@ function render() {
   renderMethods(result);
   renderRoot(result);
   renderPolytope(result);
+  renderBudgets();
   renderNumbers(result);
   root.state = { ...state, ...result }; // for the tests
 }
@@ -380,6 +479,7 @@ addEventListener("hashchange", () => {
   const found = read(location.hash);
   if (found) change(found);
 });
+buildMatrix();
 let width = 0;
 new ResizeObserver(() => {
   if (root.clientWidth === width) return;

@@ -103,6 +103,40 @@ export function cappedSparsemax(x, k) {
   return clipped(corners.at(-1));
 }
 
+/** LML with a cost per class: sigmoid(x + cost nu) with sum cost y = budget, by halving; a class of cost 0 is free. */
+export function weighted(x, cost, budget) {
+  const at = (nu) => x.map((value, i) => (cost[i] === 0 ? sigmoid(value) : sigmoid(value + cost[i] * nu)));
+  const spent = (nu) => sum(at(nu).map((p, i) => cost[i] * p));
+  if (budget <= 0 || budget >= sum(cost)) return at(budget <= 0 ? -Infinity : Infinity);
+  let [low, high] = [-1, 1];
+  while (spent(low) > budget) low *= 2;
+  while (spent(high) < budget) high *= 2;
+  for (let i = 0; i < 100; i++) {
+    const middle = (low + high) / 2;
+    if (spent(middle) < budget) low = middle;
+    else high = middle;
+  }
+  return at((low + high) / 2);
+}
+
+/** Rows of sum k and columns of equal sums, every entry at most 1: rows and columns are solved in turn. */
+export function balanced(x, k) {
+  const [n, m] = [x.length, x[0].length];
+  if (k <= 0 || k >= m) return x.map((row) => fill(row, k <= 0 ? 0 : 1));
+  const capacity = (n * k) / m;
+  let mu = fill(x[0], 0);
+  let y = x;
+  for (let turn = 0; turn < 1000; turn++) {
+    const rows = x.map((row) => row.map((value, j) => value + mu[j]));
+    const nu = rows.map((row) => solve(row, k).nu);
+    y = rows.map((row, i) => row.map((value) => sigmoid(value + nu[i])));
+    const off = mu.map((_, j) => Math.abs(sum(y.map((row) => row[j])) - capacity));
+    if (Math.max(...off) < 1e-10 * capacity) break;
+    mu = mu.map((_, j) => solve(x.map((row, i) => row[j] + nu[i]), capacity).nu);
+  }
+  return y;
+}
+
 export const METHODS = {
   sigmoid: { name: "sigmoid", project: (x) => x.map(sigmoid), usesK: false },
   softmax: { name: "softmax", project: softmax, usesK: false },
