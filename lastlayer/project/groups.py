@@ -83,6 +83,8 @@ def _check_groups(op: str, groups: Any, n: int) -> tuple[Tensor, int]:
     if not isinstance(groups, Tensor) or groups.dtype not in (torch.int64, torch.int32) or groups.shape != (n,):
         got = f"{groups.dtype} of shape {tuple(groups.shape)}" if isinstance(groups, Tensor) else type(groups).__name__
         raise TypeError(f"{op}: `groups` must be an integer tensor with the group of each of {n} classes, got {got}.")
+    if n and int(groups.min()) < 0:
+        raise ValueError(f"{op}: `groups` must be at least 0, got {int(groups.min())}. Number the groups from 0.")
     return groups.long(), int(groups.max()) + 1 if n else 0
 
 

@@ -43,17 +43,20 @@ def check(op: str, x: Tensor, weight: Any, lower: Any, upper: Any) -> tuple[Tens
 def _tensor(op: str, name: str, value: Any, x: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{op}: `{name}` must be a number or a tensor, got {type(value).__name__}.")
+            raise TypeError(
+                f"{op}: `{name}` must be a number or a tensor, got {type(value).__name__}. Use `torch.tensor`."
+            )
         if not math.isfinite(float(value)):
-            raise ValueError(f"{op}: `{name}` must be finite, got {value}.")
+            raise ValueError(f"{op}: `{name}` must be finite, got {value}. Use `mask` to rule classes out.")
         return torch.full((), float(value), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     if value.is_complex() or value.dtype == torch.bool:
-        raise TypeError(f"{op}: `{name}` must be real, got a tensor of {value.dtype}.")
+        raise TypeError(f"{op}: `{name}` must be real, got a tensor of {value.dtype}. Use a float.")
     try:
         value.expand(x.shape)
     except RuntimeError:
         raise ValueError(
-            f"{op}: `{name}` must broadcast to the shape {tuple(x.shape)}, got shape {tuple(value.shape)}."
+            f"{op}: `{name}` must broadcast to the shape {tuple(x.shape)}, got shape {tuple(value.shape)}. "
+            "Give one number per class."
         ) from None
     return value.to(x.device)
 

@@ -6,6 +6,7 @@ The projections of `lml.py` come here when such an argument is given; without on
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,13 +92,15 @@ def _with_weights(
     asked: Impl,
 ) -> Tensor:
     if kind == "log" and given.lower is not None and not _is_zero(given.lower):
-        raise ValueError(f"{op}: `lower` must be 0 where a logarithm is taken, got {given.lower}.")
+        got = "a tensor" if isinstance(given.lower, Tensor) else given.lower
+        raise ValueError(f"{op}: `lower` must be 0 where a logarithm is taken, got {got}. Leave it out.")
 
     def at_end(value: Any) -> Any:  # a tensor has the classes where the logits have them
         value = local_part(value)
         wide = isinstance(value, Tensor) and value.ndim > 0
         return value.movedim(value.ndim - 1 - behind, -1) if wide and behind and value.ndim > behind else value
 
+    _check_reach(op, kind, k, logits.shape[-1], given, shard)
     checked = weighted.check(op, logits, at_end(given.weight), at_end(given.lower), at_end(given.upper))
     size = _size(op, k, logits)
     if impl == "triton":
@@ -131,12 +134,28 @@ def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: Cla
 def _size(op: str, k: Any, x: Tensor) -> Tensor:
     """Return `k` in float64, ``(..., 1)``; a weighted sum may be negative, and above the number of classes."""
     if not isinstance(k, Tensor):
-        value = _check.number(op, "k", k)
+        value = float(k) if k != k else _check.number(op, "k", k)
         if not math.isfinite(value):
-            raise ValueError(f"{op}: `k` must be finite, got {k}.")
+            raise ValueError(f"{op}: `k` must be finite, got {k}. Give the sum that is wanted.")
         return torch.full((), value, dtype=torch.float64, device=x.device).expand(*x.shape[:-1], 1)
     rows = torch.empty((), dtype=torch.float64, device=x.device).expand(x.shape)
     return _check.cardinality(op, k, rows, at_most_n=False)
+
+
+def _check_reach(op: str, kind: str, k: Any, n: int, given: Wider, shard: ClassShard | None) -> None:
+    """Refuse a sum that Python numbers already show to be out of reach."""
+    usual = zip((k, *given[:3]), (None, 1.0, 0.0, 1.0), strict=True)
+    values = [default if value is None else value for value, default in usual]
+    if shard is not None or any(isinstance(v, bool) or not isinstance(v, numbers.Real) for v in values):
+        return
+    size, weight, lower, upper = (float(v) for v in values)
+    least, most = sorted((n * weight * lower, n * weight * upper))
+    room = 1e-6 * (abs(least) + abs(most))
+    if lower <= upper and (size < least - room or (kind != "at most" and size > most + room)):
+        raise ValueError(
+            f"{op}: `k` must be between {least:g} and {most:g}, which is what {n} classes can add up to, got {k}. "
+            "Choose a `k` in that range, or pass a tensor with one `k` per row."
+        )
 
 
 def _is_zero(value: Any) -> bool:
