@@ -145,7 +145,7 @@ def _size(op: str, k: Any, x: Tensor) -> Tensor:
 def _check_reach(op: str, kind: str, k: Any, n: int, given: Wider, shard: ClassShard | None) -> None:
     """Refuse a sum that Python numbers already show to be out of reach."""
     usual = zip((k, *given[:3]), (None, 1.0, 0.0, 1.0), strict=True)
-    values = [default if value is None else value for value, default in usual]
+    values: list[Any] = [default if value is None else value for value, default in usual]
     if shard is not None or any(isinstance(v, bool) or not isinstance(v, numbers.Real) for v in values):
         return
     size, weight, lower, upper = (float(v) for v in values)
