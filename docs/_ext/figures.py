@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.colors
 import matplotlib.pyplot as plt
 import numpy as np
 import speed_table
@@ -293,6 +294,36 @@ def projections(look: Look) -> Figure:
     return figure
 
 
+def budgets(look: Look) -> Figure:
+    """Weights, bounds, and a matrix row by row and in balance."""
+    figure, panels = look.panels(4, (9.0, 2.6), (4.2, 9.0))
+    x, place = torch.tensor([2.5, 1.5, 0.5, -0.5]), np.arange(4)
+    cost = torch.tensor([4.0, 1.0, 2.0, 1.0])
+    lower, upper = torch.tensor([0.0, 0.0, 0.0, 0.4]), torch.tensor([0.5, 1.0, 1.0, 1.0])
+    answers = ll.lml(x, 3.0, weight=cost), ll.lml(x, 2.0, lower=lower, upper=upper)
+    for axes, y in zip(panels, answers, strict=False):
+        axes.bar(place - 0.2, ll.lml(x, 2.0), width=0.36, color=look.grey, label="lml, k = 2")
+        axes.bar(place + 0.2, y, width=0.36, color=look.blue, label="weights" if axes is panels[0] else "bounds")
+        axes.set(ylim=(0, 1.3), yticks=[0, 1])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper right", fontsize=7, frameon=False)
+    panels[0].set_xticks(place, [f"cost {c:g}" for c in cost], fontsize=7)
+    panels[0].set_title(f"cost · y adds up to {(cost * answers[0]).sum():.0f}")
+    panels[1].set_xticks(place, ["≤ 0.5", "", "", "≥ 0.4"], fontsize=8)
+    panels[1].set_title("bounds per label")
+    scores = torch.tensor([[3.0, 1.0, 0.0, -1.0], [2.5, 0.5, 0.0, 1.0], [2.0, 0.0, 1.0, -1.0], [3.0, 2.0, -1.0, 0.0]])
+    tables = {"lml, row by row": ll.lml(scores, 1.0), "lml_balanced": ll.lml_balanced(scores, 1.0)}
+    for axes, (name, y) in zip(panels[2:], tables.items(), strict=True):
+        colours = matplotlib.colors.LinearSegmentedColormap.from_list("paper to blue", [look.paper, look.blue])
+        axes.imshow(y, cmap=colours, vmin=0, vmax=1.2)
+        for i, j in np.ndindex(4, 4):
+            axes.text(j, i, f"{y[i, j]:.2f}", ha="center", va="center", fontsize=8, color=look.ink)
+        axes.set_xticks(place, [f"Σ {total:.2f}" for total in y.sum(0)], fontsize=8)
+        axes.set_yticks(place, ["Σ 1"] * 4, fontsize=8)
+        axes.set_title(name)
+    return figure
+
+
 def stale(path: Path, *sources: Path) -> bool:
     return not path.exists() or path.stat().st_mtime < max(source.stat().st_mtime for source in sources)
 
@@ -306,6 +337,8 @@ def draw_all() -> None:
     if any(stale(path, *speed_table.RESULTS.glob("*.json"), here) for path in paths("speed")):
         save_all("speed", speed)
         save_all("projections", projections)
+    if any(stale(path, here) for path in paths("budgets")):
+        save_all("budgets", budgets)
     for name, draw in GUIDES.items():
         source = DOCS / "guides" / f"{name}.md"
         if any(stale(path, source, here) for path in paths(f"guide_{name}")):
