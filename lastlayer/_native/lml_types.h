@@ -14,6 +14,8 @@
 #define ABS __builtin_fabs
 #define SMALLEST_SUM 1e-200
 #define BUDGET_DIGITS 1e-9
+#define NEAR_PARTS 1
+#define NEAR 0.34 /* a step of nu over which exponentials are carried by a polynomial */
 #define SHORT 1e-4
 #define EXP_HIGH 600.0
 #define EXP_CEILING 3.77e260 /* a little less than exp(EXP_HIGH): no class, or one that cannot matter */
@@ -71,6 +73,8 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #undef INFINITE
 #undef SMALLEST_SUM
 #undef BUDGET_DIGITS
+#undef NEAR
+#undef NEAR_PARTS
 #undef SHORT
 #undef ABS
 #undef EXP_HIGH
@@ -97,6 +101,8 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #define ABS __builtin_fabsf
 #define SMALLEST_SUM 1e-20
 #define BUDGET_DIGITS 0.03
+#define NEAR_PARTS 4
+#define NEAR 1.36
 #define SHORT 0.02
 #define EXP_HIGH 80.0f
 #define EXP_CEILING 5.54e34f
@@ -145,6 +151,8 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
 #undef INFINITE
 #undef SMALLEST_SUM
 #undef BUDGET_DIGITS
+#undef NEAR
+#undef NEAR_PARTS
 #undef SHORT
 #undef ABS
 #undef EXP_HIGH

@@ -1,6 +1,5 @@
 /* Rows with weights and bounds: what weighted_rows.h needs and is the same for every type. */
 
-#define NEAR 0.34 /* a step of nu over which exponentials are carried by a polynomial */
 
 /* A call: what ctypes hands over. Without weights they are 1, without bounds 0 and 1; a stride of 0 is one row for all. */
 struct weighted {
@@ -75,7 +74,7 @@ static int budget_enter(struct budget *b, const struct shares *s, double k, int 
 __attribute__((always_inline)) static inline double budget_guess(double logit, double log_p, double quantile, double z1,
                                                                  double z2, double zw, double w1, double w2) {
     double spread = z2 - z1 * z1, both = zw - z1 * w1, wide = w2 - w1 * w1, nu = 0, reach = 1e30;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 3; i++) {
         double variance = i ? spread + nu * (2 * both + nu * wide) : spread;
         nu = (start_guess(logit, log_p, quantile, 0, variance, -reach, reach) - z1) / w1;
     }

@@ -5,6 +5,7 @@ Scores, weights and bounds are read in one type: double where any of them is, el
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from lastlayer._native.lml import _NO_MEMORY, _read_mask
 _CALL = struct.Struct("@qqPPqPqdiiPPPqqqPPPPPPP")
 _RUN = library().lastlayer_run_weighted
 _FUSED = bool(library().lastlayer_fused())
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
 assert library().lastlayer_weighted_size() == _CALL.size
 
 
@@ -34,7 +36,7 @@ class Given(NamedTuple):
 
 def forward(
     logits: Tensor,
-    k: Tensor,
+    k: Tensor | float,
     weight: Tensor | None,
     lower: Tensor | None,
     upper: Tensor | None,
@@ -42,12 +44,12 @@ def forward(
     temperature: float,
     at_most: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return y, of the dtype of the logits, and nu in float64, ``(..., 1)``; `k` is float64, ``(..., 1)``."""
+    """Return y, of the dtype of the logits, and nu in float64, ``(..., 1)``; `k` is one number, or the same."""
     given = _read(logits, weight, lower, upper, mask)
     out = torch.empty_like(given.x)
     nu = given.x.new_empty((*logits.shape[:-1], 1), dtype=torch.float64)
     _run(given, k, temperature, at_most, out, nu, None, [None] * 4, backward=False)
-    return out.to(logits.dtype), nu
+    return out if out.dtype == logits.dtype else out.to(logits.dtype), nu
 
 
 def threshold(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return the gradients of logits, k, and of those of weight, lower and upper that are wanted, in float64 for k."""
     given = _read(logits, weight, lower, upper, mask)
-    grad = grad.to(given.x.dtype).contiguous()
+    grad = grad if grad.dtype == given.x.dtype and grad.is_contiguous() else grad.to(given.x.dtype).contiguous()
     out, grad_k = torch.empty_like(given.x), torch.empty_like(nu)
     others = [torch.empty_like(given.x) if asked else None for asked in wanted]
     _run(given, None, temperature, at_most, out, nu, grad, [grad_k, *others], backward=True)
@@ -82,16 +84,29 @@ def backward(
 def _read(
     logits: Tensor, weight: Tensor | None, lower: Tensor | None, upper: Tensor | None, mask: Tensor | None
 ) -> Given:
-    tensors = [t for t in (logits, weight, lower, upper) if t is not None]
-    wide = not _FUSED or any(t.dtype in (torch.float64, torch.int64, torch.int32) for t in tensors)
-    dtype = torch.float64 if wide else torch.float32
-    n, terms, strides = logits.shape[-1], [], []
-    for value in (weight, lower, upper):
-        term, stride = (None, 0) if value is None else _read_term(value.to(dtype), logits.shape)
-        terms.append(term)
-        strides.append(stride)
+    n, given = logits.shape[-1], (weight, lower, upper)
+    dtype = torch.float32 if _FUSED and logits.dtype in _NARROW else torch.float64
+    for value in given:
+        if value is not None and value.dtype not in _NARROW:
+            dtype = torch.float64
+    terms: list[Tensor | None] = []
+    strides = []
+    for value in given:
+        if value is None:
+            terms.append(None)
+            strides.append(0)
+            continue
+        value = value if value.dtype == dtype else value.to(dtype)
+        if value.ndim == 1 and value.shape[0] == n and value.is_contiguous():
+            terms.append(value)
+            strides.append(0)
+        else:
+            term, stride = _read_term(value, logits.shape)
+            terms.append(term)
+            strides.append(stride)
     mask, mask_stride = (None, 0) if mask is None else _read_mask(mask, n)
-    return Given(logits.to(dtype).contiguous(), terms, strides, mask, mask_stride)
+    x = logits if logits.dtype == dtype and logits.is_contiguous() else logits.to(dtype).contiguous()
+    return Given(x, terms, strides, mask, mask_stride)
 
 
 def _read_term(value: Tensor, shape: torch.Size) -> tuple[Tensor, int]:
@@ -106,7 +121,7 @@ def _read_term(value: Tensor, shape: torch.Size) -> tuple[Tensor, int]:
 
 def _run(
     given: Given,
-    k: Tensor | None,
+    k: Tensor | float | None,
     temperature: float,
     at_most: bool,
     out: Tensor | None,
@@ -119,12 +134,20 @@ def _run(
     x, rows = given.x, nu.numel()
     if rows == 0:
         return
-    one = k is not None and all(s == 0 or d == 1 for s, d in zip(k.stride(), k.shape, strict=True))
-    k = None if k is None else k.reshape(-1)[:1] if one else k.contiguous()
+    k_stride = k_address = 0
+    if isinstance(k, float):
+        number = ctypes.c_double(k)
+        k_address = ctypes.addressof(number)
+    elif k is not None:
+        if any(k.stride()[:-1]):  # else it is one number, expanded
+            k, k_stride = k.contiguous(), 1
+        k_address = k.data_ptr()
+    weight, lower, upper = given.terms
     call = _CALL.pack(
-        rows, x.shape[-1], x.data_ptr(), _address(k), 0 if one else 1, _address(given.mask), given.mask_stride,
-        temperature, at_most, torch.get_num_threads(), *map(_address, given.terms), *given.strides, _address(out),
-        nu.data_ptr(), _address(grad), *map(_address, grads),
+        rows, x.shape[-1], x.data_ptr(), k_address, k_stride, _address(given.mask),
+        given.mask_stride, temperature, at_most, torch.get_num_threads(), _address(weight), _address(lower),
+        _address(upper), *given.strides, _address(out), nu.data_ptr(), _address(grad), _address(grads[0]),
+        _address(grads[1]), _address(grads[2]), _address(grads[3]),
     )  # fmt: skip
     if _RUN(call, x.dtype == torch.float64, backward):
         raise MemoryError(_NO_MEMORY)

@@ -34,15 +34,19 @@ INLINE VEC NAME(fill)(REAL value) {
 
 /* What a pass sums at a point with q = (1 - y) / y: f = sum a y or, on the side where that is the smaller, sum a (1 - y);
    and the first two derivatives of sum a y. */
-#define WEIGH(q, a, w)                                      \
+#define WEIGH(q, a, w, part)                                \
     VEC y = R(1.0) / (R(1.0) + q), v = q * y;               \
     VEC t = w * (a * (y * v));                              \
-    f += a * NAME(select)(few, y, v);                       \
+    f += a * (part);                                        \
     s1 += t;                                                \
     s2 += (w * t) * (v - y);
 
-/* exp(r) for |r| <= NEAR. */
-INLINE VEC NAME(near_exp)(VEC r) { return EXP_POLYNOMIAL(r); }
+/* exp(r) for |r| <= NEAR, from r over NEAR_PARTS. */
+INLINE VEC NAME(near_exp)(VEC r) {
+    VEC p = EXP_POLYNOMIAL(r);
+    for (int parts = NEAR_PARTS; parts > 1; parts /= 2) p *= p;
+    return p;
+}
 
 /* exp(t), as at the ends of what REAL holds beyond them. */
 INLINE VEC NAME(point_exp)(VEC t) {
@@ -76,7 +80,7 @@ FN void NAME(budget_pass)(NAME(budget_row) * row) {
     struct budget *b = &row->b;
     int fresh = !(fabs(b->at) <= NEAR) || b->passes++ == 0;
     if (fresh) b->nu = (double)(REAL)(b->nu + b->at), b->at = 0;
-    VEC nu = NAME(fill)((REAL)b->nu), at = NAME(fill)((REAL)b->at);
+    VEC nu = NAME(fill)((REAL)b->nu), back = NAME(fill)((REAL)b->at) * R(-1.0) / (REAL)NEAR_PARTS;
     NAME(lanes) few = (NAME(lanes)){0} - (b->few != 0);
     b->nu += b->at, b->at = 0;
     b->f = b->s1 = b->s2 = 0;
@@ -88,9 +92,9 @@ FN void NAME(budget_pass)(NAME(budget_row) * row) {
             if (fresh)
                 q = NAME(point_exp)(-(NAME(kept)(row->z + i) + w * nu));
             else
-                q = NAME(kept)(row->e + i) * NAME(near_exp)(w * -at);
+                q = NAME(kept)(row->e + i) * NAME(near_exp)(w * back);
             NAME(keep)(q, row->e + i);
-            WEIGH(q, a, w)
+            WEIGH(q, a, w, NAME(select)(few, y, v))
         }
         b->f += NAME(total)(f), b->s1 += NAME(total)(s1), b->s2 += NAME(total)(s2);
     }
@@ -419,6 +423,8 @@ FN void NAME(budget_look)(NAME(budget_tile) * tile, int fresh) {
     VEC *restrict e = tile->e, nu, at;
     NAME(lanes) few = tile->few;
     REAL parts[LANES], moves[LANES];
+    int all_few = 1;
+    for (int i = 0; i < LANES; i++) all_few &= tile->is_few[i];
     EACH_LANE {
         double next = tile->nu[i] + (tile->state[i] == OPEN ? tile->at[i] : 0), to = (double)(REAL)next;
         to = fresh ? to : tile->nu[i];
@@ -430,7 +436,7 @@ FN void NAME(budget_look)(NAME(budget_tile) * tile, int fresh) {
     }
     memcpy(&nu, parts, sizeof nu);
     memcpy(&at, moves, sizeof at);
-    VEC back = -at;
+    VEC back = at * R(-1.0) / (REAL)NEAR_PARTS;
     EACH_LANE {
         tile->nu[i] += fresh ? 0 : tile->at[i];
         tile->at[i] = fresh ? tile->at[i] : 0;
@@ -439,18 +445,21 @@ FN void NAME(budget_look)(NAME(budget_tile) * tile, int fresh) {
     for (int64_t j = 0; j < tile->n;) {
         int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;
         VEC f = {0}, s1 = {0}, s2 = {0};
-        if (fresh)
-            for (; j < end; j++) {
-                VEC q = NAME(point_exp)(-(z[j] + w[j] * nu));
-                e[j] = q;
-                WEIGH(q, a[j], w[j])
-            }
+#define LOOK(exponential, part)                 \
+    for (; j < end; j++) {                      \
+        VEC q = exponential;                    \
+        e[j] = q;                               \
+        WEIGH(q, a[j], w[j], part)              \
+    }
+        if (fresh && all_few)
+            LOOK(NAME(point_exp)(-(z[j] + w[j] * nu)), y)
+        else if (fresh)
+            LOOK(NAME(point_exp)(-(z[j] + w[j] * nu)), NAME(select)(few, y, v))
+        else if (all_few)
+            LOOK(e[j] * NAME(near_exp)(w[j] * back), y)
         else
-            for (; j < end; j++) {
-                VEC q = e[j] * NAME(near_exp)(w[j] * back);
-                e[j] = q;
-                WEIGH(q, a[j], w[j])
-            }
+            LOOK(e[j] * NAME(near_exp)(w[j] * back), NAME(select)(few, y, v))
+#undef LOOK
         NAME(add_lanes)(tile->f, f);
         NAME(add_lanes)(tile->s1, s1);
         NAME(add_lanes)(tile->s2, s2);

@@ -49,7 +49,7 @@ def enter(
     at_most_n: bool = True,
 ) -> tuple[Problem, Callable[[Tensor], Tensor]]:
     """Check the arguments; return the problem, and the way back to the form of the input."""
-    if mask is None and shard is None and dim == -1 and impl == "auto" and _ordinary(logits, k, temperature):
+    if mask is None and shard is None and dim == -1 and impl == "auto" and ordinary(logits, k, temperature):
         return Problem(logits, float(k), None, 1.0, None, "native"), _unchanged
     back: Callable[[Tensor], Tensor] = _unchanged
     if shard is not None or type(logits) is not Tensor:
@@ -78,7 +78,7 @@ def enter(
     return Problem(x, k, mask, divisor, shard, impl), back
 
 
-def _ordinary(logits: Any, k: Any, temperature: Any) -> bool:
+def ordinary(logits: Any, k: Any, temperature: Any) -> bool:
     """Whether this is the common call on a CPU, for which nothing else need be looked at."""
     return (
         not torch.compiler.is_compiling()

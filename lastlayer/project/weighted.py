@@ -90,7 +90,7 @@ def at_most_threshold(terms: Terms, shard: ClassShard | None, impl: str = "torch
 
 def project(
     logits: Tensor,
-    k: Tensor,
+    k: Tensor | float,
     given: tuple[Tensor | None, ...],
     mask: Tensor | None,
     temperature: float,
@@ -291,7 +291,8 @@ class _Values(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         logits, k, *given, mask, temperature, at_most, impl = inputs
         out, nu = kernels(impl).forward(logits, k, *given, mask, temperature, at_most)
-        ctx.save_for_backward(logits, k, *given, mask, nu)
+        ctx.number = k if isinstance(k, float) else None
+        ctx.save_for_backward(logits, None if isinstance(k, float) else k, *given, mask, nu)
         ctx.temperature, ctx.at_most, ctx.impl = temperature, at_most, impl
         return out  # type: ignore[no-any-return]
 
@@ -300,13 +301,14 @@ class _Values(torch.autograd.Function):
         logits, k, *given, mask, nu = ctx.saved_tensors
         (grad,) = grads
         if differentiated(grad):
+            k = torch.full_like(nu, ctx.number) if k is None else k
             return *_plain_gradients(ctx, logits, k, given, mask, grad), None, None, None, None
         wanted = tuple(ctx.needs_input_grad[2:5])
         grad_x, grad_k, others = kernels(ctx.impl).backward(
             logits, *given, mask, ctx.temperature, ctx.at_most, nu, grad, wanted
         )
         others = [None if o is None else o.sum_to_size(v.shape).to(v.dtype) for o, v in zip(others, given, strict=True)]
-        return grad_x, grad_k, *others, None, None, None, None
+        return grad_x, grad_k if ctx.needs_input_grad[1] else None, *others, None, None, None, None
 
 
 def _plain_gradients(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._threshold.dispatch import Impl, choose, direct, transformed
+from lastlayer._threshold.dispatch import Impl, choose, direct, ordinary, transformed
 from lastlayer._threshold.search import scores
 from lastlayer.project import weighted
 from lastlayer.project.groups import grouped
@@ -47,6 +47,10 @@ def project_wider(
     impl: Impl,
 ) -> Tensor:
     """Return the projection `kind` ("y", "log", "nu" or "at most"); `function` is the ordinary one of that kind."""
+    if kind == "y" and mask is None and shard is None and dim == -1 and impl == "auto":
+        terms: tuple[Any, ...] = given[:3]
+        if given.groups is given.group_limit is None and _common(logits, k, temperature, terms):
+            return weighted.project(logits, float(k), terms, None, 1.0, False, "native")
     if isinstance(dim, tuple | list):
         return _over_dimensions(op, kind, function, logits, k, given, dim, temperature, mask, shard, impl)
     logits, shard, wrap = unwrap(op, logits, shard, dim, k)
@@ -67,6 +71,19 @@ def project_wider(
         out = _with_weights(op, kind, x, k, given, allowed, divisor, logits.ndim - 1 - place, shard, chosen, impl)
     out = out.to(logits.dtype)
     return out if kind == "nu" else wrap(out.movedim(-1, place))
+
+
+def _common(logits: Any, k: Any, temperature: Any, terms: tuple[Any, ...]) -> bool:
+    """Whether this is the common call on a CPU: plain numbers and tensors, one weight and bound per class."""
+    if not ordinary(logits, 0, temperature) or not (type(k) is int or type(k) is float) or not math.isfinite(k):
+        return False
+    wide = False
+    for term in terms:
+        if term is not None:
+            if type(term) is not Tensor or term.dtype != logits.dtype or term.shape != logits.shape[-1:]:
+                return False
+            wide = True
+    return wide and direct(logits, *terms) and not transformed()
 
 
 def _choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None, given: Wider) -> Impl:
