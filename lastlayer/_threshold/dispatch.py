@@ -50,7 +50,7 @@ def enter(
 ) -> tuple[Problem, Callable[[Tensor], Tensor]]:
     """Check the arguments; return the problem, and the way back to the form of the input."""
     if mask is None and shard is None and dim == -1 and impl == "auto" and ordinary(logits, k, temperature):
-        return Problem(logits, float(k), None, 1.0, None, "native"), _unchanged
+        return Problem(logits, float(k), None, 1.0, None, "native" if logits.is_cpu else "triton"), _unchanged
     back: Callable[[Tensor], Tensor] = _unchanged
     if shard is not None or type(logits) is not Tensor:
         logits, shard, back = unwrap(op, logits, shard, dim, k)
@@ -79,20 +79,20 @@ def enter(
 
 
 def ordinary(logits: Any, k: Any, temperature: Any) -> bool:
-    """Whether this is the common call on a CPU, for which nothing else need be looked at."""
+    """Whether this is the common call, for which nothing else need be looked at."""
     return (
         not torch.compiler.is_compiling()
         and type(logits) is Tensor
         and (type(k) is int or type(k) is float)
         and type(temperature) is float
         and temperature == 1
-        and logits.is_cpu
         and logits.dtype in _check.FLOATS
+        and (not _native.missing if logits.is_cpu else logits.is_cuda and _triton.FOUND and logits.itemsize < 8)
         and logits.layout is torch.strided
         and not logits.is_nested
         and logits.ndim > 0
         and 0 <= k <= logits.shape[-1]
-        and not (_native.missing or _triton.INTERPRETED or torch._C._is_tracing())
+        and not (_triton.INTERPRETED or torch._C._is_tracing())
     )
 
 
@@ -161,9 +161,10 @@ def batched(gradient: Tensor) -> bool:
 
 
 def straight(problem: Problem) -> bool:
-    """Whether the compiled CPU kernel may take the shortest way: one k, plain tensors, no transform, no trace."""
+    """Whether a kernel may take the shortest way: one k, plain tensors, no transform, no trace; on a GPU no mask."""
     x, k, mask, _, _, impl = problem
-    return impl == "native" and type(k) is float and direct(x, mask) and not transformed()
+    fit = impl == "native" or (impl == "triton" and mask is None)
+    return fit and type(k) is float and direct(x, mask) and not transformed()
 
 
 def direct(*values: Any) -> bool:
@@ -181,17 +182,18 @@ def direct(*values: Any) -> bool:
 
 
 class Kernels(Protocol):
-    """The functions of a module of kernels; the last four are those of the CPU, the three before them of the GPU."""
+    """The functions of a module of kernels; the last two are those of the CPU, the four before them of the GPU."""
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
     def backward(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...
     def loss_forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: ...
     def loss_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...
-    def loss_forward_with_grad(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
-    def scale_rows_(self, grad: Tensor, factor: Tensor) -> Tensor: ...
-    def weight_of_mean(self, index: Tensor) -> Tensor: ...
     def probabilities(self, *arguments: Any) -> tuple[Tensor, Tensor | None]: ...
     def probabilities_backward(self, *arguments: Any) -> Tensor: ...
+    def loss_forward_with_grad(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    def scale_rows_(self, grad: Tensor, factor: Tensor) -> Tensor: ...
+    def weight_of_mean(self, index: Tensor) -> Tensor: ...
+    def weights_of_dense(self, dense: Tensor, observed: bool, mean: bool) -> Tensor: ...
     def reduced_loss(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...
     def reduced_loss_backward(self, *arguments: Any) -> tuple[Tensor, Tensor | None]: ...
 

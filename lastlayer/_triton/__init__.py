@@ -6,13 +6,13 @@ import os
 import torch
 
 # Looked up once: the compiler cannot trace it, and Triton decides when kernels are defined.
-_FOUND = importlib.util.find_spec("triton") is not None
+FOUND = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton runs kernels in Python, on the CPU
 
 
 def unavailable(device: torch.device) -> str:
     """Why the GPU kernels cannot run on this device; empty if they can."""
-    if not _FOUND:
+    if not FOUND:
         return "triton is not installed"
     if device.type == "cuda" or (device.type == "cpu" and INTERPRETED):
         return ""

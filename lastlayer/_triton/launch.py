@@ -1,4 +1,8 @@
-"""Launching kernels: Triton binds arguments by name each time, which takes longer than a small batch."""
+"""Launching kernels: Triton binds arguments by name each time, which takes longer than a small batch.
+
+A compiled kernel is kept with its constants, and from then on called directly. `launch` finds it by looking at every
+argument; `relaunch`, which the most common calls use, by a short key that its caller knows to be enough.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
@@ -11,46 +15,85 @@ from torch import Tensor
 
 from lastlayer._triton import INTERPRETED
 
-# Since Triton 3.4 a compiled kernel takes all arguments, constants too, in the order of its signature.
+# Since Triton 3.4 a compiled kernel takes all arguments, constants too, in the order of its signature; a pointer may be
+# a number, which spares asking each tensor for its address and the driver whether it is one of the device.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6) and not INTERPRETED
 _runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)  # profilers hang their hooks there
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> Any:
     """Launch ``kernel[grid](*args, **constants)`` on the device of the first argument.
 
     Triton compiles a kernel for its constants, the types of the arguments, the alignment of pointers, and numbers that
     are 1 or multiples of 16. That happens once for each such case; after that the compiled kernel is called directly.
+    Return what is kept of it, for `prepare`.
     """
     if not _DIRECT:
         with torch.cuda.device_of(args[0]):
             kernel[grid](*args, num_warps=num_warps, **constants)
-        return
+        return None
     device = args[0].get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, num_warps=num_warps, **constants)
     case = [id(kernel), device, num_warps, *constants.values()]
+    given = []
     for value in args:
         if isinstance(value, Tensor):
-            case += (value.dtype, value.data_ptr() & 15)
-        elif isinstance(value, int):
+            address = value.data_ptr()
+            case += (value.dtype, address & 15)
+            given.append(address)
+            continue
+        if isinstance(value, int):
             case.append((value == 1) + 2 * (value % 16 == 0) + 4 * (value.bit_length() > 31))
         else:
             case.append(type(value))
+        given.append(value)
     key = tuple(case)
     held = _compiled.get(key)
     if held is None:
         compiled = kernel[grid](*args, num_warps=num_warps, **constants)
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        _compiled[key] = compiled, last, kernel  # which stays alive: its id is in the key
-        return
+        held = _compiled[key] = compiled, last, kernel  # which stays alive: its id is in the key
+        return held
     compiled, last, _ = held
     x, y, z = (*grid, 1, 1)[:3]
+    _run(compiled, (x, y, z), device, (*given, *last))
+    return held
+
+
+def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[Any, ...]) -> None:
+    """As ``compiled[grid](*given)``, which asks for the device and prepares the kernel each time."""
     stream = torch._C._cuda_getCurrentRawStream(device)
-    given = (*args, *last)
-    # As `compiled[grid](*given)`, which asks for the device and prepares the kernel each time.
-    metadata = compiled.launch_metadata((x, y, z), stream, *given)
-    hooks = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *given)
+    enter, leave, metadata = _runtime.launch_enter_hook, _runtime.launch_exit_hook, None
+    if _listens(enter) or _listens(leave):
+        metadata = compiled.launch_metadata(grid, stream, *given)
+    else:
+        enter = leave = None
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *given)
+
+
+def _listens(hook: Any) -> bool:
+    """Whether a profiler is to be told of a launch: chains of hooks are there when they are empty too."""
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def prepare(key: tuple[Any, ...], held: Any, rows: int) -> None:
+    """Keep what `launch` has returned under a short key, with the number of rows per program."""
+    if held is not None:
+        _ready[key] = (*held[:2], rows)
+
+
+def relaunch(key: tuple[Any, ...], device: int, rows: int, *given: Any) -> bool:
+    """Launch again what was prepared under `key`; return False, and do nothing, if there is no such kernel.
+
+    The key stands for all that a kernel is compiled for. Pointers are given as numbers.
+    """
+    held = _ready.get(key)
+    if held is None or device != torch._C._cuda_getDevice():
+        return False
+    compiled, last, per = held
+    _run(compiled, (-(-rows // per), 1, 1), device, (*given, *last))
+    return True

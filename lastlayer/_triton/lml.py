@@ -25,13 +25,15 @@ from lastlayer._triton.device import (
     settle,
     store_tile,
 )
-from lastlayer._triton.launch import launch
+from lastlayer._triton.launch import launch, prepare, relaunch
 from lastlayer._triton.lml_backward import backward as backward
+from lastlayer._triton.lml_backward import probabilities_backward as probabilities_backward
 from lastlayer._triton.lml_loss import loss_backward as loss_backward
 from lastlayer._triton.lml_loss import loss_forward as loss_forward
 from lastlayer._triton.lml_loss import loss_forward_with_grad as loss_forward_with_grad
 from lastlayer._triton.lml_loss import scale_rows_ as scale_rows_
 from lastlayer._triton.lml_loss import weight_of_mean as weight_of_mean
+from lastlayer._triton.lml_loss import weights_of_dense as weights_of_dense
 from lastlayer._triton.long import emit, solve_long
 from lastlayer._triton.rows import Rows, end_of_no_classes_
 
@@ -121,3 +123,34 @@ def forward(
             **p.tiles, KIND=kind, MASKED=given.masked, TOL=given.tolerance, num_warps=p.warps,
         )  # fmt: skip
     return out, center, delta
+
+
+def probabilities(
+    logits: Tensor, k: float, mask: Tensor | None, temperature: float, record: bool
+) -> tuple[Tensor, Tensor]:
+    """Return y for one `k`, and what the backward pass needs: center and delta, ``(3, *batch)``, and one row to spare.
+
+    The common call, in as few steps as there can be; it takes no mask.
+    """
+    n, x = logits.shape[-1], logits.contiguous()
+    out = torch.empty_like(x)
+    numbers = torch.empty((3, *x.shape[:-1]), dtype=torch.float32, device=x.device)
+    rows = numbers.numel() // 3
+    if rows == 0 or n == 0 or n > shapes.LONGEST or rows >> 31:
+        out, center, delta = forward(logits, k, mask, temperature, "y")
+        return out, torch.cat([center, delta, delta], -1).movedim(-1, 0).contiguous()
+    device, first, address = x.get_device(), x.data_ptr(), numbers.data_ptr()
+    key = ("y", device, x.dtype, n, first & 15, rows & 3, temperature == 1)
+    inverse = None if temperature == 1 else 1.0 / temperature
+    given = (first, first, k, out.data_ptr(), address, address + 4 * rows, rows)
+    if relaunch(key, device, rows, *given, n // shapes.alignment(n), 0, 0, None, inverse):
+        return out, numbers
+    p = shapes.plan(n, shapes.FORWARD, x.element_size())
+    flat = Rows(x.view(rows, n), k, None, temperature, p.align)
+    held = launch(
+        _resident, (shapes.cdiv(rows, p.rows),), *flat.head, out, numbers[0], numbers[1], rows, *flat.tail,
+        **p.tiles, KIND="y", MASKED=False, TOL=flat.tolerance, num_warps=p.warps,
+    )  # fmt: skip
+    if p is shapes.exact(n, shapes.FORWARD[x.element_size()], x.element_size()):
+        prepare(key, held, p.rows)
+    return out, numbers

@@ -27,7 +27,7 @@ from lastlayer._triton.device import (
     sum_w,
     whole_tiles,
 )
-from lastlayer._triton.launch import launch
+from lastlayer._triton.launch import launch, prepare, relaunch
 from lastlayer._triton.rows import Rows
 
 TINY = tl.constexpr(1e-20)  # a sum of h below which its parts may have underflowed
@@ -387,3 +387,32 @@ def backward(
         SPLITS=splits, G=shapes.power_of_2(splits), **common,
     )  # fmt: skip
     return dx, dk
+
+
+def probabilities_backward(
+    logits: Tensor, mask: Tensor | None, temperature: float, numbers: Tensor, grad: Tensor
+) -> Tensor:
+    """Return the gradient of the logits, from what `lml.probabilities` has kept."""
+    n, x, g = logits.shape[-1], logits.contiguous(), grad.contiguous()
+    rows = numbers.numel() // 3
+    if rows == 0 or n == 0 or n > LONGEST or g.dtype != x.dtype or rows >> 31:
+        center, delta, _ = numbers.unsqueeze(-1)
+        return backward(logits, mask, temperature, center, delta, grad, None, "y")[0]
+    dx = torch.empty_like(x)
+    device, first, upstream, address = x.get_device(), x.data_ptr(), g.data_ptr(), numbers.data_ptr()
+    key = ("y backward", device, x.dtype, n, first & 15, upstream & 15, rows & 3, temperature == 1)
+    inverse = None if temperature == 1 else 1.0 / temperature
+    step = 4 * rows
+    given = (first, first, upstream, address, address, address + step, dx.data_ptr(), address + 2 * step, rows)
+    if relaunch(key, device, rows, *given, n // shapes.alignment(n), 0, 0, inverse):
+        return dx
+    center, delta, spare = numbers
+    p = shapes.plan(n, shapes.BACKWARD, x.element_size())
+    flat = Rows(x.view(rows, n), None, None, temperature, p.align)
+    held = launch(
+        _resident, (shapes.cdiv(rows, p.rows),), *flat.head, g, center, center, delta, dx, spare, rows, *flat.tail,
+        **p.tiles, num_warps=p.warps, KIND="y", GIVEN=False, MASKED=False,
+    )  # fmt: skip
+    if p is shapes.exact(n, shapes.BACKWARD[x.element_size()], x.element_size()):
+        prepare(key, held, p.rows)
+    return dx

@@ -38,7 +38,7 @@ from lastlayer._triton.device import (
     sum_w,
     whole_tiles,
 )
-from lastlayer._triton.launch import launch
+from lastlayer._triton.launch import launch, prepare, relaunch
 from lastlayer._triton.long import solve_long
 from lastlayer._triton.rows import Rows, end_of_no_classes_
 
@@ -386,6 +386,32 @@ def _one_over_rows(i_ptr, out_ptr, rows, n_labels, BLOCK: tl.constexpr):
     tl.store(out_ptr, 1.0 / tl.maximum(tl.sum(labelled, 0), 1).to(tl.float32))
 
 
+@triton.jit(do_not_specialize=["rows", "n"])
+def _weights_of_dense(
+    t_ptr, out_ptr, rows, n, RHO: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """1 per row with a label (with RHO, with a known class), or that over the number of such rows; in one program."""
+    count = tl.zeros((R,), tl.int32)
+    for first in range(0, rows, R):
+        row = first + tl.arange(0, R)
+        some = tl.zeros((R,), tl.int32)
+        for start in range(0, n, C):
+            col = start + tl.arange(0, C)
+            inside = (row < rows)[:, None] & (col < n)[None, :]
+            label = tl.load(t_ptr + (row.to(tl.int64) * n)[:, None] + col[None, :], mask=inside, other=0)
+            out = label < 0 if RHO else label <= 0  # nan is neither, so that it shows
+            some = tl.maximum(some, tl.max((inside & (out == 0)).to(tl.int32), 1))
+        count += some
+        tl.store(out_ptr + row, some.to(tl.float32), mask=row < rows)
+    if MEAN:
+        tl.debug_barrier()  # the weights are read by other threads than those that wrote them
+        share = 1.0 / tl.maximum(tl.sum(count, 0), 1).to(tl.float32)
+        for first in range(0, rows, R):
+            row = first + tl.arange(0, R)
+            some = tl.load(out_ptr + row, mask=row < rows, other=0.0)
+            tl.store(out_ptr + row, some * share, mask=row < rows)
+
+
 @triton.jit(do_not_specialize=["total", "n"])
 def _scale(g_ptr, f_ptr, total, n, f_row, STEPS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
     """Multiply a stretch of the rows by their factors, unless all of those are 1."""
@@ -406,7 +432,7 @@ class _Target:
 
     def __init__(self, x: Tensor, index: Tensor | None, dense: Tensor | None) -> None:
         self.index = x if index is None else index.contiguous()
-        dense = dense.to(torch.uint8) if dense is not None and dense.dtype == torch.bool else dense
+        dense = dense.view(torch.uint8) if dense is not None and dense.dtype == torch.bool else dense
         self.dense = x if dense is None else dense.contiguous()
         self.n_labels = 0 if index is None else index.shape[-1]
         self.options: dict[str, Any] = {
@@ -425,7 +451,9 @@ def loss_forward(
     dense: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``(loss, center, delta, log_mass, pull)``, the loss of shape ``batch``, the others ``(*batch, 1)``."""
-    return _forward(logits, k, mask, temperature, observed, index, dense, None)[:5]
+    loss, numbers, _ = _forward(logits, k, mask, temperature, observed, index, dense, None)
+    center, delta, log_mass, pull = numbers
+    return loss, center, delta, log_mass, pull
 
 
 def loss_forward_with_grad(
@@ -437,8 +465,11 @@ def loss_forward_with_grad(
     index: Tensor | None,
     dense: Tensor | None,
     weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `loss_forward` with the loss times `weight`, which broadcasts to the rows; also the gradient of its sum."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of each row times `weight`, which broadcasts to the rows, and the gradient of its sum.
+
+    Between them are ``center``, ``delta``, ``log_mass`` and ``pull`` as one tensor ``(4, *batch, 1)``.
+    """
     return _forward(logits, k, mask, temperature, observed, index, dense, weight)
 
 
@@ -451,35 +482,52 @@ def _forward(
     index: Tensor | None,
     dense: Tensor | None,
     weight: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n = logits.shape[-1]
-    x = logits.contiguous()
-    center = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    delta, mass, pull = (torch.empty_like(center) for _ in range(3))
-    loss = center.new_empty(x.shape[:-1])
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, x = logits.shape[-1], logits.contiguous()
+    loss = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    numbers = torch.empty((4, *x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     grad = x.new_empty(0) if weight is None else torch.empty_like(x)
     rows = loss.numel()
     if rows == 0 or n == 0:
-        center.zero_(), loss.zero_(), pull.zero_()
+        center, delta, mass, pull = numbers
+        center.zero_(), loss.zero_(), pull.zero_(), mass.fill_(torch.inf)
         end_of_no_classes_(delta, k)
-        return loss, center, delta, mass.fill_(torch.inf), pull, grad
+        return loss, numbers, grad
     if n > shapes.LONGEST:
+        center, delta, mass, pull = numbers
         solve_long(Rows(x.view(rows, n), k, mask, temperature), x.new_empty(0), center, delta, mass, "nu")
-        rows_of = (center, delta, mass, pull)
-        _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *rows_of)
-        return loss, center, delta, mass, pull, grad
+        _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *numbers)
+        return loss, numbers, grad
     target = _Target(x, index, dense)
-    factor, step = (center, 0) if weight is None else _per_row(weight, loss.shape)
-    p = shapes.plan(n, shapes.LOSS if dense is None else shapes.DENSE, x.element_size())
+    factor, step = (loss, 0) if weight is None else _per_row(weight, loss.shape)
+    key: tuple[Any, ...] = ()
+    if mask is None and type(k) is float and not rows >> 31:  # the common call
+        device, first, address, size = x.get_device(), x.data_ptr(), numbers.data_ptr(), 4 * rows
+        others = target.index.data_ptr(), target.dense.data_ptr(), factor.data_ptr()
+        key = (
+            "loss", device, x.dtype, n, first & 15, rows & 3, temperature == 1, observed > 0, weight is None, step,
+            *(other & 15 for other in others), target.dense.dtype, *target.options.values(),
+        )  # fmt: skip
+        inverse = None if temperature == 1 else 1.0 / temperature
+        if relaunch(
+            key, device, rows, first, first, k, *others, grad.data_ptr(), loss.data_ptr(), address, address + size,
+            address + 2 * size, address + 3 * size, rows, n // shapes.alignment(n), 0, 0, None, inverse, step,
+            target.n_labels, observed,
+        ):  # fmt: skip
+            return loss, numbers, grad
+    table = shapes.LOSS if dense is None else shapes.DENSE
+    p = shapes.plan(n, table, x.element_size())
     given = Rows(x.view(rows, n), k, mask, temperature, p.align)
-    launch(
+    held = launch(
         _resident, (shapes.cdiv(rows, p.rows),),
-        *given.head, target.index, target.dense, factor, grad, loss, center, delta, mass, pull, rows, *given.tail,
+        *given.head, target.index, target.dense, factor, grad, loss, *numbers, rows, *given.tail,
         step, target.n_labels, observed,
         **p.tiles, RHO=observed > 0, GRAD=weight is not None, MASKED=given.masked,
         TOL=given.tolerance_of_mass, num_warps=p.warps, **target.options,
     )  # fmt: skip
-    return loss, center, delta, mass, pull, grad
+    if key and p is shapes.exact(n, table[x.element_size()], x.element_size()):
+        prepare(key, held, p.rows)
+    return loss, numbers, grad
 
 
 def _per_row(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
@@ -555,8 +603,26 @@ def weight_of_mean(index: Tensor) -> Tensor:
     rows = index.numel() // max(index.shape[-1], 1)
     if not 0 < index.numel() <= 1 << 14:
         return (index >= 0).any(-1).sum().clamp(min=1).float().reciprocal()
-    weight = index.new_empty((), dtype=torch.float32)
-    launch(_one_over_rows, (1,), index.contiguous(), weight, rows, index.shape[-1], BLOCK=1024, num_warps=8)
+    weight = torch.empty((), dtype=torch.float32, device=index.device)
+    flat, width, device = index.contiguous(), index.shape[-1], index.get_device()
+    key = ("weight of mean", device, flat.data_ptr() & 15)
+    if not relaunch(key, device, 1, flat.data_ptr(), weight.data_ptr(), rows, width):
+        prepare(key, launch(_one_over_rows, (1,), flat, weight, rows, width, BLOCK=1024, num_warps=8), 1)
+    return weight
+
+
+def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
+    """The weight of each row of a dense target: 1 where it contributes, or 1 over the number of those rows."""
+    rows, n = dense.shape[:-1].numel(), dense.shape[-1]
+    weight = torch.empty(dense.shape[:-1], dtype=torch.float32, device=dense.device)
+    flat = dense.contiguous()
+    flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+    device = flat.get_device()
+    wide = min(shapes.power_of_2(n), 1024)
+    key = ("weights of dense", device, flat.dtype, flat.data_ptr() & 15, wide, observed, mean)
+    if not relaunch(key, device, 1, flat.data_ptr(), weight.data_ptr(), rows, n):
+        options = {"RHO": observed, "MEAN": mean, "R": 8192 // wide, "C": wide}
+        prepare(key, launch(_weights_of_dense, (1,), flat, weight, rows, n, **options, num_warps=16), 1)
     return weight
 
 

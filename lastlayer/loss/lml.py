@@ -117,7 +117,7 @@ def lml_loss(
     elif reduction in ("mean", "sum") and _at_once(problem, labels.index if labels.dense is None else labels.dense):
         rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
         loss = _LMLReducedLoss.apply(*problem, rho, labels.index, labels.dense, rows)
-        return _rows.leave(op, loss, "none", None, logits.dtype)
+        return _rows.leave(op, loss, "none", None, logits.dtype) if logits.itemsize < 4 else loss
     else:
         loss = _by_kernel(problem, rho, labels)
     contributes = _contributes(labels, rho, loss.dtype, problem.shard)
@@ -163,6 +163,8 @@ def _row_weights(
             return kernels("triton").weight_of_mean(labels.index)
         rows = x.shape[:-1].numel() if reduction == "mean" else 1
         return torch.full((), 1 / max(rows, 1), dtype=torch.float32, device=x.device)
+    if problem.impl == "triton" and labels.dense is not None and 0 < labels.dense.numel() <= 1 << 18:
+        return kernels("triton").weights_of_dense(labels.dense, rho > 0, reduction == "mean")
     weight = _contributes(labels, rho, work, None).to(work)
     return weight / weight.sum().clamp(min=1) if reduction == "mean" else weight
 
@@ -430,28 +432,28 @@ class _LMLReducedLoss(torch.autograd.Function):
     ) -> Tensor:
         arguments = (logits, k, mask, temperature, rho, index, dense)
         if impl == "triton":
-            loss, *rows, ctx.grad = kernels(impl).loss_forward_with_grad(*arguments, weight)
+            loss, rows, ctx.grad = kernels(impl).loss_forward_with_grad(*arguments, weight)
         else:
-            loss, *rows = kernels(impl).loss_forward(*arguments)
-            loss, ctx.grad = torch.where(weight > 0, weight * loss, 0), None
+            loss, *each = kernels(impl).loss_forward(*arguments)
+            loss, rows, ctx.grad = torch.where(weight > 0, weight * loss, 0), torch.stack(each), None
         ctx.temperature, ctx.rho, ctx.impl = temperature, rho, impl
-        _save(ctx, logits, k, mask, index, dense, weight, *rows)
+        _save(ctx, logits, k, mask, index, dense, weight, rows)
         return loss.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        problem, labels, (weight, *rows) = _saved(ctx)
-        upstream = grads[0] * weight
+        problem, labels, (weight, rows) = _saved(ctx)
         grad, ctx.grad = ctx.grad, None  # handed over once; a second backward pass computes it again
         if differentiated(*grads):
-            grad_logits, grad_k = _plain_gradients(ctx, problem, labels, upstream)
+            grad_logits, grad_k = _plain_gradients(ctx, problem, labels, grads[0] * weight)
         elif grad is not None and direct(*grads):
-            *_, log_mass, pull = rows
-            grad_logits = kernels(ctx.impl).scale_rows_(grad, grads[0])
-            grad_k = upstream.unsqueeze(-1) * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
+            grad_logits, grad_k = kernels(ctx.impl).scale_rows_(grad, grads[0]), None
+            if ctx.needs_input_grad[1]:
+                _, _, log_mass, pull = rows
+                grad_k = (grads[0] * weight).unsqueeze(-1) * pull * (-log_mass).exp()
         else:
             x, _, mask, temperature, _, impl = problem
-            arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, upstream)
+            arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, grads[0] * weight)
             grad_logits, grad_k = loss_backward(impl, *arguments)
         return grad_logits, grad_k if ctx.needs_input_grad[1] else None, *(None,) * 8
 

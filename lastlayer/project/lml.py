@@ -248,12 +248,12 @@ def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_short_way(problem: Problem) -> Tensor:
-    """Return y from the compiled CPU kernel for one k, in as few steps as there can be."""
-    x, k, mask, temperature, _, _ = problem
+    """Return y from a kernel for one k, in as few steps as there can be."""
+    x, k, mask, temperature, _, impl = problem
     if x.requires_grad and torch.is_grad_enabled():
-        out: Tensor = _Probabilities.apply(x, k, mask, temperature)
+        out: Tensor = _Probabilities.apply(x, k, mask, temperature, impl)
         return out
-    return kernels("native").probabilities(x, k, mask, temperature, False)[0]
+    return kernels(impl).probabilities(x, k, mask, temperature, False)[0]
 
 
 def _forward(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,13 +328,13 @@ _LMLBackward = without_transforms(_LML)
 
 
 class _Probabilities(torch.autograd.Function):
-    """``logits -> y`` by the compiled CPU kernel, for one k; further derivatives are those of `_LML`."""
+    """``logits -> y`` by a kernel, for one k; further derivatives are those of `_LML`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, k: float, mask: Tensor | None, temperature: float) -> Tensor:
-        out, rows = kernels("native").probabilities(logits, k, mask, temperature, True)
+    def forward(ctx: Any, logits: Tensor, k: float, mask: Tensor | None, temperature: float, impl: Impl) -> Tensor:
+        out, rows = kernels(impl).probabilities(logits, k, mask, temperature, True)
         ctx.save_for_backward(logits, mask, rows)
-        ctx.k, ctx.temperature = k, temperature
+        ctx.k, ctx.temperature, ctx.impl = k, temperature, impl
         return out
 
     @staticmethod
@@ -342,15 +342,15 @@ class _Probabilities(torch.autograd.Function):
         logits, mask, rows = ctx.saved_tensors
         (grad,) = grads
         if differentiated(grad):
-            problem = Problem(logits, ctx.k, mask, ctx.temperature, None, "native")
+            problem = Problem(logits, ctx.k, mask, ctx.temperature, None, ctx.impl)
             _, center, delta = _LMLBackward.apply(*problem, "y")
             found = _plain_backward(logits, mask, ctx.temperature, center, delta, grad, None, "y")[0]
         elif direct(grad):
-            found = kernels("native").probabilities_backward(logits, mask, ctx.temperature, rows, grad)
+            found = kernels(ctx.impl).probabilities_backward(logits, mask, ctx.temperature, rows, grad)
         else:
-            center, delta = rows.unsqueeze(-1)
-            found = backward("native", logits, mask, ctx.temperature, center, delta, grad, None, "y")[0]
-        return found, None, None, None
+            center, delta = rows[:2].unsqueeze(-1)
+            found = backward(ctx.impl, logits, mask, ctx.temperature, center, delta, grad, None, "y")[0]
+        return found, None, None, None, None
 
 
 class _LMLForwardMode(_LML):

@@ -299,7 +299,7 @@ def test_loss_with_gradient_in_one_launch():
     index = torch.tensor([[3, -1], [36, 0], [1, 2], [-1, -1]], device=DEVICE)
     weight = torch.tensor([1.0, 2.0, 0.5, 1.0], device=DEVICE)
     arguments = (logits, k.unsqueeze(-1), None, 0.7, 0.0, index, None)
-    loss, center, delta, log_mass, pull, grad = kernels.loss_forward_with_grad(*arguments, weight)
+    loss, (center, delta, log_mass, pull), grad = kernels.loss_forward_with_grad(*arguments, weight)
     expected = kernels.loss_forward(*arguments)
     assert torch.equal(loss, weight * expected[0])
     rest = (None, 0.7, 0.0, index, None, center, delta, log_mass, pull)
@@ -315,6 +315,50 @@ def test_weight_of_mean(rows):
     index[::3, 1] = 7
     assert weight_of_mean(index).item() == pytest.approx(1 / max(len(range(0, rows, 3)), 1), rel=1e-6)
     assert weight_of_mean(torch.full_like(index, -1)).item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int8])
+@pytest.mark.parametrize("n", [1, 5, 1300])
+def test_weights_of_dense(n, dtype):
+    from lastlayer._triton.lml import weights_of_dense
+
+    dense = torch.randint(-1 if dtype.is_signed else 0, 2, (11, n)).to(DEVICE, dtype)
+    dense[3] = 0
+    if dtype.is_signed:
+        dense[4] = -1
+    if dtype == torch.float32:
+        dense[5, -1] = torch.nan
+    for observed in (False, True):
+        top = dense.float().amax(-1)
+        flag = (~(top < 0) if observed else ~(top <= 0)).float()
+        torch.testing.assert_close(weights_of_dense(dense, observed, False), flag)
+        torch.testing.assert_close(weights_of_dense(dense, observed, True), flag / flag.sum().clamp(min=1))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter keeps no kernels")
+def test_a_kernel_that_is_kept_serves_other_rows_and_addresses():
+    """After a few calls the compiled kernel is launched by a short key; what differs between calls must be in it."""
+    store = torch.randn(9 * 48 + 1, device=DEVICE)
+    for count, n, start in 2 * [(8, 48, 0), (9, 48, 0), (8, 48, 1), (5, 48, 1), (8, 47, 0), (3, 47, 1)]:
+        x = store[start : start + count * n].view(count, n)
+        hot = (x > 0.5).float()
+        for temperature in (1.0, 0.5):
+            options = {"k": 2.5, "temperature": temperature}
+            check_pair(lambda x, impl, o=options: lml(x, **o, impl=impl), x)
+            check_pair(lambda x, impl, o=options: lml_loss(x, x.argmax(-1), **o, impl=impl), x)
+            check_pair(lambda x, impl, o=options, t=hot: lml_loss(x, t, **o, observed=0.3, impl=impl), x)
+
+
+def check_pair(function, x):
+    """Values and gradients of the kernel are those of plain torch."""
+    found = []
+    for impl in ("triton", "torch"):
+        leaf = x.detach().requires_grad_()
+        out = function(leaf, impl)
+        (grad,) = torch.autograd.grad(out, leaf, torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape))
+        found.append((out.detach(), grad))
+    for kernel, plain in zip(*found, strict=True):
+        torch.testing.assert_close(kernel, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_scale_rows():
