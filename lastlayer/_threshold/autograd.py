@@ -26,6 +26,11 @@ def without_transforms(function: type[torch.autograd.Function]) -> type[torch.au
     return type(f"{function.__name__}Backward", (torch.autograd.Function,), members)
 
 
+def apply_directly(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """As ``function.apply(*inputs)``, for tensors that are known to be plain: torch looks at each for a transform."""
+    return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]
+
+
 def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
     """Let an outer forward mode differentiate a `jvp`, as ``jacfwd(jacfwd(f))`` does.
 

@@ -160,6 +160,19 @@ def batched(gradient: Tensor) -> bool:
     return type(gradient) is Tensor and not torch._C._has_storage(gradient)
 
 
+def shortest(
+    logits: Any, k: Any, dim: int, temperature: Any, mask: Tensor | None, shard: ClassShard | None, impl: Impl
+) -> Impl | None:
+    """Return which kernel takes the common call, on which nothing is to be changed, checked further or watched."""
+    if not (mask is None and shard is None and dim == -1 and impl == "auto" and _ordinary(logits, k, temperature)):
+        return None
+    if torch._C._len_torch_dispatch_stack() or transformed():
+        return None
+    if logits.is_neg() or logits._is_zerotensor() or not torch._C._has_storage(logits):
+        return None
+    return "native" if logits.is_cpu else "triton"
+
+
 def straight(problem: Problem) -> bool:
     """Whether a kernel may take the shortest way: one k, plain tensors, no transform, no trace; on a GPU no mask."""
     x, k, mask, _, _, impl = problem
@@ -182,7 +195,7 @@ def direct(*values: Any) -> bool:
 
 
 class Kernels(Protocol):
-    """The functions of a module of kernels; the last two are those of the CPU, the four before them of the GPU."""
+    """The functions of a module of kernels; the last two are those of the CPU, the five before them of the GPU."""
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
     def backward(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...
@@ -190,8 +203,9 @@ class Kernels(Protocol):
     def loss_backward(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...
     def probabilities(self, *arguments: Any) -> tuple[Tensor, Tensor | None]: ...
     def probabilities_backward(self, *arguments: Any) -> Tensor: ...
-    def loss_forward_with_grad(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    def loss_forward_with_grad(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
     def scale_rows_(self, grad: Tensor, factor: Tensor) -> Tensor: ...
+    def counts_rows(self, index: Tensor, n: int) -> bool: ...
     def weight_of_mean(self, index: Tensor) -> Tensor: ...
     def weights_of_dense(self, dense: Tensor, observed: bool, mean: bool) -> Tensor: ...
     def reduced_loss(self, *arguments: Any) -> tuple[Tensor, Tensor]: ...

@@ -28,6 +28,7 @@ from lastlayer._triton.device import (
 from lastlayer._triton.launch import launch, prepare, relaunch
 from lastlayer._triton.lml_backward import backward as backward
 from lastlayer._triton.lml_backward import probabilities_backward as probabilities_backward
+from lastlayer._triton.lml_loss import counts_rows as counts_rows
 from lastlayer._triton.lml_loss import loss_backward as loss_backward
 from lastlayer._triton.lml_loss import loss_forward as loss_forward
 from lastlayer._triton.lml_loss import loss_forward_with_grad as loss_forward_with_grad

@@ -250,15 +250,32 @@ def _tile_grad(
     store_tile(d_ptr, row, n, d, first, W, C, FULL)
 
 
+@triton.jit
+def _share(i_ptr, rows, n_labels, BLOCK: tl.constexpr):
+    """1 over the number of rows with a label."""
+    labelled = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        any_label = tl.zeros((BLOCK,), tl.int32)
+        for j in range(n_labels):
+            index = tl.load(i_ptr + (row * n_labels + j), mask=row < rows, other=-1)
+            any_label = tl.where(index >= 0, 1, any_label)
+        labelled += any_label
+    return 1.0 / tl.maximum(tl.sum(labelled, 0), 1).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows", "units", "n_labels"])
 def _resident(
     x_ptr, m_ptr, k_ptr, i_ptr, t_ptr, w_ptr, d_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr,
     rows, units, m_row, m_col, k_row, inv_t, w_row, n_labels, rho,
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
-    M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr, MASKED: tl.constexpr,
-    FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
+    M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr, COUNT: tl.constexpr,
+    MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Search, loss and gradient of R rows per program, held in registers."""
+    if COUNT:  # every program writes the same number, and reads its own
+        tl.store(w_ptr, _share(i_ptr, rows, 1, BLOCK))
+        tl.debug_barrier()
     n = units * ALIGN
     first = tl.program_id(0).to(tl.int64) * R
     row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may occur several times
@@ -375,15 +392,7 @@ def _known(
 @triton.jit(do_not_specialize=["rows", "n_labels"])
 def _one_over_rows(i_ptr, out_ptr, rows, n_labels, BLOCK: tl.constexpr):
     """1 over the number of rows with a label, in one program."""
-    labelled = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        any_label = tl.zeros((BLOCK,), tl.int32)
-        for j in range(n_labels):
-            index = tl.load(i_ptr + (row * n_labels + j), mask=row < rows, other=-1)
-            any_label = tl.where(index >= 0, 1, any_label)
-        labelled += any_label
-    tl.store(out_ptr, 1.0 / tl.maximum(tl.sum(labelled, 0), 1).to(tl.float32))
+    tl.store(out_ptr, _share(i_ptr, rows, n_labels, BLOCK))
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
@@ -464,13 +473,17 @@ def loss_forward_with_grad(
     observed: float,
     index: Tensor | None,
     dense: Tensor | None,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss of each row times `weight`, which broadcasts to the rows, and the gradient of its sum.
 
-    Between them are ``center``, ``delta``, ``log_mass`` and ``pull`` as one tensor ``(4, *batch, 1)``.
+    Between them are ``center``, ``delta``, ``log_mass`` and ``pull`` as one tensor ``(4, *batch, 1)``; the weight is
+    the last. None is one over the number of rows with a label, where `counts_rows` allows it.
     """
-    return _forward(logits, k, mask, temperature, observed, index, dense, weight)
+    count = weight is None
+    if weight is None:
+        weight = torch.empty((), dtype=torch.float32, device=logits.device)
+    return *_forward(logits, k, mask, temperature, observed, index, dense, weight, count), weight
 
 
 def _forward(
@@ -482,6 +495,7 @@ def _forward(
     index: Tensor | None,
     dense: Tensor | None,
     weight: Tensor | None,
+    count: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, x = logits.shape[-1], logits.contiguous()
     loss = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -506,7 +520,7 @@ def _forward(
         others = target.index.data_ptr(), target.dense.data_ptr(), factor.data_ptr()
         key = (
             "loss", device, x.dtype, n, first & 15, rows & 3, temperature == 1, observed > 0, weight is None, step,
-            *(other & 15 for other in others), target.dense.dtype, *target.options.values(),
+            count, *(other & 15 for other in others), target.dense.dtype, *target.options.values(),
         )  # fmt: skip
         inverse = None if temperature == 1 else 1.0 / temperature
         if relaunch(
@@ -522,7 +536,7 @@ def _forward(
         _resident, (shapes.cdiv(rows, p.rows),),
         *given.head, target.index, target.dense, factor, grad, loss, *numbers, rows, *given.tail,
         step, target.n_labels, observed,
-        **p.tiles, RHO=observed > 0, GRAD=weight is not None, MASKED=given.masked,
+        **p.tiles, RHO=observed > 0, GRAD=weight is not None, COUNT=count, MASKED=given.masked,
         TOL=given.tolerance_of_mass, num_warps=p.warps, **target.options,
     )  # fmt: skip
     if key and p is shapes.exact(n, table[x.element_size()], x.element_size()):
@@ -596,6 +610,11 @@ def loss_backward(
     rows = [t.contiguous() for t in (center, delta, log_mass, pull)]
     _launch_known(x, mask, temperature, observed, index, dense, grad, dx, dk, None, *rows)
     return dx, dk
+
+
+def counts_rows(index: Tensor, n: int) -> bool:
+    """Whether the kernel of the loss counts the rows that have a label by itself: few short rows of one label each."""
+    return index.shape[-1] == 1 and 0 < index.numel() <= 512 and 0 < n <= shapes.LONGEST
 
 
 def weight_of_mean(index: Tensor) -> Tensor:

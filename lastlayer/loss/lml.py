@@ -13,7 +13,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer._threshold import search
-from lastlayer._threshold.autograd import without_transforms
+from lastlayer._threshold.autograd import apply_directly, without_transforms
 from lastlayer._threshold.dispatch import (
     Impl,
     Problem,
@@ -116,7 +116,7 @@ def lml_loss(
         loss = _plain(problem, rho, labels, *_rows.class_weights(op, weight, pos_weight, _like(problem.x)))
     elif reduction in ("mean", "sum") and _at_once(problem, labels.index if labels.dense is None else labels.dense):
         rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
-        loss = _LMLReducedLoss.apply(*problem, rho, labels.index, labels.dense, rows)
+        loss = apply_directly(_LMLReducedLoss, problem.x, problem.k, problem, rho, labels, rows)
         return _rows.leave(op, loss, "none", None, logits.dtype) if logits.itemsize < 4 else loss
     else:
         loss = _by_kernel(problem, rho, labels)
@@ -149,8 +149,11 @@ def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassSha
 
 def _row_weights(
     op: str, labels: Labels, rho: float, reduction: Reduction, problem: Problem, sample_weight: Tensor | None
-) -> Tensor:
-    """The weight of each row in the reduced loss, or that of all rows; in few operations, as launches take time."""
+) -> Tensor | None:
+    """The weight of each row in the reduced loss, or that of all rows; in few operations, as launches take time.
+
+    None is one over the number of labelled rows, which the kernel of the loss counts by itself.
+    """
     x, work = problem.x, _check.work_dtype(problem.x)
     if sample_weight is not None:
         given = _check.weights(op, "sample_weight", sample_weight, _like(x), x.shape[:-1], "Give one weight per row.")
@@ -160,7 +163,8 @@ def _row_weights(
         return weight / torch.where(mass == 0, 1, mass) if reduction == "mean" else weight
     if problem.impl == "triton" and labels.index is not None:  # there a row without a label has no loss by itself
         if rho == 0 and reduction == "mean":
-            return kernels("triton").weight_of_mean(labels.index)
+            triton = kernels("triton")
+            return None if triton.counts_rows(labels.index, x.shape[-1]) else triton.weight_of_mean(labels.index)
         rows = x.shape[:-1].numel() if reduction == "mean" else 1
         return torch.full((), 1 / max(rows, 1), dtype=torch.float32, device=x.device)
     if problem.impl == "triton" and labels.dense is not None and 0 < labels.dense.numel() <= 1 << 18:
@@ -179,7 +183,7 @@ def _at_once(problem: Problem, target: Any) -> bool:
 def _summed(op: str, problem: Problem, rho: float, labels: Labels, mean: bool) -> Tensor:
     """Return the reduced loss by the compiled kernel, which looks for classes that do not exist as well."""
     try:
-        loss: Tensor = _LMLSummedLoss.apply(*problem, rho, labels.index, labels.dense, mean)
+        loss: Tensor = apply_directly(_LMLSummedLoss, problem.x, problem.k, problem, rho, labels, mean)
     except IndexError:
         assert labels.index is not None
         _check.classes_below(op, labels.index, problem.x.shape[-1])
@@ -418,22 +422,15 @@ class _LMLReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        k: Any,
-        mask: Tensor | None,
-        temperature: float,
-        shard: ClassShard | None,
-        impl: Impl,
-        rho: float,
-        index: Tensor | None,
-        dense: Tensor | None,
-        weight: Tensor,
+        ctx: Any, logits: Tensor, k: Any, problem: Problem, rho: float, labels: Labels, weight: Tensor | None
     ) -> Tensor:
+        _, _, mask, temperature, _, impl = problem
+        index, dense = labels.index, labels.dense
         arguments = (logits, k, mask, temperature, rho, index, dense)
         if impl == "triton":
-            loss, rows, ctx.grad = kernels(impl).loss_forward_with_grad(*arguments, weight)
+            loss, rows, ctx.grad, weight = kernels(impl).loss_forward_with_grad(*arguments, weight)
         else:
+            assert weight is not None
             loss, *each = kernels(impl).loss_forward(*arguments)
             loss, rows, ctx.grad = torch.where(weight > 0, weight * loss, 0), torch.stack(each), None
         ctx.temperature, ctx.rho, ctx.impl = temperature, rho, impl
@@ -455,26 +452,16 @@ class _LMLReducedLoss(torch.autograd.Function):
             x, _, mask, temperature, _, impl = problem
             arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, grads[0] * weight)
             grad_logits, grad_k = loss_backward(impl, *arguments)
-        return grad_logits, grad_k if ctx.needs_input_grad[1] else None, *(None,) * 8
+        return grad_logits, grad_k if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
 class _LMLSummedLoss(torch.autograd.Function):
     """The mean or sum of the loss by the compiled CPU kernel, in one call each way."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        k: Any,
-        mask: Tensor | None,
-        temperature: float,
-        shard: ClassShard | None,
-        impl: Impl,
-        rho: float,
-        index: Tensor | None,
-        dense: Tensor | None,
-        mean: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, k: Any, problem: Problem, rho: float, labels: Labels, mean: bool) -> Tensor:
+        _, _, mask, temperature, _, impl = problem
+        index, dense = labels.index, labels.dense
         loss, rows = kernels(impl).reduced_loss(logits, k, mask, temperature, rho, index, dense, mean)
         ctx.temperature, ctx.rho, ctx.impl = temperature, rho, impl
         _save(ctx, logits, k, mask, index, dense, rows)
@@ -494,7 +481,7 @@ class _LMLSummedLoss(torch.autograd.Function):
             each = (row.unsqueeze(-1) for row in rows[1:5])
             arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *each, grad * rows[5])
             grad_logits, grad_k = loss_backward(impl, *arguments)
-        return grad_logits, grad_k if with_k else None, *(None,) * 8
+        return grad_logits, grad_k if with_k else None, None, None, None, None
 
 
 class LMLLoss(FunctionModule):

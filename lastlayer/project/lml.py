@@ -11,7 +11,7 @@ from torch import Tensor
 from lastlayer._module import FunctionModule
 from lastlayer._ranked import exporting
 from lastlayer._threshold import exported
-from lastlayer._threshold.autograd import broken_rows, mapped, nestable, without_transforms
+from lastlayer._threshold.autograd import apply_directly, broken_rows, mapped, nestable, without_transforms
 from lastlayer._threshold.dispatch import (
     Impl,
     Problem,
@@ -22,6 +22,7 @@ from lastlayer._threshold.dispatch import (
     forward,
     kernels,
     recorded,
+    shortest,
     straight,
     transformed,
 )
@@ -84,8 +85,13 @@ def lml(
     if not (weight is lower is upper is groups is group_limit is None and isinstance(dim, int)):
         given = Wider(weight, lower, upper, groups, group_limit)
         return project_wider("lml", "y", lml, logits, k, given, dim, temperature, mask, shard, impl)
+    kernel = shortest(logits, k, dim, temperature, mask, shard, impl)
+    if kernel is not None:
+        return _by_short_way(logits, float(k), None, 1.0, kernel)
     problem, back = enter("lml", logits, k, dim, temperature, mask, shard, impl)
-    return back(_by_short_way(problem) if straight(problem) else apply(problem, "y")[0])
+    if straight(problem):
+        return back(_by_short_way(*problem[:4], problem.impl))
+    return back(apply(problem, "y")[0])
 
 
 def log_lml(
@@ -247,11 +253,10 @@ def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     return result
 
 
-def _by_short_way(problem: Problem) -> Tensor:
+def _by_short_way(x: Tensor, k: float, mask: Tensor | None, temperature: float, impl: Impl) -> Tensor:
     """Return y from a kernel for one k, in as few steps as there can be."""
-    x, k, mask, temperature, _, impl = problem
     if x.requires_grad and torch.is_grad_enabled():
-        out: Tensor = _Probabilities.apply(x, k, mask, temperature, impl)
+        out: Tensor = apply_directly(_Probabilities, x, k, mask, temperature, impl)
         return out
     return kernels(impl).probabilities(x, k, mask, temperature, False)[0]
 
