@@ -396,29 +396,33 @@ def _one_over_rows(i_ptr, out_ptr, rows, n_labels, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
-def _weights_of_dense(
-    t_ptr, out_ptr, rows, n, RHO: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+def _rows_that_count(
+    t_ptr, out_ptr, rows, n, RHO: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """1 per row with a label (with RHO, with a known class), or that over the number of such rows; in one program."""
-    count = tl.zeros((R,), tl.int32)
-    for first in range(0, rows, R):
-        row = first + tl.arange(0, R)
-        some = tl.zeros((R,), tl.int32)
-        for start in range(0, n, C):
-            col = start + tl.arange(0, C)
-            inside = (row < rows)[:, None] & (col < n)[None, :]
-            label = tl.load(t_ptr + (row.to(tl.int64) * n)[:, None] + col[None, :], mask=inside, other=0)
-            out = label < 0 if RHO else label <= 0  # nan is neither, so that it shows
-            some = tl.maximum(some, tl.max((inside & (out == 0)).to(tl.int32), 1))
-        count += some
-        tl.store(out_ptr + row, some.to(tl.float32), mask=row < rows)
-    if MEAN:
-        tl.debug_barrier()  # the weights are read by other threads than those that wrote them
-        share = 1.0 / tl.maximum(tl.sum(count, 0), 1).to(tl.float32)
-        for first in range(0, rows, R):
-            row = first + tl.arange(0, R)
-            some = tl.load(out_ptr + row, mask=row < rows, other=0.0)
-            tl.store(out_ptr + row, some * share, mask=row < rows)
+    """1 for each row with a label (with RHO, with a known class), and 0 for the others."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    some = tl.zeros((R,), tl.int32)
+    for start in range(0, n, C):
+        col = start + tl.arange(0, C)
+        inside = (row < rows)[:, None] & (col < n)[None, :]
+        label = tl.load(t_ptr + (row * n)[:, None] + col[None, :], mask=inside, other=0)
+        out = label < 0 if RHO else label <= 0  # nan is neither, so that it shows
+        some = tl.maximum(some, tl.max((inside & (out == 0)).to(tl.int32), 1))
+    tl.store(out_ptr + row, some.to(tl.float32), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _over_sum(w_ptr, rows, BLOCK: tl.constexpr):
+    """Divide weights of 0 and 1 by their sum, in one program."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        total += tl.load(w_ptr + row, mask=row < rows, other=0.0)
+    share = 1.0 / tl.maximum(tl.sum(total, 0), 1.0)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        weight = tl.load(w_ptr + row, mask=row < rows, other=0.0)
+        tl.store(w_ptr + row, weight * share, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["total", "n"])
@@ -636,12 +640,16 @@ def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
     weight = torch.empty(dense.shape[:-1], dtype=torch.float32, device=dense.device)
     flat = dense.contiguous()
     flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-    device = flat.get_device()
-    wide = min(shapes.power_of_2(n), 1024)
-    key = ("weights of dense", device, flat.dtype, flat.data_ptr() & 15, wide, observed, mean)
-    if not relaunch(key, device, 1, flat.data_ptr(), weight.data_ptr(), rows, n):
-        options = {"RHO": observed, "MEAN": mean, "R": 8192 // wide, "C": wide}
-        prepare(key, launch(_weights_of_dense, (1,), flat, weight, rows, n, **options, num_warps=16), 1)
+    device, wide = flat.get_device(), min(shapes.power_of_2(n), 1024)
+    per = max(1, 1024 // wide)
+    key = ("rows that count", device, flat.dtype, flat.data_ptr() & 15, wide, observed)
+    if not relaunch(key, device, rows, flat.data_ptr(), weight.data_ptr(), rows, n):
+        options = {"RHO": observed, "R": per, "C": wide, "num_warps": 4}
+        prepare(key, launch(_rows_that_count, (shapes.cdiv(rows, per),), flat, weight, rows, n, **options), per)
+    if mean:
+        key = ("over sum", device)
+        if not relaunch(key, device, 1, weight.data_ptr(), rows):
+            prepare(key, launch(_over_sum, (1,), weight, rows, BLOCK=1024, num_warps=8), 1)
     return weight
 
 
