@@ -164,7 +164,7 @@ def shortest(
     logits: Any, k: Any, dim: int, temperature: Any, mask: Tensor | None, shard: ClassShard | None, impl: Impl
 ) -> Impl | None:
     """Return which kernel takes the common call, on which nothing is to be changed, checked further or watched."""
-    if not (mask is None and shard is None and dim == -1 and impl == "auto" and _ordinary(logits, k, temperature)):
+    if not (mask is None and shard is None and dim == -1 and impl == "auto" and ordinary(logits, k, temperature)):
         return None
     if torch._C._len_torch_dispatch_stack() or transformed():
         return None

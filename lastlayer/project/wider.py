@@ -75,7 +75,9 @@ def project_wider(
 
 def _common(logits: Any, k: Any, temperature: Any, terms: tuple[Any, ...]) -> bool:
     """Whether this is the common call on a CPU: plain numbers and tensors, one weight and bound per class."""
-    if not ordinary(logits, 0, temperature) or not (type(k) is int or type(k) is float) or not math.isfinite(k):
+    if not ordinary(logits, 0, temperature) or not logits.is_cpu:
+        return False
+    if not (type(k) is int or type(k) is float) or not math.isfinite(k):
         return False
     wide = False
     for term in terms:
