@@ -6,11 +6,11 @@ import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["lastlayer/_triton/*.py"]
 
-LONG_PAGES = {"encoders.md", "images.md"}  # each imports and trains a network of another library
+LONG_PAGES = {"curate.md", "decisions.md", "encoders.md", "images.md"}  # each trains several models
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the examples of the long pages to `make test-all`."""
+    """Leave the examples of long pages to `make test-all`."""
     for item in items:
         if item.path.name in LONG_PAGES:
             item.add_marker(pytest.mark.slow)

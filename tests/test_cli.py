@@ -371,6 +371,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_killed_command_leaves_a_checkpoint_and_damage_is_one_line(trained, tmp_path, capsys):
     command = ["train", trained[1], "--out", str(tmp_path / "run"), "--loss=lml", "--epochs=50", "--batch-size=32"]
     command.append("--quiet")

@@ -646,10 +646,8 @@ def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
     if not relaunch(key, device, rows, flat.data_ptr(), weight.data_ptr(), rows, n):
         options = {"RHO": observed, "R": per, "C": wide, "num_warps": 4}
         prepare(key, launch(_rows_that_count, (shapes.cdiv(rows, per),), flat, weight, rows, n, **options), per)
-    if mean:
-        key = ("over sum", device)
-        if not relaunch(key, device, 1, weight.data_ptr(), rows):
-            prepare(key, launch(_over_sum, (1,), weight, rows, BLOCK=1024, num_warps=8), 1)
+    if mean and not relaunch(("over sum", device), device, 1, weight.data_ptr(), rows):
+        prepare(("over sum", device), launch(_over_sum, (1,), weight, rows, BLOCK=1024, num_warps=8), 1)
     return weight
 
 
