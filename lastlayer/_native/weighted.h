@@ -29,7 +29,7 @@ struct shares {
 
 /* A search for sum a sigmoid(z + w nu) = c, with rest = sum a - c. nu + at is the point of the next pass. */
 struct budget {
-    double c, rest, total, goal, w1, w2, z1, z2, zw; /* goal is the smaller of c and rest; z1 = sum a z and so on */
+    double c, rest, total, goal, w1, w2; /* goal is the smaller of c and rest */
     double nu, at, lo, hi, f, s1, s2;
     int few, state, passes; /* few: c is the smaller */
 };
@@ -74,7 +74,7 @@ static int budget_enter(struct budget *b, const struct shares *s, double k, int 
 __attribute__((always_inline)) static inline double budget_guess(double logit, double log_p, double quantile, double z1,
                                                                  double z2, double zw, double w1, double w2) {
     double spread = z2 - z1 * z1, both = zw - z1 * w1, wide = w2 - w1 * w1, nu = 0, reach = 1e30;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 5; i++) {
         double variance = i ? spread + nu * (2 * both + nu * wide) : spread;
         nu = (start_guess(logit, log_p, quantile, 0, variance, -reach, reach) - z1) / w1;
     }

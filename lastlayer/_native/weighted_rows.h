@@ -22,7 +22,8 @@
 typedef struct {
     int64_t n;
     REAL *z, *w, *a, *e;
-    int special; /* has weights of its own, or infinite scores */
+    int special, measured; /* has weights of its own, or infinite scores; has its moments */
+    double z1, z2, zw;     /* sums of a z, a z^2 and a z w */
     struct shares shares;
     struct budget b;
 } NAME(budget_row);
@@ -73,7 +74,7 @@ FN void NAME(budget_moments)(NAME(budget_row) * row) {
         }
         z1 += NAME(total)(a1), z2 += NAME(total)(a2), zw += NAME(total)(a3);
     }
-    row->b.z1 = z1, row->b.z2 = z2, row->b.zw = zw;
+    row->z1 = z1, row->z2 = z2, row->zw = zw;
 }
 
 FN void NAME(budget_pass)(NAME(budget_row) * row) {
@@ -104,9 +105,9 @@ FN void NAME(budget_pass)(NAME(budget_row) * row) {
 FN int NAME(budget_search)(NAME(budget_row) * row, struct start *start) {
     struct budget *b = &row->b;
     double over = 1 / b->total;
-    NAME(budget_moments)(row);
+    if (!row->measured) NAME(budget_moments)(row);
     start_prepare(start, b->c, b->total);
-    b->nu = budget_guess(start->logit, start->log_p, start->quantile, b->z1 * over, b->z2 * over, b->zw * over,
+    b->nu = budget_guess(start->logit, start->log_p, start->quantile, row->z1 * over, row->z2 * over, row->zw * over,
                          b->w1 * over, b->w2 * over);
     if (!(fabs(b->nu) < LARGEST)) b->nu = 0;
     for (int i = 0; i < 16 && b->state == OPEN; i++) {
@@ -270,6 +271,37 @@ FN int NAME(budget_scores)(const NAME(given) * g, int negative, REAL *restrict z
     return sum == 0;
 }
 
+/* The same with the moments of the row, which has weights and shares; it is of no use where a score is not finite. */
+FN int NAME(budget_read)(const NAME(given) * g, int negative, NAME(budget_row) * row) {
+    double z1 = 0, z2 = 0, zw = 0, bad = 0;
+    int64_t n = g->n;
+    for (int64_t i = 0; i < n;) {
+        int64_t end = i + BLOCK < n ? i + BLOCK : n;
+        VEC a1 = {0}, a2 = {0}, a3 = {0}, odd = {0};
+        for (; i < end; i += LANES) {
+            VEC z = {0}, sign = {0};
+            size_t bytes = (size_t)(n - i < LANES ? n - i : LANES) * sizeof(REAL);
+            if (bytes == sizeof z)
+                memcpy(&z, g->x + i, sizeof z);
+            else
+                memcpy(&z, g->x + i, bytes);
+            odd += z * R(0.0);
+            if (negative) {
+                memcpy(&sign, g->weight + i, bytes);
+                z = NAME(select)(sign < 0, -z, z);
+            }
+            NAME(keep)(z, row->z + i);
+            VEC t = NAME(kept)(row->a + i) * z;
+            a1 += t;
+            a2 += t * z;
+            a3 += t * NAME(kept)(row->w + i);
+        }
+        z1 += NAME(total)(a1), z2 += NAME(total)(a2), zw += NAME(total)(a3), bad += NAME(total)(odd);
+    }
+    row->z1 = z1, row->z2 = z2, row->zw = zw;
+    return bad == 0;
+}
+
 /* x + w nu where nu is infinite, or the score. */
 INLINE double NAME(end_point)(double x, double w, double nu) {
     return w == 0 || isinf(x) ? x : w * nu > 0 ? INFINITY : -INFINITY;
@@ -319,7 +351,8 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
     row->z = (REAL *)space->z, row->e = (REAL *)space->e;
     row->w = (REAL *)space->shared_w, row->a = (REAL *)space->shared_a;
     *s = space->shares;
-    row->special = !space->is_shared || call->mask || !NAME(budget_scores)(g, s->negative, row->z);
+    row->measured = space->is_shared && !call->mask && NAME(budget_read)(g, s->negative, row);
+    row->special = !row->measured;
     if (row->special) {
         row->w = (REAL *)space->w, row->a = (REAL *)space->a;
         NAME(budget_shares)(g, 1, row->w, row->a, s);
