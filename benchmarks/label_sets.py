@@ -23,13 +23,14 @@ from sklearn.preprocessing import normalize
 
 
 class Rows(NamedTuple):
-    """Training rows, test rows, and the group of each training row where the split is by group."""
+    """Training rows, test rows, and the groups of both where the split is by group."""
 
     x: sp.csr_matrix
     y: sp.csr_matrix
     xt: sp.csr_matrix
     yt: sp.csr_matrix
     groups: np.ndarray | None = None
+    test_groups: np.ndarray | None = None
 
 
 def mulan(folder: Path, name: str) -> Rows:
@@ -52,13 +53,15 @@ def mulan(folder: Path, name: str) -> Rows:
     return rows_of(*parts)
 
 
-def rows_of(x: Any, y: Any, xt: Any, yt: Any, groups: np.ndarray | None = None) -> Rows:
+def rows_of(
+    x: Any, y: Any, xt: Any, yt: Any, groups: np.ndarray | None = None, test_groups: np.ndarray | None = None
+) -> Rows:
     """Give the rows unit length and leave out test rows without labels."""
     kept = np.flatnonzero(np.diff(yt.tocsr().indptr))
     matrices = [part.tocsr().astype(np.float32) for part in (normalize(x), y, normalize(xt)[kept], yt.tocsr()[kept])]
     for matrix in matrices:
         matrix.sort_indices()
-    return Rows(*matrices, groups)
+    return Rows(*matrices, groups, None if test_groups is None else test_groups[kept])
 
 
 def of_texts(texts: list[str], labels: list[list[Any]], test: np.ndarray, groups: np.ndarray | None = None) -> Rows:
@@ -74,7 +77,8 @@ def of_texts(texts: list[str], labels: list[list[Any]], test: np.ndarray, groups
 
     words = TfidfVectorizer(sublinear_tf=True, min_df=2, dtype=np.float32)
     x, xt = words.fit_transform([texts[i] for i in train]), words.transform([texts[i] for i in held])
-    return rows_of(x, matrix(train), xt, matrix(held), None if groups is None else groups[train])
+    parts = [] if groups is None else [groups[train], groups[held]]
+    return rows_of(x, matrix(train), xt, matrix(held), *parts)
 
 
 def debian(folder: Path, field: str) -> Rows:

@@ -23,7 +23,7 @@ SETS = ("bibtex", "slashdot", "medical", "stackex_chess", "yeast")
 
 def compare(folder: Path, name: str) -> dict[str, object]:
     """Fit both models to one set and measure them on its test rows."""
-    x, y, test_x, test_y, _ = mulan(folder, name)
+    x, y, test_x, test_y, *_ = mulan(folder, name)
     hot = torch.from_numpy(test_y.toarray() > 0)
     row: dict[str, object] = {"set": name, "rows": y.shape[0], "test_rows": len(hot)}
     for k in ("auto", "predicted"):
