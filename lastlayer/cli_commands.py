@@ -181,6 +181,8 @@ def _warn(message: str) -> None:
 def _predict(arguments: argparse.Namespace) -> int:
     if arguments.k is not None and arguments.k < 1:
         raise UsageError("-k must be at least 1.")
+    if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
+        raise UsageError(f"--threshold must be a probability from 0 to 1, got {arguments.threshold}.")
     if arguments.explain < 0:
         raise UsageError("--explain must be at least 1.")
     model = _loaded(arguments)

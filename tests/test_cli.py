@@ -303,6 +303,7 @@ def test_errors_are_one_line_and_exit_2(trained, capsys, tmp_path):
         (["evaluate", str(tmp_path), data], "not a run folder"),
         (["evaluate", run, data, "--part", "valid"], "has no part 'valid'"),
         (["predict", run, data, "-k", "0"], "-k must be at least 1"),
+        (["predict", run, data, "--threshold", "nan"], "--threshold must be a probability from 0 to 1, got nan"),
         (["report", str(tmp_path)], "not a finished run"),
         (["demo", "--keep", "7"], "--keep must be"),
         (["tune", data, "--out", out, "--trials", "0"], "--trials must be"),

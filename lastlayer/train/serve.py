@@ -187,6 +187,8 @@ class TrainedModel:
         """Yield what `predict_pairs` does, for rows of features as `matrix` returns them."""
         if k is not None and k < 1:
             raise ValueError(f"predict: `k` must be at least 1, got {k}.")
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ValueError(f"predict: `threshold` must be a probability from 0 to 1, got {threshold}.")
         for batch in self.batches(x):
             index, value, sizes = self.chosen(batch, k, threshold)
             for labels, values, size in zip(index.tolist(), value.tolist(), sizes, strict=True):
