@@ -150,16 +150,21 @@ def _blocks(n: int, n_labels: int) -> Iterator[slice]:
 
 
 def _pooled(scores: np.ndarray, hot: Any, weight: np.ndarray) -> tuple[float, float]:
-    """Fit one slope and offset to all pairs by Newton's method with halved steps."""
+    """Fit one slope and offset to all pairs by Newton's method with halved steps.
+
+    Scores are centred and scaled first. Margins lie close to -1 where C is small, and the method would not leave a
+    start at which all probabilities are 0.
+    """
     s = scores.astype(np.float64).ravel()
     y = np.asarray(hot.toarray(), np.float64).ravel()
     w = np.repeat(weight, scores.shape[1])
-    scale = float(s.std()) or 1.0
     positive, total = float(w @ y), float(w.sum())
+    middle, scale = float(np.average(s, weights=w)) if total else 0.0, float(s.std()) or 1.0
+    s = (s - middle) / scale
     base = float(np.log((positive + 0.5) / (total - positive + 0.5)))
     if positive < FEWEST or total - positive < FEWEST:
-        return 1.0 / scale, base - float(np.average(s, weights=w)) / scale if total else 0.0
-    theta = np.array([1.0 / scale, base])
+        return 1.0 / scale, base - middle / scale if total else 0.0
+    theta = np.array([1.0, base])
     best = _loss(theta, s, y, w)
     for _ in range(STEPS):
         p = _sigmoid(theta[0] * s + theta[1])
@@ -177,7 +182,8 @@ def _pooled(scores: np.ndarray, hot: Any, weight: np.ndarray) -> tuple[float, fl
         theta, gained, best = theta - size * step, best - value, value
         if gained < 1e-9 * max(abs(best), 1):
             break
-    return max(float(theta[0]), 1e-3 / scale), float(theta[1])
+    slope = max(float(theta[0]), 1e-3) / scale
+    return slope, float(theta[1]) - slope * middle
 
 
 def _loss(theta: np.ndarray, s: np.ndarray, y: np.ndarray, w: np.ndarray) -> float:

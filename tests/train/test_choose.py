@@ -156,6 +156,17 @@ def test_platt_scaling_finds_the_slopes_and_shrinks_rare_labels():
     assert np.ptp(one.slope) == 0
 
 
+@pytest.mark.parametrize("place", [(0.0, 1.0), (-0.9, 0.02), (40.0, 5.0)])
+def test_platt_scaling_does_not_depend_on_where_scores_lie(place):
+    rng = np.random.default_rng(0)
+    z = rng.normal(size=(4000, 10))
+    hot = sp.csr_matrix((rng.random(z.shape) < 1 / (1 + np.exp(6 - 1.5 * z))).astype(np.int8))
+    shift, scale = place
+    found = Calibration.fit(shift + scale * z, hot, penalties=(np.inf,))
+    np.testing.assert_allclose(found.slope[0] * scale, 1.5, atol=0.15)
+    np.testing.assert_allclose(found.probability(shift + scale * z).mean(), hot.mean(), rtol=1e-3)
+
+
 def test_probabilities_are_those_of_the_true_labels_where_labels_are_missing_at_random():
     rng = np.random.default_rng(0)
     true = rng.random((4000, 3)) * [0.9, 0.5, 0.1]
