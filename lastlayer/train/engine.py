@@ -283,7 +283,8 @@ def _check_choices(kind: str, parts: dict[str, LabelData], config: Config) -> No
             f"`monitor` must be auto for label trees, which have nothing to choose by it, got {config.monitor!r}. "
             "Use --tree off for a flat model."
         )
-    if config.decide in ("auto", "top_k") or kind == "exact":
+    out_of_fold = kind == "exact" and not config.decide.startswith("recall=")  # a promise needs rows that nothing saw
+    if config.decide in ("auto", "top_k") or out_of_fold:
         return
     if kind == "tree" and config.refit == "true":
         raise ConfigError(

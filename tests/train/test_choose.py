@@ -246,6 +246,10 @@ def test_bad_input_is_one_line_or_a_right_answer(tmp_path):
     some = LabelData.from_lists(lists, features=x).take(np.arange(8))
     with pytest.raises(ConfigError, match="`decide` must be top_k without enough labels"):
         train({"train": some}, Config(valid_fraction=0, decide="micro_f1", loss="binary"), tmp_path / "b")
+    whole = LabelData.from_lists(lists, features=x)
+    with pytest.raises(ConfigError, match="`decide` must be top_k without enough labels of held-out rows"):
+        train({"train": whole, "valid": whole.take(np.arange(9))}, Config(decide="recall=0.9"), tmp_path / "promise")
+    assert not (tmp_path / "promise").exists()  # before anything is trained
     data = LabelData.from_lists([["a"]] * 60, features=x, label_names=["a", "none"])  # all alike, and one without rows
     run = train({"all": data}, Config(bootstrap=0, loss="squared_hinge"), tmp_path / "c")
     assert ll.load(run.path).predict(x[:2], k=1) == [["a"], ["a"]]
