@@ -10,7 +10,7 @@ import multiprocessing
 import queue as queues
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments import common
+from experiments.tabular import Recorded
 
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
 PEAK = {"resnet": 0.4, "densenet": 0.2, "features": 0.4}  # largest learning rate
 
 Arrays = dict[str, np.ndarray]
 Tensors = dict[str, Tensor]
-Train = Callable[[dict[str, Any], Tensors, Any], common.Row]  # setting, data, arguments -> what was measured
+Setting = dict[str, Any]
+Train = Callable[[Setting, Tensors, Any], common.Row]  # setting, data, arguments -> what was measured
+Wanted = Callable[[Sequence[common.Row]], list[Setting]]  # the rows so far -> settings to train, in order
 
 
 def load(folder: Path) -> Arrays:
@@ -118,8 +121,18 @@ class Largest(nn.Module):
         return x.flatten(2).max(-1).values
 
 
-def resnet(width: int = 64) -> nn.Sequential:
-    """A small residual network that trains in a few epochs: 4.2 million parameters, ``6 * width`` features."""
+class Mean(nn.Module):
+    """The mean of each channel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(2).mean(-1)
+
+
+def resnet(width: int = 64, pool: str = "max") -> nn.Sequential:
+    """A small residual network that trains in a few epochs: ``6 * width`` features.
+
+    It has 4.2 million parameters with a width of 64, and 1.1 million with 32.
+    """
     w = width
     return nn.Sequential(
         convolution(3, w),
@@ -128,7 +141,7 @@ def resnet(width: int = 64) -> nn.Sequential:
         convolution(2 * w, 4 * w, pool=True),
         convolution(4 * w, 6 * w, pool=True),
         Residual(6 * w),
-        Largest(),
+        Largest() if pool == "max" else Mean(),
     )
 
 
@@ -169,11 +182,11 @@ def on_features(width: int, inner: int = 256) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inner, 8 * width, bias=False), nn.BatchNorm1d(8 * width), nn.GELU())
 
 
-def network(name: str, width: int) -> tuple[nn.Sequential, int]:
-    """Make a network without its last layer, and say how many features it has."""
+def network(name: str, width: int, pool: str = "max") -> tuple[nn.Sequential, int]:
+    """Return a network without its last layer, and the number of its features."""
     if name == "features":
         return on_features(width), 8 * width
-    return (resnet(width), 6 * width) if name == "resnet" else (densenet(), 440)
+    return (resnet(width, pool), 6 * width) if name == "resnet" else (densenet(), 440)
 
 
 def half(x: Tensor) -> torch.autocast:
@@ -181,15 +194,13 @@ def half(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, torch.bfloat16, enabled=x.ndim == 4)
 
 
-def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A random crop of the image padded by 4, and a mirror image half of the time; features stay as they are."""
+def augmented(x: Tensor, shift: Tensor, flip: Tensor) -> Tensor:
+    """Crop images padded by 4 at `shift` (2 x rows, 0 to 8) and mirror those of `flip`; features stay as they are."""
     if x.ndim == 2:
         return x
     rows = x.shape[0]
-    shift = torch.randint(0, 9, (2, rows), device=x.device, generator=generator)
     base = torch.arange(32, device=x.device)
     up, left = shift[0][:, None] + base, shift[1][:, None] + base
-    flip = torch.rand(rows, device=x.device, generator=generator) < 0.5
     left = torch.where(flip[:, None], left.flip(-1), left)
     padded = F.pad(x, (4, 4, 4, 4))
     channel = torch.arange(3, device=x.device)
@@ -202,6 +213,18 @@ def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
     return picked.contiguous(memory_format=torch.channels_last)
 
 
+def one_cycle(peak: float, steps: int) -> Tensor:
+    """Return the learning rate and the momentum of each step of one cycle."""
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=peak, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(sgd, peak, total_steps=steps + 1, pct_start=0.25)
+    found = []
+    for _ in range(steps):
+        found.append([sgd.param_groups[0]["lr"], sgd.param_groups[0]["momentum"]])
+        sgd.step()
+        schedule.step()
+    return torch.tensor(found)
+
+
 def fit(
     objective: Callable[[Tensor, Tensor], Tensor],
     parameters: Iterable[Any],
@@ -212,28 +235,64 @@ def fit(
     epochs: int,
     batch: int,
     seed: int,
+    decay: float = 5e-4,
+    after: Callable[[int], None] | None = None,
 ) -> None:
-    """Lower ``objective(images, target)`` by SGD with one cycle of the learning rate, over augmented images."""
+    """Lower ``objective(images, target)`` by SGD with one cycle of the learning rate, over augmented images.
+
+    On a GPU the step is recorded once and replayed. `after` is called with the number of each step.
+    """
+    groups = [g if isinstance(g, dict) else {"params": [g]} for g in parameters]
+    values = [p for group in groups for p in group["params"]]
+    decays = [float(group.get("weight_decay", decay)) for group in groups for _ in group["params"]]
+    momenta = [torch.zeros_like(p) for p in values]
+    batch = min(batch, len(x))
+    per_epoch = len(x) // batch
+    control = one_cycle(peak, epochs * per_epoch).to(x.device)
+    now = control[0].clone()
+    rows = torch.zeros(batch, dtype=torch.long, device=x.device)
+    shift, flip = torch.zeros(2, batch, dtype=torch.long, device=x.device), torch.zeros_like(rows, dtype=torch.bool)
+
+    def update(_: float) -> None:
+        loss = objective(augmented(x[rows], shift, flip), y[rows])
+        grads = torch.autograd.grad(loss, values, allow_unused=True)
+        with torch.no_grad():
+            move(values, list(grads), momenta, decays, now)
+
+    recorded = Recorded(update, x.device)
     generator = torch.Generator(x.device).manual_seed(seed)
-    parameters = list(parameters)
-    tensors = [p for group in parameters for p in (group["params"] if isinstance(group, dict) else [group])]
-    optimiser = torch.optim.SGD(
-        parameters, lr=peak, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=x.device.type == "cuda"
-    )
-    per_epoch = max(1, len(x) // batch)
-    steps = epochs * per_epoch
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, peak, total_steps=steps + 1, pct_start=0.25)
-    for step in range(steps):
+    draw: dict[str, Any] = {"device": x.device, "generator": generator}
+    for step in range(epochs * per_epoch):
         place = step % per_epoch
         if place == 0:
-            order = torch.randperm(len(x), device=x.device, generator=generator)
-        at = order[place * batch :][:batch]
-        loss = objective(augmented(x[at], generator), y[at])
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(tensors, 5.0)
-        optimiser.step()
-        schedule.step()
+            order = torch.randperm(len(x), **draw)[: per_epoch * batch].view(per_epoch, batch)
+            shifts = torch.randint(0, 9, (per_epoch, 2, batch), **draw)
+            flips = torch.rand(per_epoch, batch, **draw) < 0.5
+        for held, drawn in ((rows, order), (shift, shifts), (flip, flips)):
+            held.copy_(drawn[place])
+        now.copy_(control[step])
+        recorded(0.0)
+        if after is not None:
+            after(step)
+
+
+def move(
+    values: Sequence[Tensor], grads: Sequence[Tensor | None], momenta: Sequence[Tensor], decays: Sequence[float],
+    now: Tensor,
+) -> None:  # fmt: skip
+    """Take a step of SGD with Nesterov's momentum; the gradient is clipped to a norm of 5, before weight decay."""
+    some = [i for i, grad in enumerate(grads) if grad is not None]
+    found = [grads[i] for i in some]
+    norm = torch.stack(torch._foreach_norm(found)).norm()
+    torch._foreach_mul_(found, (5.0 / (norm + 1e-6)).clamp(max=1.0))
+    places, moving = [values[i] for i in some], [momenta[i] for i in some]
+    torch._foreach_add_(found, torch._foreach_mul(places, [decays[i] for i in some]))
+    torch._foreach_mul_(moving, now[1])
+    torch._foreach_add_(moving, found)
+    step = torch._foreach_mul(moving, now[1])
+    torch._foreach_add_(step, found)
+    torch._foreach_mul_(step, -now[0])
+    torch._foreach_add_(places, step)
 
 
 @torch.no_grad()
@@ -250,7 +309,7 @@ def add_arguments(parser: Any, networks: tuple[str, ...] = ("resnet", "features"
     parser.add_argument("--network", default="resnet", choices=networks, help="features: --data is a file of features")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--width", type=int, default=64, help="channels of the first layer, an eighth of a hidden one")
     parser.add_argument("--workers", type=int, default=1, help="networks trained at the same time")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no network after this time")
     parser.add_argument("--held-out", type=int, default=5000)
@@ -261,53 +320,67 @@ def shrink(arguments: Any) -> None:
     arguments.epochs, arguments.batch, arguments.width, arguments.held_out, arguments.seeds = 1, 64, 4, 100, 1
 
 
-def run(settings: list[dict[str, Any]], train: Train, arguments: Any, results: common.Results) -> None:
-    """Train a network for each setting, in this process or in several that share the device, and keep the results."""
-    if not settings:
+def run(wanted: Wanted | list[Setting], train: Train, arguments: Any, results: common.Results) -> None:
+    """Train a network for each setting, in this process or in several that share the device, and keep the results.
+
+    `wanted` may depend on the rows so far: settings that are there, running or failed are passed over.
+    """
+    settings = wanted if callable(wanted) else lambda rows: wanted
+    if next_of(settings, results, []) is None:
         return
     if not arguments.smoke and arguments.data is None:
         raise SystemExit("--data is needed: the folder of CIFAR-100, or a file of features (or --smoke)")
     end = time.time() + 60 * arguments.minutes
     raw = tiny() if arguments.smoke else (load if arguments.data.is_dir() else load_features)(arguments.data)
-    if arguments.workers == 1:
-        ready = _ready(raw, arguments)
-        for setting in settings:
-            if time.time() > end:
-                return
-            _report(results, _row(setting, train, ready, arguments), len(settings))
+    if arguments.workers > 1:
+        _run_workers(settings, train, arguments, results, raw, end)
         return
-    _run_workers(settings, train, arguments, results, raw, end)
+    ready = _ready(raw, arguments)
+    while time.time() < end and (setting := next_of(settings, results, [])) is not None:
+        _report(results, _row(setting, train, ready, arguments))
+
+
+def next_of(wanted: Wanted, results: common.Results, started: list[Setting]) -> Setting | None:
+    """Return the first setting that has no row and was not started."""
+    for setting in wanted(results.rows):
+        if setting not in started and results.missing(**setting):
+            return setting
+    return None
 
 
 def _run_workers(
-    settings: list[dict[str, Any]], train: Train, arguments: Any, results: common.Results, raw: Arrays, end: float
+    wanted: Wanted, train: Train, arguments: Any, results: common.Results, raw: Arrays, end: float
 ) -> None:
     context = multiprocessing.get_context("spawn")
     queue, answers = context.Queue(), context.Queue()
     workers = [
         context.Process(target=_work, args=(queue, answers, train, raw, arguments), daemon=True)
-        for _ in range(min(arguments.workers, len(settings)))
+        for _ in range(arguments.workers)
     ]
     for worker in workers:
         worker.start()
-    waiting, running, failed = list(reversed(settings)), 0, 0
-    for _ in workers:
-        queue.put(waiting.pop())
-        running += 1
-    while running > sum(not worker.is_alive() for worker in workers) - failed or not answers.empty():
+    started: list[Setting] = []
+    running, failed = 0, 0
+    while True:
+        alive = sum(worker.is_alive() for worker in workers)
+        while running < alive and time.time() < end and (setting := next_of(wanted, results, started)) is not None:
+            started.append(setting)
+            queue.put(setting)
+            running += 1
+        if not running or not alive:
+            break
         try:
             answer = answers.get(timeout=5)
         except queues.Empty:
+            if sum(worker.is_alive() for worker in workers) < alive:
+                running -= 1  # a process died without a word
             continue
         running -= 1
-        if isinstance(answer, str):  # this worker has stopped: the others go on
+        if isinstance(answer, str):
             print(answer, flush=True)
             failed += 1
             continue
-        _report(results, answer, len(settings))
-        if waiting and time.time() < end:
-            queue.put(waiting.pop())
-            running += 1
+        _report(results, answer)
     for _ in workers:
         queue.put(None)
     for worker in workers:
@@ -318,13 +391,13 @@ def _run_workers(
 
 def _work(queue: Any, answers: Any, train: Train, raw: Arrays, arguments: Any) -> None:
     """Take settings until there are no more; an error goes back as text."""
+    torch.set_num_threads(1)
     ready = _ready(raw, arguments)
     while (setting := queue.get()) is not None:
         try:
             answers.put(_row(setting, train, ready, arguments))
         except Exception:
             answers.put(f"{setting}: {traceback.format_exc()}")
-            return
 
 
 def _ready(raw: Arrays, arguments: Any) -> Tensors:
@@ -338,9 +411,11 @@ def _row(setting: dict[str, Any], train: Train, ready: Tensors, arguments: Any) 
     torch.manual_seed(setting["seed"])
     start = time.time()
     found = train(setting, ready, arguments)
-    return setting | {"epochs": arguments.epochs, "seconds": round(time.time() - start, 2)} | found
+    if torch.device(arguments.device).type == "cuda":
+        torch.cuda.empty_cache()  # what a recorded step held, for the processes beside this one
+    return {"epochs": arguments.epochs} | setting | {"seconds": round(time.time() - start, 2)} | found
 
 
-def _report(results: common.Results, row: common.Row, total: int) -> None:
+def _report(results: common.Results, row: common.Row) -> None:
     results.add(**row)
-    print(f"{len(results.rows)} rows, {total} in this run:", *row.values(), flush=True)
+    print(f"{len(results.rows)} rows:", *row.values(), flush=True)

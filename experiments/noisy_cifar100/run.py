@@ -30,7 +30,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "LML": lambda x, y: ll.lml_loss(x, y, K),
     "two-way": lambda x, y: ll.two_way_loss(x, y),
 }
-NETWORKS = ("resnet", "densenet", "features")
+NETWORKS = ("resnet", "features")
+RATES, DECAYS, FACTOR = (0.1, 0.4, 1.6), (1.25e-4, 5e-4, 2e-3), 4  # the grid, and the step by which it grows
+TUNED_AT = 0.6  # the share of noise at which rate and decay are chosen
 PROBABILITIES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
@@ -48,17 +50,16 @@ def noisy(fine: np.ndarray, coarse: np.ndarray, kind: str, p: float, seed: int) 
 
 
 def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> common.Row:
-    """Train one network and return its clean validation and test accuracy at the last epoch."""
-    body, features = cifar.network(setting["network"], arguments.width)
+    """Train one network; return its clean accuracy at the last epoch, on the test rows only with the chosen setting."""
+    body, features = cifar.network(setting["network"], setting["width"])
     net = nn.Sequential(body, nn.Linear(features, 100)).to(arguments.device, memory_format=torch.channels_last)
     fine, coarse = (data[f"train_{name}"].cpu().numpy() for name in ("fine", "coarse"))
     labels = noisy(fine, coarse, setting["noise"], setting["p"], setting["seed"])
     loss_of = LOSSES[setting["loss"]]
-    forward = torch.compile(net, dynamic=False) if arguments.compile else net
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
         with cifar.half(x):
-            logits = forward(x)
+            logits = net(x)
         return loss_of(logits.float(), y)
 
     cifar.fit(
@@ -66,31 +67,100 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
         net.parameters(),
         data["train_x"],
         torch.as_tensor(labels, device=arguments.device),
-        peak=cifar.PEAK[setting["network"]],
+        peak=setting["rate"],
+        decay=setting["decay"],
         epochs=arguments.epochs,
         batch=arguments.batch,
         seed=setting["seed"],
     )
     found = {}
-    for split in ("valid", "test"):
+    for split in ("valid",) if setting["part"] == "grid" else ("valid", "test"):
         hits = cifar.outputs(net, data[f"{split}_x"]).topk(K, -1).indices == data[f"{split}_fine"][:, None]
-        found[f"{split}_top1"] = hits[:, 0].float().mean().item()
-        found[f"{split}_top5"] = hits.any(-1).float().mean().item()
+        found[f"{split}_top1"] = round(hits[:, 0].float().mean().item(), 6)
+        found[f"{split}_top5"] = round(hits.any(-1).float().mean().item(), 6)
     return found
+
+
+def wanted(rows: Sequence[common.Row], arguments: Any) -> list[cifar.Setting]:
+    """Return what to train: the grid of each loss and kind of noise, then every share of noise with what it chose."""
+    found, final = [], []
+    base = {"network": arguments.network, "width": arguments.width}
+    for noise in ["none", *arguments.noise]:
+        shares = [p for p in arguments.p if (p == 0) == (noise == "none")]
+        for loss in arguments.losses if shares else ():
+            cell = base | {"noise": noise, "p": 0.0 if noise == "none" else TUNED_AT, "loss": loss}
+            grid = [row for row in rows if row["part"] == "grid" and row.items() >= cell.items()]
+            more = grid_of(grid, arguments.rates, arguments.decays, arguments.grow)
+            found += [cell | {"part": "grid", "rate": rate, "decay": decay, "seed": 0} for rate, decay in more]
+            if not more:
+                rate, decay = best(grid)
+                pair = {"part": "test", "rate": rate, "decay": decay}
+                final += [cell | pair | {"p": p, "seed": seed} for seed in range(arguments.seeds) for p in shares]
+    return found + sorted(final, key=lambda setting: setting["seed"])
+
+
+def best(grid: Sequence[common.Row]) -> tuple[float, float]:
+    """Return the rate and the decay with the best top-5 accuracy on the validation rows."""
+    row = max(grid, key=lambda row: row["valid_top5"])
+    return row["rate"], row["decay"]
+
+
+def grid_of(
+    grid: Sequence[common.Row], rates: Sequence[float], decays: Sequence[float], steps: int = 2
+) -> list[tuple[float, float]]:
+    """Return the pairs still to train: the given ones, then neighbours of the best, until it lies inside.
+
+    The grid grows by at most `steps` factors of 4 on each side.
+    """
+    seen = {(row["rate"], row["decay"]) for row in grid}
+    missing = [(rate, decay) for rate in rates for decay in decays if (rate, decay) not in seen]
+    if missing:
+        return missing
+    rate, decay = best(grid)
+    around = [(rate * FACTOR, decay), (rate / FACTOR, decay), (rate, decay * FACTOR), (rate, decay / FACTOR)]
+    most = 1.01 * FACTOR**steps
+    return [
+        pair
+        for pair in (tuple(float(f"{v:.6g}") for v in pair) for pair in around)
+        if pair not in seen
+        and rates[0] / most < pair[0] < rates[-1] * most
+        and decays[0] / most < pair[1] < decays[-1] * most
+    ]
 
 
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     found = {"runs": runs(rows)}
     for network in NETWORKS:
+        of_network = [row for row in rows if row["network"] == network]
+        found[f"chosen {network}"] = chosen([row for row in of_network if row["part"] == "grid"])
+        test = [row for row in of_network if row["part"] == "test"]
         for noise in ("blocks", "coarse") if network == "resnet" else ("blocks",):
-            part = [row for row in rows if row["network"] == network and row["noise"] in (noise, "none")]
+            part = [row for row in test if row["noise"] in (noise, "none")]
             part.sort(key=lambda row: (list(LOSSES).index(row["loss"]), row["p"]))
             for value in ("test_top5", "test_top1"):
                 made = common.table(part, "loss", "p", value) if part else "(not run)"
                 found[f"{network} {noise} {value}"] = made
-            if network != "features":
-                found[f"ahead {noise}" if network == "resnet" else f"ahead {network}"] = ahead(part)
+            found[f"ahead {network} {noise}"] = ahead(part)
     return found
+
+
+def chosen(grid: Sequence[common.Row]) -> str:
+    """Rate and decay that the validation rows chose, their top-5 accuracy, and that at the one setting of before."""
+    heads = [f"{noise}: rate, decay | chosen | at 0.4, 5e-4" for noise in ("none", "blocks", "coarse")]
+    lines = ["| loss | " + " | ".join(heads) + " |", "| --- " * 10 + "|"]
+    for loss in LOSSES:
+        cells = []
+        for noise in ("none", "blocks", "coarse"):
+            some = [row for row in grid if (row["loss"], row["noise"]) == (loss, noise)]
+            if not some:
+                cells.append(" | | ")
+                continue
+            rate, decay = best(some)
+            of = {(row["rate"], row["decay"]): 100 * row["valid_top5"] for row in some}
+            before = f"{of[0.4, 5e-4]:.1f}" if (0.4, 5e-4) in of else ""
+            cells.append(f"{rate:g}, {decay:g} | {of[rate, decay]:.1f} | {before}")
+        lines.append(f"| {loss} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def ahead(rows: Sequence[common.Row]) -> str:
@@ -121,13 +191,17 @@ def runs(rows: Sequence[common.Row]) -> str:
     lines = []
     for network in dict.fromkeys(row["network"] for row in rows):
         part = [row for row in rows if row["network"] == network]
+        grid = sum(row["part"] == "grid" for row in part)
         seeds, epochs = (sorted({row[name] for row in part}) for name in ("seed", "epochs"))
-        lines.append(f"{network}: {len(part)} networks, seeds {seeds}, {' or '.join(map(str, epochs))} epochs")
+        lines.append(
+            f"{network}: {grid} networks to choose and {len(part) - grid} to measure, seeds {seeds}, "
+            f"{' or '.join(map(str, epochs))} epochs"
+        )
     return "; ".join(lines) + "."
 
 
 def figure(rows: Sequence[common.Row], path: Path) -> None:
-    """Draw top-5 accuracy against the noise, mean and range over seeds: a panel a kind of noise."""
+    """Draw top-5 accuracy against the noise, mean and range over seeds: one panel per kind of noise."""
     import matplotlib.pyplot as plt
 
     drawn, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
@@ -137,7 +211,12 @@ def figure(rows: Sequence[common.Row], path: Path) -> None:
         for loss in LOSSES:
             points: dict[float, list[float]] = {}
             for row in rows:
-                if row["network"] == "resnet" and row["loss"] == loss and row["noise"] in (noise, "none"):
+                if (
+                    row["part"] == "test"
+                    and row["network"] == "resnet"
+                    and row["loss"] == loss
+                    and row["noise"] in (noise, "none")
+                ):
                     points.setdefault(row["p"], []).append(100 * row["test_top5"])
             at = sorted(points)
             axis.plot(at, [np.mean(points[p]) for p in at], marker=".", label=loss)
@@ -149,24 +228,14 @@ def figure(rows: Sequence[common.Row], path: Path) -> None:
     common.save(drawn, path)
 
 
-def grid(arguments: Any) -> list[dict[str, Any]]:
-    settings = []
-    for seed in range(arguments.seeds):
-        for p in arguments.p:
-            for noise in ["none"] if p == 0 else arguments.noise:
-                settings += [
-                    {"network": arguments.network, "noise": noise, "p": p, "loss": loss, "seed": seed}
-                    for loss in arguments.losses
-                ]
-    return settings
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, HERE / "results" / "results.json")
     parser.add_argument("--noise", nargs="+", default=["blocks", "coarse"], choices=["blocks", "coarse"])
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument("--p", nargs="+", type=float, default=list(PROBABILITIES))
-    parser.add_argument("--compile", action="store_true", help="torch.compile the network: less memory traffic")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="the grid's, a factor of 4 apart")
+    parser.add_argument("--decays", nargs="+", type=float, default=list(DECAYS), help="the grid's, a factor of 4 apart")
+    parser.add_argument("--grow", type=int, default=2, help="by how many factors of 4 the grid may grow on each side")
     cifar.add_arguments(parser, networks=NETWORKS)
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
@@ -175,9 +244,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     if arguments.smoke:
         cifar.shrink(arguments)
-        arguments.p, arguments.noise = [0.0, 0.4], ["blocks", "coarse"]
+        arguments.p, arguments.noise, arguments.losses = [0.0, 0.4], ["coarse"], ["cross-entropy", "LML"]
+        arguments.rates, arguments.decays, arguments.grow = [0.1, 0.4], [5e-4], 0
     results = common.Results(arguments.out)
-    cifar.run([s for s in grid(arguments) if results.missing(**s)], train, arguments, results)
+    cifar.run(lambda rows: wanted(rows, arguments), train, arguments, results)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,27 @@ def render(triangles: Tensor, rotation: Tensor, size: int, chunk: int = 32) -> T
     return (255 * torch.cat(drawn)).round().to(torch.uint8)
 
 
+def normals(triangles: Tensor, rotation: Tensor, size: int, chunk: int = 32) -> Tensor:
+    """Return the unit normal of the surface at each pixel, towards the camera, 0 where nothing is."""
+    parts = zip(triangles.split(chunk), rotation.split(chunk), strict=True)
+    found = []
+    for some, turn in parts:
+        depth, nearest, normal = _visible(some @ turn.mT[:, None], size)
+        at = normal.gather(1, nearest[..., None].expand(-1, -1, 3))
+        found.append(torch.where((depth > -torch.inf)[..., None], at, 0).view(-1, size, size, 3))
+    return torch.cat(found)
+
+
 def _drawn(corners: Tensor, size: int) -> Tensor:
+    depth, nearest, normal = _visible(corners, size)
+    light = torch.nn.functional.normalize(normal.new_tensor(LIGHT), dim=0)
+    shade = 0.25 + 0.75 * (normal @ light).clamp(min=0)
+    picture = torch.where(depth > -torch.inf, shade.gather(1, nearest), 0)
+    return picture.view(-1, size, size)
+
+
+def _visible(corners: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the depth at each pixel, which triangle is nearest there, and the unit normals of the triangles."""
     a, b, c = corners.unbind(2)
     normal = torch.linalg.cross(b - a, c - a)
     front = normal[..., 2] > 1e-9
@@ -55,10 +75,7 @@ def _drawn(corners: Tensor, size: int) -> Tensor:
     heights = _planes(a, b, c, normal[..., 2]) @ pixels  # weights of the three corners, and the depth
     inside = (heights[:, :, :3].amin(2) >= 0) & front.gather(1, kept)[..., None]
     depth, nearest = torch.where(inside, heights[:, :, 3], -torch.inf).max(1)
-    light = torch.nn.functional.normalize(normal.new_tensor(LIGHT), dim=0)
-    shade = 0.25 + 0.75 * (torch.nn.functional.normalize(normal, dim=-1) @ light).clamp(min=0)
-    picture = torch.where(depth > -torch.inf, shade.gather(1, nearest), 0)
-    return picture.view(-1, size, size)
+    return depth, nearest, torch.nn.functional.normalize(normal, dim=-1)
 
 
 def _planes(a: Tensor, b: Tensor, c: Tensor, area: Tensor) -> Tensor:

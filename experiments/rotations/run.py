@@ -255,8 +255,14 @@ def one_cycle(rate: float, steps: int) -> Tensor:
     return rate * (0.04 + 0.96 * rise) * fall
 
 
-def fit(net: Network, some: Pictures, rate: float, epochs: int, generator: torch.Generator) -> None:
-    """Train with AdamW and one cycle of the learning rate; on a GPU the step is recorded once and replayed."""
+def fit(
+    net: Network, some: Pictures, rate: float, epochs: int, generator: torch.Generator, follow: bool = False
+) -> list[list[float]]:
+    """Train with AdamW and one cycle of the learning rate; on a GPU the step is recorded once and replayed.
+
+    With `follow`, return for each epoch mean and variance, over its batches, of the mean length of the gradient with
+    respect to what the last layer puts out for a picture.
+    """
     device, batch = some.x.device, min(BATCH, len(some.x))
     steps = len(some.x) // batch
     rates = one_cycle(rate, epochs * steps).to(device)
@@ -264,10 +270,18 @@ def fit(net: Network, some: Pictures, rate: float, epochs: int, generator: torch
     values = list(net.parameters())
     optimiser = torch.optim.AdamW(values, lr=now, weight_decay=0.01, fused=True, capturable=device.type == "cuda")
 
+    outs: list[Tensor] = []
+    length, lengths, curve = torch.zeros((), device=device), [], []
+    hooks = [head.linear.register_forward_hook(lambda _, __, out: outs.append(out)) for head in net.heads if follow]
+
     def update(_: float) -> None:
+        outs.clear()
         loss = net.loss(some.x[rows], some.kind[rows], some.points[rows])
-        for value, grad in zip(values, torch.autograd.grad(loss, values), strict=True):
+        grads = torch.autograd.grad(loss, [*values, *outs])
+        for value, grad in zip(values, grads, strict=False):
             value.grad = grad
+        if follow:
+            length.copy_(batch * torch.cat(grads[len(values) :], -1).norm(dim=-1).mean())
         optimiser.step()
 
     step = tabular.Recorded(update, device)
@@ -277,6 +291,14 @@ def fit(net: Network, some: Pictures, rate: float, epochs: int, generator: torch
             rows.copy_(order[i * batch : (i + 1) * batch])
             now.copy_(rates[epoch * steps + i])
             step(0.0)
+            if follow:
+                lengths.append(length.clone())
+        if follow:
+            of_epoch = torch.stack(lengths[-steps:])
+            curve.append([of_epoch.mean().item(), of_epoch.var(unbiased=False).item()])
+    for hook in hooks:
+        hook.remove()
+    return curve
 
 
 def train(setting: common.Row, rate: float, scale: Scale, folder: Path, device: str) -> common.Row:
@@ -378,7 +400,11 @@ def measured_table(rows: Sequence[common.Row], task: str) -> str:
 
 
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
+    from experiments.rotations import normals  # which imports this file
+
     found = {"held out": held_out(rows)}
+    if normals.RESULTS.exists():
+        found |= normals.tables(common.Results(normals.RESULTS).rows)
     large, small, *_ = *finished(rows), [], []
     for name, some in (("", large), ("small ", small)):
         found |= {f"{name}{task}": measured_table(some, task) for task in TASKS if task != "rotations" or not name}

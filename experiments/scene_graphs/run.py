@@ -105,20 +105,26 @@ def prior(relations: np.ndarray, pairs: np.ndarray) -> Tensor:
     return torch.from_numpy(np.log(counts / counts.sum(-1, keepdims=True) + 1e-3))
 
 
-def train(graphs: Graphs, images: np.ndarray, setting: dict[str, Any], arguments: Any) -> RelationNetwork:
-    """Train one network on the images of a list."""
-    torch.manual_seed(setting["seed"])
-    rng = np.random.default_rng(setting["seed"])
-    device = arguments.device
+def network_for(graphs: Graphs, images: np.ndarray, arguments: Any) -> RelationNetwork:
+    """Return a network that starts from the frequencies of the images."""
     network = RelationNetwork(
-        torch.from_numpy(graphs.boxes).to(device),
-        torch.from_numpy(graphs.labels).to(device),
+        torch.from_numpy(graphs.boxes).to(arguments.device),
+        torch.from_numpy(graphs.labels).to(arguments.device),
         prior(*data.frequencies(graphs, images)),
         graphs.vectors,
         hidden=arguments.hidden,
         width=arguments.hidden // 2,
         dropout=arguments.dropout,
-    ).to(device)
+    )
+    return network.to(arguments.device)
+
+
+def train(graphs: Graphs, images: np.ndarray, setting: dict[str, Any], arguments: Any) -> RelationNetwork:
+    """Train one network on the images of a list."""
+    torch.manual_seed(setting["seed"])
+    rng = np.random.default_rng(setting["seed"])
+    device = arguments.device
+    network = network_for(graphs, images, arguments)
     parameters = list(network.parameters())
     optimiser = torch.optim.AdamW(parameters, setting["lr"], weight_decay=arguments.weight_decay)
     per_epoch = -(-len(images) // arguments.batch)
@@ -269,7 +275,11 @@ def in_order(rows: Iterable[common.Row]) -> list[common.Row]:
 
 
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
+    from experiments.scene_graphs import curves  # which imports this file
+
     made = {"figure": "![Recall above the softmax of a pair](results/recall.png)"}
+    if curves.RESULTS.exists():
+        made |= curves.tables(common.Results(curves.RESULTS).rows)
     rows = in_order(rows)
     for name in dict.fromkeys(row["data"] for row in rows):
         test = final(rows, name)

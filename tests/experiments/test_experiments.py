@@ -27,6 +27,18 @@ def test_smoke_run_and_resume(name, tmp_path, capsys, monkeypatch):
     assert json.loads(out.read_text())["rows"] == first
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scene_graphs.curves", "rotations.normals"])
+def test_smoke_run_of_a_second_part(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    part = importlib.import_module(f"experiments.{name}")
+    out = tmp_path / "results.json"
+    part.main(["--smoke", "--seeds", "1", "--out", str(out), "--device", "cpu"])
+    rows = importlib.import_module("experiments.common").Results(out).rows
+    assert rows
+    assert all("(not run)" not in table for table in part.tables(rows).values())
+
+
 @pytest.mark.parametrize("name", [n for n in EXPERIMENTS if (ROOT / "experiments" / n / "results").exists()])
 def test_readme_equals_the_results(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
@@ -84,10 +96,13 @@ def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, 
     common, cifar = (importlib.import_module(f"experiments.{name}") for name in ("common", "cifar"))
     run = importlib.import_module("experiments.noisy_cifar100.run")
     settings = [
-        {"network": "resnet", "noise": "blocks", "p": 0.2, "loss": loss, "seed": 0}
+        {
+            "network": "resnet", "width": 4, "noise": "blocks", "p": 0.2, "loss": loss, "part": "grid", "rate": 0.1,
+            "decay": 5e-4, "seed": 0,
+        }
         for loss in ("no such loss", "cross-entropy", "two-way")
-    ]
-    arguments = argparse.Namespace(smoke=True, device="cpu", workers=2, minutes=1e6, compile=False)
+    ]  # fmt: skip
+    arguments = argparse.Namespace(smoke=True, device="cpu", workers=2, minutes=1e6)
     cifar.shrink(arguments)
     results = common.Results(tmp_path / "results.json")
     with pytest.raises(SystemExit, match="1 settings failed"):

@@ -154,3 +154,25 @@ def test_the_best_of_the_rates_asked_for_is_measured(parts):
     assert "| direct | 8.00 ± 0.00 | 50.0 ± 0.0 | 50.0 ± 0.0 | 50.0 ± 0.0 | 0.001 |" in run.measured_table(
         finals, "axes"
     )
+
+
+def test_the_middle_pixel_has_the_shade_of_its_normal(parts, monkeypatch):
+    _, render, _ = parts
+    normals = importlib.import_module("experiments.rotations.normals")
+    some = normals.pictures(1, 3, 32, seed=4, device="cpu")
+    assert (some.rotation[:, 2] < 0).all()  # away from the camera, as the head wants it
+    torch.testing.assert_close(some.rotation.norm(dim=-1), torch.ones(36))
+    light = torch.nn.functional.normalize(torch.tensor(render.LIGHT), dim=0)
+    towards = some.rotation * torch.tensor([1.0, 1.0, -1.0])
+    shade = 255 * (0.25 + 0.75 * (towards @ light).clamp(min=0))
+    torch.testing.assert_close(some.x[:, 16, 16].float(), shade, atol=0.51, rtol=0)
+
+
+def test_the_gradient_is_that_of_the_outputs_of_each_picture(parts):
+    _, _, run = parts
+    net = run.Network(lambda features: run.Direct(features, 2), 1, 16, 2)
+    some = run.Pictures(torch.zeros(8, 16, 16, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), None, None)
+    some = some._replace(points=torch.full((8, 1, 2), 9.0))
+    [[mean, variance]] = run.fit(net, some, 1e-6, 1, torch.Generator().manual_seed(0), follow=True)
+    assert mean == pytest.approx(math.sqrt(2), rel=1e-4)  # far off, the smooth L1 loss has a slope of 1 per coordinate
+    assert variance == 0
