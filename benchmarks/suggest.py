@@ -247,7 +247,7 @@ def measure(
             added = sp.csr_matrix((np.ones(n, np.float32), (row, label)), shape=left.shape)
             again = recall(fit(train.x, (left + added).tocsr(), cost), test)
             one |= {"recall@5": again, "recovered": (again - poor) / (full - poor)}
-            if name == "suggest_labels":
+            if name.startswith("suggest_labels"):
                 kept = sp.csr_matrix((right.astype(np.float32), (row, label)), shape=left.shape)
                 kept.eliminate_zeros()
                 checked = recall(fit(train.x, (left + kept).tocsr(), cost), test)
