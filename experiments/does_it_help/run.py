@@ -114,6 +114,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     made = {
         "runs": f"{len(rows)} models: {len({r['set'] for r in rows})} sets, {len({r['seed'] for r in rows})} seeds."
     }
+    made["best"] = best(rows)
     for metric, title in METRICS.items():
         for head in HEADS:
             made[f"{title} {head}"] = summary(rows, metric, head)
@@ -123,6 +124,21 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
                 body = common.table(some, "method", "set", metric, digits=1) if some else "(not run)"
                 made[f"{title} {head} {keep}"] = body
     return made
+
+
+def best(rows: Sequence[common.Row]) -> str:
+    """The loss with the largest mean gain, for each metric, head and share of labels hidden."""
+    lines = ["| labels | metric | linear | hidden layer |", "| --- | --- | --- | --- |"]
+    for keep, words in KEEP.items():
+        for metric, title in METRICS.items():
+            cells = []
+            for head in HEADS:
+                of = {m: [g.mean() for g in gains(rows, metric, head, keep, m).values()] for m in list(METHODS)[1:]}
+                first = sorted((m for m in of if of[m]), key=lambda m, of=of: -float(np.mean(of[m])))[:2]
+                named = [f"{m} {np.mean(of[m]):+.1f} ({sum(g > 0 for g in of[m])} of {len(of[m])})" for m in first]
+                cells.append(", ".join(named))
+            lines.append(f"| {words} | {title} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines)
 
 
 def summary(rows: Sequence[common.Row], metric: str, head: str) -> str:
