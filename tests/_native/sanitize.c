@@ -86,6 +86,49 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
     return bad;
 }
 
+/* Rows with weights and bounds, shared or not; their sums where the row has one. */
+static int check_weighted(int type, int64_t rows, int64_t n, int shared, int with_mask) {
+    size_t real = type ? 8 : 4, size = (size_t)(rows * n), terms = shared ? (size_t)n : size;
+    void *array[8];
+    for (int i = 0; i < 8; i++) array[i] = malloc((i > 0 && i < 4 ? terms : size) * real + 1);
+    double *k = malloc((size_t)rows * 8), *nu = malloc((size_t)rows * 8), *grad_k = malloc((size_t)rows * 8);
+    uint8_t *mask = malloc(size + 1);
+    for (size_t i = 0; i < size; i++) put(array[0], type, (int64_t)i, score((int)(i / (size_t)n % 8), (int64_t)i % n));
+    for (size_t i = 0; i < size; i++) mask[i] = uniform() > 0.2;
+    for (size_t i = 0; i < terms; i++) {
+        put(array[1], type, (int64_t)i, i % 7 ? pow(10, 6 * uniform() - 3) : -uniform());
+        put(array[2], type, (int64_t)i, 0.3 * uniform());
+        put(array[3], type, (int64_t)i, 0.5 + uniform());
+    }
+    for (int64_t i = 0; i < rows; i++) k[i] = 0.4 * (double)n * uniform();
+    struct weighted call = {.rows = rows, .n = n, .logits = array[0], .k = k, .k_stride = 1, .temperature = 0.7,
+                            .threads = 2, .weight = array[1], .lower = array[2], .upper = array[3], .out = array[4],
+                            .nu = nu, .grad = array[4], .grad_k = grad_k, .grad_weight = array[5],
+                            .grad_lower = array[6], .grad_upper = array[7]};
+    call.weight_stride = call.lower_stride = call.upper_stride = shared ? 0 : n;
+    if (with_mask) call.mask = mask, call.mask_stride = n;
+    int bad = 0;
+    for (call.at_most = 0; call.at_most < 2; call.at_most++) {
+        bad += lastlayer_run_weighted(&call, type, 0);
+        for (int64_t i = 0; i < rows && !call.at_most; i++) {
+            double sum = 0, size_of = 0;
+            for (int64_t j = 0; j < n; j++) {
+                double part = get(array[4], type, i * n + j) * get(array[1], type, shared ? j : i * n + j);
+                sum += part, size_of += fabs(part);
+            }
+            bad += i % 8 < 7 && fabs(sum - k[i]) > 1e-5 * size_of; /* scores of 1e30 have no digits; nan rows pass */
+        }
+        void *out = call.out;
+        call.out = array[5], call.grad_weight = 0;
+        bad += lastlayer_run_weighted(&call, type, 1);
+        call.out = out, call.grad_weight = array[5];
+    }
+    for (int i = 0; i < 8; i++) free(array[i]);
+    free(k), free(nu), free(grad_k), free(mask);
+    if (bad) printf("weights, type %d, %d rows of %d: %d wrong\n", type, (int)rows, (int)n, bad);
+    return bad;
+}
+
 int main(void) {
     int bad = 0;
     int64_t sizes[] = {0, 1, 2, 3, 16, 17, 100, 2049};
@@ -93,7 +136,11 @@ int main(void) {
         for (int type = 0; type < 2; type++) {
             lastlayer_limit_isa(isa);
             for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-                for (int form = 0; form < 2; form++) bad += check(type, 64, sizes[i], 2, form, form ? 0.7 : 1);
+                for (int form = 0; form < 2; form++) {
+                    bad += check(type, 64, sizes[i], 2, form, form ? 0.7 : 1);
+                    if (sizes[i]) bad += check_weighted(type, 64, sizes[i], 1, form);
+                    if (sizes[i]) bad += check_weighted(type, 64, sizes[i], 0, form);
+                }
             bad += check(type, 2, 70001, 2, 0, 1); /* rows split over threads */
         }
     return bad != 0;
