@@ -1,5 +1,7 @@
 """The exact solver and the choice among losses in runs and in the estimator; calibration; thresholds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -88,32 +90,36 @@ def test_auto_says_what_it_chose_and_by_how_much(tmp_path):
     assert model.decision.rule == "top_k"
 
 
-def test_lml_is_taken_unless_another_loss_is_clearly_better():
+@pytest.mark.parametrize(("n", "thinned"), [(400, False), (1200, True)])
+def test_lml_is_taken_unless_another_loss_is_clearly_better(n, thinned):
     rng = np.random.default_rng(0)
-    labels = LabelData(None, None, np.arange(401), rng.integers(0, 8, 400), [f"label{i}" for i in range(8)])
-    pool = Pool(sp.csr_matrix(rng.random((400, 3), np.float32)), labels, 400)
-    config = Config(monitor="recall@1", at=(1,))
+    labels = LabelData(None, None, np.arange(n + 1), rng.integers(0, 8, n), [f"label{i}" for i in range(8)])
+    pool = Pool(sp.csr_matrix(rng.random((n, 3), np.float32)), labels, n)
+    config = Config(monitor="recall@1", at=(1,), labels="incomplete" if thinned else "complete")
 
-    def chosen(share: float) -> tuple[str, str]:
+    def chosen(share: float, config: Config = config) -> tuple[str, str]:
         """Choose where the squared hinge is right in all rows and LML in all but a share of them."""
         race = _Race(pool, config, Resolved.of(config, labels), lambda line: None)
         right = np.eye(8, dtype=np.float32)[labels.indices]
-        wrong = np.where(np.arange(400)[:, None] < share * 400, -right, right)
+        wrong = np.where(np.arange(n)[:, None] < share * n, -right, right)
         race.held = [labels]
-        race.scores = {Candidate("squared_hinge", 1.0): [right], Candidate("lml", 0.0): [wrong]}
+        race.scores = {Candidate("squared_hinge", 1.0): [right], Candidate("lml", 0.0, thinned): [wrong]}
         race.networks = dict.fromkeys(race.scores)
         race._drop()
-        made = race.finish([(np.arange(400), np.arange(400))])
+        made = race.finish([(np.arange(n), np.arange(n))])
         return made.candidate.loss, made.line
 
+    name = "lml, thinned" if thinned else "lml"
     assert chosen(0.0) == (
         "lml",
-        "loss: lml, chosen by recall@1 of 400 validation rows: 100.0, against 100.0 (squared_hinge)",
+        f"loss: {name}, chosen by recall@1 of {n} validation rows: 100.0, against 100.0 (squared_hinge)",
     )
-    loss, line = chosen(0.005)  # two rows of 400
+    loss, line = chosen(2 / n)  # two rows
     assert loss == "lml"
     assert line.endswith("against 100.0 (squared_hinge); the difference may be chance, and LML is taken then")
     assert chosen(0.05)[0] == "squared_hinge"
+    if thinned:  # as many rows with complete labels can tell
+        assert chosen(2 / n, replace(config, labels="complete"))[0] == "squared_hinge"
 
 
 def test_a_killed_choice_is_made_again_to_the_same_weights(exact, tmp_path, monkeypatch):
