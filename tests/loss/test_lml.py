@@ -1,10 +1,11 @@
 """The LML losses: golden numbers, second formulas, derivatives, targets, edges."""
 
+import copy
 import math
 
 import pytest
 import torch
-from tools import slow
+from tools import DEVICE, slow
 from torch.autograd import gradcheck, gradgradcheck
 
 import lastlayer as ll
@@ -440,3 +441,39 @@ def test_new_numbers_are_not_compiled_anew():
         numbers = 3 + i / 7, 0.1 + i / 20, 0.5 + i
         torch.testing.assert_close(compiled(x, *numbers), loss(x, *numbers))
     assert len(graphs) == 2
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("observed", [0.0, 0.4])
+def test_a_captured_step_is_an_eager_step(observed):
+    """Forward, backward and optimiser as one CUDA graph, replayed on new rows."""
+    torch.manual_seed(0)
+    first = torch.nn.Linear(20, 30, device=DEVICE)
+    second = copy.deepcopy(first)
+    batches = [(torch.randn(16, 20, device=DEVICE), torch.randint(30, (16,), device=DEVICE)) for _ in range(5)]
+    x, y = (part.clone() for part in batches[0])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+
+    def step(model, optimizer, x, y):
+        optimizer.zero_grad(set_to_none=True)
+        loss = ll.lml_loss(model(x), y, 3, observed=observed)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # past the calls after which a kernel is made for a length
+        for _ in range(8):
+            step(first, optimizers[0], x, y)
+    torch.cuda.current_stream().wait_stream(side)
+    second.load_state_dict(first.state_dict())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(first, optimizers[0], x, y)
+    for rows, labels in batches:
+        x.copy_(rows), y.copy_(labels)
+        graph.replay()
+        expected = step(second, optimizers[1], rows, labels)
+        torch.testing.assert_close(captured.detach(), expected.detach())
+    torch.testing.assert_close(first.weight, second.weight)
