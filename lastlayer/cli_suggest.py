@@ -22,7 +22,9 @@ def fill(made: argparse.ArgumentParser) -> None:
     made.add_argument("-n", type=int, help="number of suggestions (default: those more probable than not)")
     kinds = ("both", "missing", "wrong")
     made.add_argument("--kind", choices=kinds, default="both", help="which to look for (default: both)")
-    text = "no label gets more than its part of the N missing ones: better to train on (with -n and --kind missing)"
+    text = (
+        "no label gets more than its part of the N missing ones: mostly better to train on (with -n and --kind missing)"
+    )
     made.add_argument("--balanced", action="store_true", help=text)
     text = "share of true labels that are written down (default: estimated)"
     made.add_argument("--observed", type=float, metavar="R", help=text)

@@ -140,8 +140,8 @@ def suggest_labels(
         n: The number of suggestions; None is all that are more probable than not.
         balanced: Whether no label gets more than its part of the `n` missing labels, in proportion to
             :math:`n_c (1 - \rho) / \rho` with :math:`n_c` rows that have it. Frequent labels, which are easy to guess,
-            would else take most of them. The share that is right is about the same; a model that is trained on them is
-            better, whether they are accepted unseen or after a look. Needs `n` and ``kind="missing"``.
+            would else take most of them. The share that is right is about the same, and a model that is trained on them
+            is mostly better (the guide "Repair labels" has figures). Needs `n` and ``kind="missing"``.
         indices: Where there are too many labels for a score each: the classes of the listed scores, such as the best
             50, shape ``(rows, m)``, padded with -1; `scores` then has this shape, and labels that are not listed count
             as improbable: they are never suggested as missing.
