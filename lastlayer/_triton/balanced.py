@@ -175,9 +175,21 @@ def _programs(device: int) -> int:
     return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _meets() -> bool:
+    """Whether this Triton can launch programs that all run at once: those that wait for others would never end."""
+    if INTERPRETED:
+        return True
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return "launch_cooperative_grid" in CUDAOptions.__dataclass_fields__
+
+
 def unfit(logits: Tensor) -> bool:
     """Whether this is not a matrix for the kernel."""
     narrow = (torch.float32, torch.bfloat16, torch.float16)
+    if not _meets():
+        return True
     return logits.ndim != 2 or logits.dtype not in narrow or not 2 <= logits.shape[1] <= WIDEST or logits.shape[0] < 2
 
 
