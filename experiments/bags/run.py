@@ -182,7 +182,8 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     made = {}
     for name, size in itertools.product(SETS, SIZES):
         some = [{VALUES.get(k, k): v for k, v in r.items()} for r in rows if (r["set"], r["size"]) == (name, size)]
-        made[f"{name} {size}"] = common.columns(some, "method", list(VALUES.values()), order=METHODS, digits=1)
+        if some:
+            made[f"{name} {size}"] = common.columns(some, "method", list(VALUES.values()), order=METHODS, digits=1)
     return made
 
 
@@ -191,6 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--decays", nargs="+", type=float, default=list(DECAYS))
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="the largest number in a bag")
     parser.set_defaults(seeds=3, device="cpu")
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
@@ -203,7 +205,9 @@ def main(argv: list[str] | None = None) -> None:
     results = common.Results(arguments.out)
     settings = [
         {"set": name, "size": size, "method": method, "seed": seed}
-        for name, size, seed, method in itertools.product(arguments.sets, SIZES, range(arguments.seeds), METHODS)
+        for name, size, seed, method in itertools.product(
+            arguments.sets, arguments.sizes, range(arguments.seeds), METHODS
+        )
     ]
     tabular.run(work, [s for s in settings if results.missing(**s)], arguments, results)
 
