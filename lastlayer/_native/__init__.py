@@ -51,10 +51,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(path))
         if library.lastlayer_call_size() != CALL.size:
             return None, f"{path.name} is of another version; install the package again"
+        for run in (library.lastlayer_run, library.lastlayer_run_weighted):
+            run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error})"
-    library.lastlayer_run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
-    library.lastlayer_run_weighted.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
     return library, ""
 
 

@@ -1,5 +1,7 @@
 """The launcher past Triton's binder, with a kernel that only writes down how it is called."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -41,13 +43,17 @@ class Compiled:
 def kernel(monkeypatch):
     monkeypatch.setattr(launcher, "_DIRECT", True)
     monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher, "_ready", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a tensor on the CPU
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     return Kernel()
 
 
 def call(kernel, x, n=5, scale=0.5, warps=4, **constants):
-    launcher.launch(kernel, (3,), x, None, n, scale, num_warps=warps, **{"MASKED": False, "BLOCK": 64, **constants})
+    return launcher.launch(
+        kernel, (3,), x, None, n, scale, num_warps=warps, **{"MASKED": False, "BLOCK": 64, **constants}
+    )
 
 
 def test_compiled_once_and_called_in_the_order_of_the_signature(kernel):
@@ -57,7 +63,7 @@ def test_compiled_once_and_called_in_the_order_of_the_signature(kernel):
     assert kernel.compiled == [((3,), (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})]
     ((grid, args),) = kernel.launched
     assert grid == (3, 1, 1)
-    assert args[0] is other
+    assert args[0] == other.data_ptr()
     assert args[1:] == (None, 7, 2.0, 64, False)
 
 
@@ -88,3 +94,26 @@ def test_kernels_do_not_share_what_is_compiled(kernel):
         call(one, torch.zeros(8))
     assert [len(one.compiled) for one in (kernel, another)] == [1, 1]
     assert [len(one.launched) for one in (kernel, another)] == [1, 1]
+
+
+def test_launched_again_by_a_short_key(kernel):
+    x = torch.zeros(8)
+    assert not launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 5, 0.5)
+    launcher.prepare(("key",), call(kernel, x), 3)
+    assert launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 9, 0.25)
+    assert kernel.launched == [((3, 1, 1), (x.data_ptr(), None, 9, 0.25, 64, False))]
+    assert not launcher.relaunch(("key",), 1, 7, x.data_ptr(), None, 9, 0.25)  # another device is the current one
+    assert not launcher.relaunch(("other",), -1, 7, x.data_ptr(), None, 9, 0.25)
+
+
+def test_profilers_are_told(kernel, monkeypatch):
+    said = []
+    monkeypatch.setattr(Compiled, "launch_metadata", lambda self, *given: "metadata of the launch")
+    monkeypatch.setattr(Compiled, "run", lambda self, *given: said.append(given[6:9]))
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=None)
+    monkeypatch.setattr(launcher, "_runtime", hooks)
+    for _ in range(2):
+        call(kernel, torch.zeros(8))
+    hooks.launch_enter_hook = SimpleNamespace(calls=[print])
+    call(kernel, torch.zeros(8))
+    assert said == [(None, None, None), ("metadata of the launch", hooks.launch_enter_hook, None)]
