@@ -140,7 +140,7 @@ def _forward(
         s2 = s2[:, None]
         r = tl.where(few, f - goal, goal - f) / s1
         near = tl.abs(r) < CLOSE
-        lost = lost | ((solved == 0) & near & (s1 < DIGITS * goal))
+        lost = lost | ((solved == 0) & near & (s1 < goal * DIGITS))
         # Halley's step, on the logarithm of the smaller side where it is long.
         level = (log2(f) - log2(goal)) * LN2
         first = tl.where(few, s1, -s1) / f
@@ -230,7 +230,7 @@ def _settle(
                 largest = tl.maximum(largest, tl.max(tl.abs(weight), 0))
             c = k - sure
             rest = total - c
-            slack = 4 * EPS64 * (total + tl.abs(c))
+            slack = (total + tl.abs(c)) * EPS64 * 4
             end = tl.where(
                 tl.abs(c) <= slack, float("-inf"), tl.where(tl.abs(rest) <= slack, float("inf"), float("nan"))
             )
@@ -281,7 +281,7 @@ def _settle(
                     f = tl.where(few, got - goal, goal - got)
                     lo = tl.where(f <= 0, nu, lo)
                     hi = tl.where(f >= 0, nu, hi)
-                    done = (tl.abs(f) <= 2 * EPS64 * (goal + noise)) | (hi - lo <= 2 * EPS64 * tl.abs(nu))
+                    done = (tl.abs(f) <= (goal + noise) * EPS64 * 2) | (hi - lo <= tl.abs(nu) * EPS64 * 2)
                     newton = nu - tl.where(few, 1.0, -1.0) * (tl.log(got) - tl.log(goal)) * got / slope
                     kept = (newton > lo) & (newton < hi)
                     if step % 3 == 2:
