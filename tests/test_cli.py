@@ -10,7 +10,6 @@ import sys
 
 import numpy as np
 import pytest
-from tools import slow
 from train_tools import make_rows
 
 from lastlayer import cli_output
@@ -224,7 +223,8 @@ def test_wrong_lines_stop_or_are_skipped(trained, capsys, tmp_path):
     assert noted["parts"]["train"]["skipped"] == 1
 
 
-@pytest.mark.parametrize("kind", ["torch", slow("onnx")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torch", "onnx"])
 def test_export(trained, capsys, tmp_path, kind):
     import torch
 
@@ -250,6 +250,7 @@ def test_export(trained, capsys, tmp_path, kind):
     assert "already there" in error_of(capsys, ["export", trained[2], "--format", kind, "--out", str(out)])
 
 
+@pytest.mark.slow
 def test_tune_resumes(trained, capsys, tmp_path):
     study = str(tmp_path / "study")
     argv = ["tune", trained[1], "--out", study, "--losses", "lml,binary", *FAST[:-1]]

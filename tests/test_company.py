@@ -284,6 +284,7 @@ def test_fake_and_meta_tensors_have_the_shapes_of_real_ones(name):
                 assert found == shapes(lambda t: t)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # make_fx warns of lifted constants
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_a_graph_holds_for_other_values(name):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LONG = ("demo", "tune", "export", "bench")  # left to the slow test, or to tests of their own
 RECORDED = ("demo", "--losses", "lml,binary")  # which test_terminal.py runs
-SHORT = ("README.md", "index.md", "CONTRIBUTING.md")  # the pages of the first contact; the others are slow
+SHORT = ("README.md", "CONTRIBUTING.md")  # the pages of the first contact; the others are slow
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.S | re.M)
 
 

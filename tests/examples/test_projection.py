@@ -1,9 +1,12 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "projection.py"
 
 
+@pytest.mark.slow
 def test_the_table_and_the_figures(tmp_path):
     example = runpy.run_path(str(EXAMPLE))
     text = example["table"]()

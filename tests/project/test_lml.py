@@ -139,7 +139,7 @@ def test_accuracy(n, dtype, impl):
         assert all(f <= limit for f, limit in zip(found, limits, strict=True)), f"{name}, k={k}: {found}"
 
 
-@pytest.mark.parametrize("k", [1, 2.5, 100, 50_000, 99_999])
+@pytest.mark.parametrize("k", [1, slow(2.5), slow(100), 50_000, slow(99_999)])
 def test_accuracy_of_a_long_row(k):
     for name, x in accuracy.rows(100_000):
         if k < x.isfinite().sum() and name in ("normal", "constant", "30 x", "offset 1e4"):
@@ -471,6 +471,7 @@ ENDS = torch.tensor(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_graph_for_exports_is_as_accurate_as_the_search(dtype):
     for _, name, x, k in accuracy.cases(100):

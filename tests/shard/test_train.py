@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_ranks
-from tools import HUNG, slow
+from tools import HUNG
 from train_tools import make_rows
 
 from lastlayer.cli import main
@@ -75,7 +75,8 @@ def train_on_a_mesh(folder, name, **plan):
         assert status == 0, said
 
 
-@pytest.mark.parametrize("name", ["mesh", slow("mesh_two_way"), slow("mesh_binary"), slow("mesh_incomplete")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mesh", "mesh_two_way", "mesh_binary", "mesh_incomplete"])
 def test_data_by_class_trains_as_one(folder, name):
     train_on_a_mesh(folder, name)
     assert_same(RunFolder(folder / name), one_process(folder, name))

@@ -45,6 +45,7 @@ def test_finished_runs_are_kept(sample, tmp_path):
     assert (again / "done.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_it_says_what_it_does_who_wins_and_how_to_see_it(sample, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(module, "FACTORS", (1.0,))

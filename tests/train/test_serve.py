@@ -82,7 +82,8 @@ def test_loading_and_predicting_import_no_lightning(run):
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("probability", ["auto", pytest.param("sigmoid", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("probability", ["auto", "sigmoid"])
 def test_the_temperature_of_the_loss_is_that_of_the_probabilities(tmp_path, probability):
     config = Config(**FAST, loss_options="temperature=3", probability=probability)
     run, rows = train({"all": make_rows(200)}, config, tmp_path / "run"), make_rows(20, seed=2)
