@@ -24,7 +24,7 @@ test-all: $(VENV)/.dev  ## the longer tests, which `make test` leaves out
 test-triton: $(VENV)/.dev $(TRITONS:%=$(VENV)/triton/%)  ## all tests of the GPU kernels in Triton's interpreter, per version
 	TRITON_INTERPRET=1 $(PYTEST) -m kernels $(KERNELS)
 	for version in $(TRITONS); do \
-		PYTHONPATH=$(VENV)/triton/$$version TRITON_INTERPRET=1 $(PYTEST) -m kernels $(KERNELS) || exit 1; \
+		PYTHONPATH=$(VENV)/triton/$$version TRITON_INTERPRET=1 $(PYTEST) -m "kernels and not slow" $(KERNELS) || exit 1; \
 	done
 
 check: $(VENV)/.dev  ## format, lint, types

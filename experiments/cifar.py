@@ -194,6 +194,12 @@ def half(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, torch.bfloat16, enabled=x.ndim == 4)
 
 
+def randomly_augmented(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A random crop of the image padded by 4, and a mirror image half of the time."""
+    shift = torch.randint(0, 9, (2, len(x)), device=x.device, generator=generator)
+    return augmented(x, shift, torch.rand(len(x), device=x.device, generator=generator) < 0.5)
+
+
 def augmented(x: Tensor, shift: Tensor, flip: Tensor) -> Tensor:
     """Crop images padded by 4 at `shift` (2 x rows, 0 to 8) and mirror those of `flip`; features stay as they are."""
     if x.ndim == 2:

@@ -231,7 +231,7 @@ def train(setting: common.Row, rate: float, folder: Path | None, device: str) ->
     start = time.monotonic()
     for _ in range(epochs):
         for rows in torch.randperm(len(x), device=device, generator=generator).chunk(batches):
-            inputs = cifar.augmented(x[rows], generator) if x.ndim == 4 else x[rows]
+            inputs = cifar.randomly_augmented(x[rows], generator) if x.ndim == 4 else x[rows]
             loss = task.losses[setting["loss"]](net(inputs), target[rows], setting["anchors"])
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
