@@ -14,6 +14,7 @@ from lastlayer.cli import main, parser
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LONG = ("demo", "tune", "export", "bench")  # left to the slow test, or to tests of their own
+QUICK = {"demo": ["--epochs", "1"], "tune": ["--trials", "2"]}  # test_terminal.py runs a demo to its end
 RECORDED = ("demo", "--losses", "lml,binary")  # which test_terminal.py runs
 SHORT = ("README.md", "CONTRIBUTING.md")  # the pages of the first contact; the others are slow
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.S | re.M)
@@ -73,8 +74,9 @@ def test_long_commands_run_as_printed(folder, capsys):
             for part in words:  # what an earlier line of the page has made
                 if part == "run":
                     assert run(["train", "tags.tsv", "--out", "run", "--overwrite"]) == 0
-            quick = ["--epochs", "1"] if command == "demo" else []  # test_terminal.py runs it to its end
-            assert run([*words, *quick]) == 0, f"lastlayer {shlex.join(words)}: {capsys.readouterr().err}"
+            assert run([*words, *QUICK.get(command, [])]) == 0, (
+                f"lastlayer {shlex.join(words)}: {capsys.readouterr().err}"
+            )
 
 
 def test_commands_in_sentences_are_understood():
