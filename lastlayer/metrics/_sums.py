@@ -163,7 +163,7 @@ def label_counts(ranking: Ranking, k: Cuts, n_classes: int) -> LabelCounts:
     if len(k.at) == 1:
         first = torch.searchsorted(k.at.gather(-1, order)[0], position, right=True).expand_as(ranking.index)
     else:
-        first = (position >= k.at).long()  # one cut a row: in it, or beyond
+        first = (position >= k.at).long()  # one cut per row: in it, or beyond
     table = torch.zeros(2, q * n_classes + 1, dtype=torch.int64, device=device)  # the last entry takes the padding
     seen = (ranking.index >= 0) & (first < q)
     place = torch.where(seen, first * n_classes + ranking.index, q * n_classes).flatten()

@@ -22,7 +22,7 @@ def tree_accuracy(index: Tensor, target: Target, tree: LabelTree, *, empty: Empt
 
     .. math:: \frac{1}{n} \sum_{i=1}^n \frac{1}{|\hat Y_i|} \sum_{V \in \hat Y_i} 1[V \cap Y_i \ne \emptyset]
 
-    For one label and one node a row this is the plain accuracy of the node. A row without a chosen node scores 0. A
+    For one label and one node per row this is the plain accuracy of the node. A row without a chosen node scores 0. A
     node without a true label but with an unknown one is left out; a row with nothing but such nodes counts as a row
     without labels.
 
