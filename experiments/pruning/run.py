@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if arguments.smoke:
         cifar.shrink(arguments)
-        arguments.tune, arguments.allocate, arguments.budgets, arguments.held_out = 2, 1, [0.5], 400
+        arguments.tune, arguments.allocate, arguments.budgets, arguments.held_out = 2, 1, [0.5], 300
         arguments.bases = arguments.out.parent / "bases"
     results = common.Results(arguments.out)
     cifar.run(wanted(arguments), train, arguments, results)
