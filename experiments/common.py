@@ -137,13 +137,23 @@ def fill(readme: Path, tables: dict[str, str]) -> str:
     return text
 
 
-def finish(arguments: argparse.Namespace, tables: Callable[[Sequence[Row]], dict[str, str]]) -> bool:
-    """With ``--merge`` or ``--readme``, take rows from other files or rewrite its tables, and say that all is done."""
+def finish(
+    arguments: argparse.Namespace,
+    tables: Callable[[Sequence[Row]], dict[str, str]],
+    draw: Callable[[Sequence[Row], Path], None] | None = None,
+) -> bool:
+    """Do what ``--merge``, ``--readme`` and ``--figure`` ask for, and return whether that was all.
+
+    ``--merge`` takes rows from other files, ``--readme`` rewrites its tables, ``--figure`` draws to this file.
+    """
+    figure = arguments.figure if draw is not None else None
     for path in arguments.merge:
         Results(arguments.out).merge(Results(path))
     if arguments.readme is not None:
         arguments.readme.write_text(fill(arguments.readme, tables(Results(arguments.out).rows)))
-    return bool(arguments.merge) or arguments.readme is not None
+    if figure is not None and draw is not None:
+        draw(Results(arguments.out).rows, figure)
+    return bool(arguments.merge) or arguments.readme is not None or figure is not None
 
 
 def save(figure: Figure, path: Path) -> None:

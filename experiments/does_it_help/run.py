@@ -180,7 +180,8 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
                     )  # fmt: skip
             axis.axvline(0, color="0.4", linewidth=1)
             axis.set_xscale("symlog", linthresh=2)
-            ticks = [*(v * s for s in (-1, 1) for v in (1, 2, 5, 10, 20)), 0, *([-80, 80] if metric == "ece5" else [])]
+            sizes = (1, 2, 5, 10, 20) if metric == "recall5" else (2, 5, 20, 80)
+            ticks = [*(sign * size for sign in (-1, 1) for size in sizes), 0]
             limit = max(ticks)
             axis.set_xticks(ticks, [f"{t:+d}" if t else "0" for t in ticks], fontsize=8)
             axis.set_xlim(-limit, limit)
@@ -197,12 +198,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--keep", nargs="+", default=list(KEEP))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     arguments = parser.parse_args(argv)
-    if common.finish(arguments, tables):
+    if common.finish(arguments, tables, draw):
         return
     results = common.Results(arguments.out)
-    if arguments.figure:
-        draw(results.rows, arguments.figure)
-        return
     if arguments.smoke:
         arguments.sets, arguments.seeds = ["tiny"], 2
     elif arguments.data is None:

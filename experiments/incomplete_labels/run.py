@@ -256,12 +256,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--keep", nargs="+", default=list(KEEP))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(LOSSES))
     arguments = parser.parse_args(argv)
-    if common.finish(arguments, tables):
+    if common.finish(arguments, tables, draw):
         return
     results = common.Results(arguments.out)
-    if arguments.figure:
-        draw(results.rows, arguments.figure)
-        return
     if arguments.smoke:
         arguments.sets, arguments.keep, arguments.seeds = ["tiny"], ["1", "one"], 2
         arguments.methods = [*METHODS, *VARIANTS]

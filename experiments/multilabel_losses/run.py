@@ -202,12 +202,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = tabular.parser(__doc__, HERE / "results" / "results.json", SETS)
     parser.add_argument("--losses", nargs="+", default=list(NAMES), choices=list(NAMES))
     arguments = parser.parse_args(argv)
-    if common.finish(arguments, tables):
+    if common.finish(arguments, tables, draw):
         return
     results = common.Results(arguments.out)
-    if arguments.figure:
-        draw(results.rows, arguments.figure)
-        return
     if arguments.smoke:
         arguments.sets, arguments.seeds = ["tiny"], 2
     elif arguments.data is None:
