@@ -25,7 +25,7 @@ from experiments.zero_and_many_labels import heads
 
 HERE = Path(__file__).parent
 KNOWN = (20, 50, 80)  # of 100 classes
-GRID = [(rate, decay) for rate in (0.025, 0.1, 0.4) for decay in (5e-4, 2e-3, 8e-3)]
+GRID = [(rate, decay) for rate in (0.025, 0.1, 0.4, 1.6) for decay in (1.25e-4, 5e-4, 2e-3, 8e-3)]
 LOST = 0.05  # the share of known validation rows that the threshold may reject
 METHODS = (
     "largest probability", "largest logit", "quasibinary", "reciprocal points", "Gaussian, features",
@@ -210,12 +210,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--figure", type=Path, help="only draw the figure from the results, to this file")
     cifar.add_arguments(parser, networks=("features",))
     arguments = parser.parse_args(argv)
-    if common.finish(arguments, tables):
+    if common.finish(arguments, tables, draw):
         return
     results = common.Results(arguments.out)
-    if arguments.figure:
-        draw(results.rows, arguments.figure)
-        return
     known = KNOWN
     if arguments.smoke:
         cifar.shrink(arguments)

@@ -27,7 +27,7 @@ from experiments.rotations.run import Pictures
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "normals.json"
-RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 LIMITS = (11.25, 22.5, 30.0)
 METHODS: dict[str, run.Head] = {
     "direct": lambda features: run.Direct(features, 3),
@@ -101,12 +101,17 @@ def best_rate(rows: Sequence[common.Row], method: str) -> float:
     return float(min(tried, key=lambda row: row["median"])["rate"])
 
 
+def chosen(rows: Sequence[common.Row], task: str, method: str) -> list[common.Row]:
+    """The rows of the test, all with one rate."""
+    return run.runs_of([row for row in rows if row["part"] == "test"], task, method)
+
+
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     limits = [f"{limit:g}" for limit in LIMITS]
     lines = ["| method | median, degrees | mean | " + " | ".join(f"within {v}" for v in limits) + " | rate |"]
     lines.append("| --- " * (len(limits) + 4) + "|")
     for method in METHODS:
-        runs = [r for r in rows if (r["task"], r["part"], r["method"]) == ("normals", "test", method)]
+        runs = chosen(rows, "normals", method)
         if runs:
             angles = " | ".join(run.cell([row[name] for row in runs], 2) for name in ("median", "mean"))
             shares = " | ".join(run.cell([100 * row[name] for row in runs], 1) for name in limits)
@@ -116,7 +121,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     lines = ["| task | method | mean length | variance over batches | variance / mean² |", "| --- " * 5 + "|"]
     for task, methods in (("normals", METHODS), ("rotations", FOLLOWED)):
         for method in methods:
-            runs = [r["gradient"][-1] for r in rows if (r["task"], r["part"], r["method"]) == (task, "test", method)]
+            runs = [row["gradient"][-1] for row in chosen(rows, task, method)]
             if runs:
                 mean, variance = (statistics.fmean(pair[i] for pair in runs) for i in (0, 1))
                 numbers = f"{mean:.3g} | {variance:.2e} | {variance / mean**2:.2e}"
@@ -131,7 +136,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
     drawn, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, (task, title) in zip(axes, (("normals", "surface normals"), ("rotations", "any rotation")), strict=True):
         for place, method in enumerate(METHODS):
-            runs = [r["gradient"] for r in rows if (r["task"], r["part"], r["method"]) == (task, "test", method)]
+            runs = [row["gradient"] for row in chosen(rows, task, method)]
             for number, curve in enumerate(runs):
                 axis.plot(
                     range(1, len(curve) + 1), [v / m**2 for m, v in curve], color=plt.get_cmap("tab10")(place),

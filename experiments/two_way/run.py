@@ -24,7 +24,7 @@ from experiments.tabular import Batch, Method
 HERE = Path(__file__).parent
 SETS = ("birds", "emotions", "medical", "slashdot", "yeast", "corel5k", "stackex_chess", "bibtex")
 METRICS = {"map_class": "mAP per class", "map_sample": "mAP per sample", "recall5": "R@5"}
-TEMPERATURES, MARGINS = (2.0, 4.0, 8.0), (1.0, 2.0, 4.0)
+TEMPERATURES, MARGINS = (2.0, 4.0, 8.0, 16.0, 32.0), (1.0, 2.0, 4.0, 8.0)
 
 
 def two_way(per: str, **options: float) -> Any:
@@ -53,8 +53,8 @@ ROWS = {
     "samples and classes, temperature 1": Method(two_way("both", positive_temperature=1.0), couples_rows=True),
     "samples alone, temperature 1": Method(two_way("sample", positive_temperature=1.0), couples_rows=True),
     "classes alone, temperature 1": Method(two_way("class", positive_temperature=1.0), couples_rows=True),
-    "temperature tuned (2, 4, 8)": Method(temperature, TEMPERATURES, reads_cell=True, couples_rows=True),
-    "margin tuned (1, 2, 4), temperature 1": Method(margin, MARGINS, reads_cell=True, couples_rows=True),
+    "temperature tuned (2 to 32)": Method(temperature, TEMPERATURES, reads_cell=True, couples_rows=True),
+    "margin tuned (1 to 8), temperature 1": Method(margin, MARGINS, reads_cell=True, couples_rows=True),
 }
 
 

@@ -188,6 +188,14 @@ def test_poolings_of_one_instance_are_its_logits(module):
             torch.testing.assert_close(pooling(x, torch.randn(3, 2, 5), there), x[:, 0])
 
 
+def test_of_two_grids_the_row_with_the_better_held_out_bags_counts(module):
+    run = module("bags.run")
+    row = {"set": "cifar100", "size": 4, "method": "max", "seed": 0} | dict.fromkeys(run.VALUES, 0.5)
+    rows = [row | {"valid": 0.4}, row | {"valid": 0.6, "bag_map": 0.3}, row | {"valid": 0.5}]
+    assert run.chosen(rows) == [rows[1]]
+    assert "| max | 30.0 | 50.0 | 50.0 | 50.0 |" in run.tables(rows)["cifar100 4"]
+
+
 def test_features_are_read_and_trained_on_as_they_are(module, tmp_path):
     cifar = module("cifar")
     fine = np.tile(np.arange(100), 6)

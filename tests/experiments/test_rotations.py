@@ -143,16 +143,17 @@ def test_the_best_of_the_rates_asked_for_is_measured(parts):
     assert [rate for _, rate, _ in run.finals(results, arguments, scale)] == [1e-3, 1e-3]
     finals = [
         row | {"stage": "final", "seed": seed, "rate": rate, "median": 8.0} | dict.fromkeys(run.LIMITS, 0.5)
-        for seed, rate in ((0, 1e-3), (1, 1e-3), (0, 1e-2))
+        for seed, rate in ((0, 1e-3), (1, 1e-3), (0, 1e-2), (1, 1e-2))
     ]
     results.rows += finals[:2]
     results.rows.append(row | {"stage": "choice", "seed": 1000, "rate": 1e-2, "median": 5.0})
     assert not list(run.finals(results, arguments, scale))
     arguments.rates = [1e-3, 1e-2]
     assert [rate for _, rate, _ in run.finals(results, arguments, scale)] == [1e-2, 1e-2]
-    assert run.runs_of(finals, "axes", "direct") == finals[:2]  # an interrupted run leaves few
+    assert run.runs_of(finals[:3], "axes", "direct") == finals[:2]  # an interrupted run leaves few
+    assert run.runs_of(finals, "axes", "direct") == finals[2:]  # the wider grid chose another rate
     assert "| direct | 8.00 ± 0.00 | 50.0 ± 0.0 | 50.0 ± 0.0 | 50.0 ± 0.0 | 0.001 |" in run.measured_table(
-        finals, "axes"
+        finals[:3], "axes"
     )
 
 
