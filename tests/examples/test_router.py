@@ -21,3 +21,6 @@ def test_router():
     torch.testing.assert_close(weight.sum(-1), torch.ones(20))
     weight[:, 0].sum().backward()
     assert router.gate.weight.grad.isfinite().all()
+    x = torch.randn(30, 4)
+    alone = [router.eval()(token[None])[0] for token in x]  # a token needs no batch at inference
+    assert torch.equal(torch.cat(alone), router(x)[0])
