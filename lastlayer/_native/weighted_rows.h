@@ -225,7 +225,7 @@ FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, R
     for (int64_t i = 0; i < n; i++) {
         REAL size = NAME(abs)(weight[i]), width = upper[i] - lower[i];
         largest = size > largest ? size : largest;
-        wrong += width >= 0 ? 0.0 : 1.0;
+        wrong += width >= 0 && width <= LARGEST ? 0.0 : 1.0;
         wrong += weight[i] == weight[i] ? 0.0 : 1.0;
         wrong += x[i] == x[i] ? 0.0 : 1.0;
         negative += weight[i] < 0 ? 1.0 : 0.0;

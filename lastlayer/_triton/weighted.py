@@ -96,7 +96,7 @@ def _forward(
     z = tl.where(live, tl.where(turned, -x, x), 0.0)
     width = upper - lower
     a = w * width
-    sound = (width >= 0) & (weight == weight) & (x == x)
+    sound = (width >= 0) & is_finite(width) & is_finite(weight) & (x == x)
     wrong = tl.sum((inside & (sound == 0)).to(tl.int32), 1)[:, None]
     # What is certain, and what can be had: in float64, since they are subtracted.
     nearest = tl.where(live, tl.where(turned, upper, lower), tl.where(x > 0, upper, lower))
@@ -222,11 +222,13 @@ def _settle(
                     MASKED, WEIGHT, LOWER, UPPER,
                 )  # fmt: skip
                 live = tl.abs(x) < float("inf")
-                bad = (cols < n) & (((x == x) & (weight == weight) & (upper - lower >= 0)) == 0)
+                width = upper - lower
+                sound = (width >= 0) & (width < float("inf")) & (tl.abs(weight) < float("inf")) & (x == x)
+                bad = (cols < n) & (sound == 0)
                 wrong += tl.sum(bad.to(tl.int32), 0)
                 nearest = tl.where(live, tl.where(weight < 0, upper, lower), tl.where(x > 0, upper, lower))
                 sure += tl.sum(tl.where(weight == 0, 0.0, weight * nearest), 0)
-                total += tl.sum(tl.where(live, tl.abs(weight) * (upper - lower), 0.0), 0)
+                total += tl.sum(tl.where(live, tl.abs(weight) * width, 0.0), 0)
                 largest = tl.maximum(largest, tl.max(tl.abs(weight), 0))
             c = k - sure
             rest = total - c

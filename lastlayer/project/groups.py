@@ -55,7 +55,8 @@ def grouped(op: str, x: Tensor, k: Tensor, groups: Any, limit: Any) -> Tensor:
     back = torch.empty_like(order)
     back[order] = groups[order] * width + column
     y = torch.where(bound, within.flatten(-2)[..., back], free)
-    return torch.where(k <= capped.sum(-1, keepdim=True), y, torch.nan)
+    feasible = (k <= capped.sum(-1, keepdim=True)) & (capped >= 0).all(-1, keepdim=True)
+    return torch.where(feasible, y, torch.nan)
 
 
 def _binding(x: Tensor, live: Tensor, k: Tensor, groups: Tensor, at: Tensor, limits: Tensor) -> Tensor:

@@ -69,7 +69,8 @@ def lml(
         weight: What a unit of each class costs: the budget is :math:`\sum_i w_i y_i = k`. Of either sign; a class of
             weight 0 is free. Broadcasts to the shape of `logits`; differentiable, like the bounds.
         lower: The least value of each class, 0 if left out.
-        upper: The largest value of each class, 1 if left out.
+        upper: The largest value of each class, 1 if left out. As for `k`, a bad number is an error, but the values of
+            tensors are not read: NaN, an infinite weight or bound, or `lower` above `upper` makes its row NaN.
         groups: The group of each class, an integer tensor ``(n_classes,)``; needs `group_limit`.
         group_limit: The largest sum within a group; a number, or one number per group.
         shard: This rank's slice, when the classes are split over processes.

@@ -84,8 +84,9 @@ def at_most_threshold(terms: Terms, shard: ClassShard | None, impl: str = "torch
     """Return nu where the sum is at most k: a budget that is not reached has no price."""
     nu = threshold(terms, shard, impl)
     least, most = range_of_sums(terms, shard)
+    wrong = reduce(_unsound(terms.x, terms.weight, terms.upper - terms.lower).to(least.dtype), "sum", shard)
     nu = torch.where(terms.k >= most, 0, torch.where(nu > 0, 0, nu))
-    return torch.where(terms.k < least, torch.nan, nu)
+    return torch.where((terms.k < least) | (wrong > 0), torch.nan, nu)
 
 
 def project(
@@ -156,7 +157,7 @@ def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, s
         [
             taken + torch.where(z == torch.inf, w * width * unit, 0),
             a,
-            (x.isnan() | (width < 0) | weight.isnan() | width.isnan()).to(x.dtype),
+            _unsound(x, weight, width).to(x.dtype),
         ],
         "sum",
         shard,
@@ -169,6 +170,11 @@ def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, s
     end = torch.where(c.abs() <= slack, -torch.inf, torch.where(rest.abs() <= slack, torch.inf, torch.nan))
     nu = torch.where(inside, nu / unit, end)
     return torch.where((wrong > 0) | k.isnan(), torch.nan, nu)
+
+
+def _unsound(x: Tensor, weight: Tensor, width: Tensor) -> Tensor:
+    """Whether a class spoils its row: NaN, a weight or a bound that is infinite, or bounds the wrong way round."""
+    return ~(width >= 0) | width.isinf() | ~weight.isfinite() | x.isnan()
 
 
 def _root(z: Tensor, w: Tensor, a: Tensor, c: Tensor, rest: Tensor, wanted: Tensor, shard: ClassShard | None) -> Tensor:

@@ -95,6 +95,18 @@ def test_rows_at_their_ends():
     torch.testing.assert_close(free, torch.full_like(x, 0.5))
 
 
+def test_bad_values_inside_a_tensor_make_their_row_nan():
+    x = torch.linspace(-2, 2, 24, device=DEVICE).reshape(8, 3)
+    weight, lower, upper = torch.ones_like(x), torch.full_like(x, 0.1), torch.ones_like(x)
+    weight[0, 0], weight[1, 1] = torch.nan, torch.inf
+    lower[2, 2], lower[3, 0], lower[4, 1] = torch.nan, 2.0, -torch.inf
+    upper[5, 2], upper[6, 0] = torch.inf, -1.0
+    for k in (1.5, 9.0):
+        found = ll.lml_at_most(x, torch.tensor(k), weight=weight, lower=lower, upper=upper, impl="triton")
+        assert found[:7].isnan().all()
+        assert found[7].isfinite().all()
+
+
 def test_messages():
     x = torch.zeros(2, 4, device=DEVICE)
     with pytest.raises(RuntimeError, match="weights and bounds must be float32, bfloat16 or float16"):

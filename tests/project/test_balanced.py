@@ -144,7 +144,9 @@ def test_what_has_no_solution_is_nan_and_nothing_else():
     torch.testing.assert_close(y[1], ll.lml_balanced(x[1], k[1]))
     assert ll.lml_balanced(x[0], 1.0, torch.tensor([1.0, 1.0, 1.0, 1.0])).isnan().all()  # 4 is not 3
     assert ll.lml_balanced(x[0], torch.tensor(1.0), torch.tensor([0.5] * 4), at_most=True).isnan().all()
-    assert ll.lml_balanced(x[0], 1.0, torch.tensor([-1.0, 2.0, 1.0, 1.0])).isnan().all()
+    for bad in (-1.0, torch.nan):
+        for at_most in (False, True):
+            assert ll.lml_balanced(x[0], 1.0, torch.tensor([bad, 2.0, 1.0, 1.0]), at_most=at_most).isnan().all()
     mask = torch.tensor([[True, False, False, False]] * 2 + [[True] * 4])
     assert ll.lml_balanced(x[0], 1.0, torch.tensor([1.0, 1.0, 0.5, 0.5]), mask=mask).isnan().all()
 

@@ -151,8 +151,30 @@ def test_ends_and_rows_without_a_solution():
     leaf = x.clone().requires_grad_()
     ll.lml(leaf, torch.tensor([-1.0, 3.0, 1.0, 1.0]), weight=weight)[:2].sum().backward()
     assert leaf.grad.eq(0).all()
-    assert ll.lml(x[0], 1.0, weight=torch.tensor([1.0, torch.nan, 1.0])).isnan().all()
-    assert ll.lml(x[0], 1.0, lower=torch.tensor([0.0, 2.0, 0.0])).isnan().all()  # 2 is above the upper bound of 1
+
+
+@pytest.mark.parametrize("impl", ["torch", "native"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("weight", torch.nan), ("weight", torch.inf), ("lower", 2.0), ("lower", -torch.inf), ("lower", torch.nan),
+     ("upper", -1.0), ("upper", torch.inf), ("upper", torch.nan)],
+)  # fmt: skip
+def test_bad_values_inside_a_tensor_make_their_row_nan(impl, name, value):
+    # No value of a tensor is read before the search: an error would wait for the device.
+    x = draw(3, 4).float()
+    term = torch.full((3, 4), 0.1 if name == "lower" else 1.0)
+    good = {function: function(x, 1.5, **{name: term}, impl=impl) for function in (ll.lml, ll.lml_at_most)}
+    good[ll.lml_threshold] = ll.lml_threshold(x, 1.5, **{name: term}, impl=impl)
+    term[1, 2] = value
+    for function, expected in good.items():
+        for k in (1.5, torch.tensor(9.0)):
+            found = function(x, k, **{name: term}, impl=impl)
+            assert found[1].isnan().all()
+            if isinstance(k, float):
+                assert torch.equal(found[::2], expected[::2])
+    y = ll.lml(x, 1.5, **{name: term.requires_grad_()}, impl=impl)
+    (grad,) = torch.autograd.grad(y[::2].square().sum(), term)
+    assert grad[::2].isfinite().all()
 
 
 def test_masked_and_free_classes():
@@ -230,6 +252,10 @@ def test_groups():
     torch.testing.assert_close(y.sum(-1), torch.full((200,), 7.5, dtype=DOUBLE))
     assert (groups_of(y, groups, 13) <= limit + 1e-12).all()
     assert ll.lml(x, 12.9, groups=groups, group_limit=0.5).isnan().all()
+    for bad in (-1.0, torch.nan):
+        limit = torch.full((int(groups.max()) + 1,), 5.0, dtype=DOUBLE)
+        limit[0] = bad
+        assert ll.lml(x, 2.0, groups=groups, group_limit=limit).isnan().all()
 
 
 def test_groups_are_optimal_and_differentiable():
