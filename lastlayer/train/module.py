@@ -17,6 +17,7 @@ from lastlayer.head.sharded import ShardedLinear
 from lastlayer.runs.rows import AT_K
 from lastlayer.train.batches import EpochBatches, Rows
 from lastlayer.train.config import Config
+from lastlayer.train.lazy import LazyRows, worthwhile
 from lastlayer.train.losses import LOSSES, loss_function
 from lastlayer.train.network import Input, LabelSetNetwork
 from lastlayer.train.placement import Placement
@@ -141,9 +142,13 @@ class LabelSetModule(pl.LightningModule):
     def loss(self, rows: Input, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, with a weight for each row if there are any, and its logits."""
         logits = self.network(rows).float()
+        return self.loss_of(logits, target, weight), logits
+
+    def loss_of(self, logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the loss of the logits of a batch, with a weight for each row if there are any."""
         options = self.options if weight is None or self.only_labelled else {**self.options, "sample_weight": weight}
         value = self.function(logits, label_lists(target), *self.arguments, **options)
-        return self._mean(value, target, weight), logits
+        return self._mean(value, target, weight)
 
     def loss_in_blocks(self, rows: Input, target: Tensor) -> Tensor:
         """Return the LML loss of a batch, as :meth:`loss` does, without holding its logits."""
@@ -314,17 +319,23 @@ def fit_in_process(module: LabelSetModule, data: LabelSetData, epochs: int) -> t
     assert isinstance(batches, EpochBatches)
     step = 0
     module.train()
+    x = data.train_rows.x
+    pairs = module.config.batch_size * getattr(x, "nnz", 0) / max(x.shape[0], 1)
+    lazy = LazyRows(module.network, optimizer) if worthwhile(module.network, optimizer, pairs) else None
     for epoch in range(epochs):
         batches.set_epoch(epoch)
         for rows in batches:
             batch = data.train_rows[rows]
             module.seed_step(step)
             optimizer.zero_grad()
-            value, _ = module.loss(batch["input"], batch["target"], batch.get("weight"))
+            logits = module.network(batch["input"]) if lazy is None else lazy.logits(batch["input"])
+            value = module.loss_of(logits.float(), batch["target"], batch.get("weight"))
             if not math.isfinite(value.item()):
                 raise TrainingError(not_finite(value.item(), f"epoch {epoch}, step {step}", module.config))
             value.backward()
-            optimizer.step()
+            (optimizer if lazy is None else lazy).step()
             schedule.step()
             step += 1
+    if lazy is not None:
+        lazy.finish()
     return optimizer

@@ -105,7 +105,7 @@ class LabelSetNetwork(nn.Module):
             assert isinstance(self.first, nn.EmbeddingBag)
             weight, value = self.first.weight, value.to(self.first.weight.dtype)
             if weight.requires_grad and torch.is_grad_enabled() and weight.device.type == "cpu":
-                x = _Bag.apply(weight, index, offsets, value)
+                x = bag(weight, index, offsets, value)
             else:
                 x = self.first(index, offsets, per_sample_weights=value)
         elif isinstance(self.first, nn.EmbeddingBag):
@@ -118,6 +118,12 @@ class LabelSetNetwork(nn.Module):
             if i + 1 < len(self.rest):
                 hidden = self.rest[i](hidden)
         return hidden
+
+
+def bag(weight: Tensor, index: Tensor, offsets: Tensor, value: Tensor) -> Tensor:
+    """Return the sum of weighted embeddings of each row on the CPU, with a quicker gradient than autograd's."""
+    total: Tensor = _Bag.apply(weight, index, offsets, value)
+    return total
 
 
 class _Bag(torch.autograd.Function):
