@@ -147,7 +147,7 @@ def summary(run: Any) -> None:
     """Print what was chosen, and three examples."""
     result, resolved = run.metrics(), run.read_json("data.json")["resolved"]
     k = "a number per row, predicted" if resolved.get("k_per_row") else f"{resolved['k']:.3g} labels per row"
-    settings = [f"k: {k}", f"loss: {resolved['loss']}"]
+    settings = [f"k: {k}", f"loss: {resolved.get('blend') or resolved['loss']}"]
     if resolved.get("optimizer") and result.get("best_epoch") is not None:
         rate, decay = float(resolved["lr"]), float(resolved["weight_decay"])
         settings.append(f"{resolved['optimizer']}, learning rate {rate:g}, weight decay {decay:g}")

@@ -61,9 +61,10 @@ def _first(run: RunFolder, about: dict[str, Any]) -> str:
         how = "which is frozen" if config.get("freeze") else "which was trained with the labels"
         made_by = f" from the encoder {text(Path(str(config['encoder'])).name)}, {how}"
     resolved = about["resolved"]
+    loss = text(resolved.get("blend") or resolved["loss"])
     return (
         f"It predicts sets of {resolved['n_labels']} labels by {kind} of {resolved.get('n_features', '?')} features"
-        f"{made_by}, trained with the loss {text(resolved['loss'])} by lastlayer {made.get('lastlayer', '?')} (torch "
+        f"{made_by}, trained with the loss {loss} by lastlayer {made.get('lastlayer', '?')} (torch "
         f"{made.get('torch', '?')}), started {made.get('started', '?')}."
     )
 

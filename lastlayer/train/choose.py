@@ -4,11 +4,14 @@ The candidates are the exact solver's losses, each for a few C, and coupled loss
 complete labels the latter start from the exact solution of the binary loss: a few passes then do what takes twenty from
 0. Where labels are missing that solution is a bad start, since it takes silence for an answer. Where validation rows
 are few, all rows are scored out of fold instead. A candidate that is clearly worse than the best (by two standard
-errors) after some folds is not fitted to the others. With few rows an LML loss that is left at the end is taken: its
-order of the labels of new rows was the best on most sets of that size, which says more than a difference that the rows
-cannot tell from chance. So is thinned LML with incomplete labels: it is the nearest to the best over the sets of
-`experiments/incomplete_labels`, and the labels that are left tell differences of a point at best, even with thousands
-of rows.
+errors) after some folds is not fitted to the others, unless a blend with it is better than the best alone.
+
+The best candidate is blended with those of other losses as long as the metric rises: losses that err on different rows
+gain together, and a choice between two that are almost alike is no longer a matter of chance. With few rows a blend
+with LML is taken unless it is clearly worse: its order of the labels of new rows was the best on most sets of that
+size, which says more than a difference that the rows cannot tell from chance. So is one with thinned LML where labels
+are incomplete: it is the nearest to the best over the sets of `experiments/incomplete_labels`, and the labels that are
+left tell differences of a point at best, even with thousands of rows.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import torch
 
 from lastlayer.data import LabelData, fold_rows
 from lastlayer.runs.rows import row_metrics, set_metrics
-from lastlayer.train.batches import EpochBatches, rows_to_input
+from lastlayer.train.batches import EpochBatches
+from lastlayer.train.blend import Blend, Candidate, added, outputs
 from lastlayer.train.calibrate import Calibration
 from lastlayer.train.config import Config
 from lastlayer.train.decide import Decision
@@ -45,24 +49,6 @@ FEW = 1000  # rows below which there are ten folds, and LML is taken if it may b
 MANY = 10_000  # rows from which on minibatches start from the exact solution
 LONG = (8, 50)  # passes by minibatches from 0: of many rows, and at most
 WORSE = 2.0  # standard errors by which a candidate must be worse to be left out
-
-
-class Candidate(NamedTuple):
-    """A loss, and the C of the exact solution: its own, or the one that minibatches start from, 0 for none."""
-
-    loss: str
-    C: float
-    thinned: bool = False
-
-    @property
-    def exact(self) -> bool:
-        """Whether the exact solver fits it."""
-        return self.loss in SOLVED
-
-    def words(self) -> str:
-        """Return it in a few words."""
-        name = f"{self.loss}, thinned" if self.thinned else self.loss
-        return f"{name} (C {self.C:.3g})" if self.exact else name
 
 
 @dataclass(frozen=True)
@@ -99,9 +85,9 @@ class Pool:
 class Chosen(NamedTuple):
     """What was chosen, and the scores of held-out rows by the models that had not seen them."""
 
-    candidate: Candidate
+    blend: Blend  # of one candidate or more
     resolved: Resolved
-    scores: np.ndarray | None  # (rows, n_labels), the log-odds or margins of the chosen candidate
+    scores: np.ndarray | None  # (rows, n_labels), the log-odds or margins of what was chosen
     labels: LabelData | None  # of these rows
     line: str  # what was chosen and by how much
     table: list[dict[str, Any]]  # one line per candidate
@@ -130,7 +116,8 @@ def choose(
     if not splits:
         loss = "binary" if config.loss == "auto" else config.loss
         only = Candidate(loss, race.costs(loss)[0] if config.C != "auto" else race.usual)
-        return Chosen(only, race.resolved(only), None, None, f"loss: {only.words()}; too few rows to choose", [], None)
+        line = f"loss: {only.words()}; too few rows to choose"
+        return Chosen(Blend((only,)), race.resolved(only), None, None, line, [], None)
     for number, (fitted, held) in enumerate(splits):
         race.run(fitted, held, first=number == 0)
     return race.finish(splits)
@@ -144,8 +131,9 @@ class _Race:
         self.monitor = resolved.monitor or "ndcg@" + str(resolved.at[-1])
         self.usual = usual_cost(pool.x)
         self.losses = tuple(SOLVED) if config.loss == "auto" else (config.loss,)
-        self.scores: dict[Candidate, list[np.ndarray]] = {}
-        self.measured: dict[Candidate, list[np.ndarray]] = {}  # the metric of each row, for each split
+        self.scores: dict[Candidate, list[np.ndarray]] = {}  # the outputs for held-out rows, for each split
+        self.measured: dict[Candidate | Blend, list[np.ndarray]] = {}  # the metric of each row, for each split
+        self.known: dict[tuple[Candidate | Blend, int], float] = {}  # the metric of all rows of some splits
         self.held: list[LabelData] = []
         self.seconds: dict[Candidate, float] = {}
         self.networks: dict[Candidate, LabelSetNetwork] = {}  # of the last split
@@ -157,10 +145,18 @@ class _Race:
             return [float(self.config.C)]
         return [c * self.usual for c in PATHS[loss]]
 
-    def resolved(self, candidate: Candidate) -> Resolved:
-        """Return the settings that a candidate is trained with."""
-        resolved = Resolved.of(replace(self.config, loss=candidate.loss), self.pool.labels)
-        return replace(resolved, monitor=self.base.monitor, at=self.base.at)
+    def resolved(self, option: Candidate | Blend) -> Resolved:
+        """Return the settings that a candidate is trained with, or a blend is used with."""
+        first = option if isinstance(option, Candidate) else option.parts[0]
+        resolved = Resolved.of(replace(self.config, loss=first.loss), self.pool.labels)
+        resolved = replace(resolved, monitor=self.base.monitor, at=self.base.at)
+        if isinstance(option, Candidate) or len(option.parts) == 1:
+            return resolved
+        probability = resolved.probability
+        if self.config.probability == "auto":
+            coupled = any(not part.exact for part in option.parts)
+            probability = "lml" if coupled and self.config.labels == "incomplete" else "sigmoid"
+        return replace(resolved, probability=probability, blend=option.names())
 
     def run(self, fitted: np.ndarray, held: np.ndarray, first: bool) -> None:
         """Fit the candidates to some rows and score others."""
@@ -216,7 +212,7 @@ class _Race:
             self._add(candidate, held_x, time.process_time() - begun)
 
     def _add(self, candidate: Candidate, held_x: Any, seconds: float) -> None:
-        scores = log_odds(self.networks[candidate], held_x, self.resolved(candidate))
+        scores = outputs(self.networks[candidate], held_x)
         if len(self.held) > 1 and candidate not in self.scores:  # only the start of others
             return
         self.scores.setdefault(candidate, []).append(scores)
@@ -224,24 +220,39 @@ class _Race:
         if len(self.held) == 1:
             self.say({"candidate": candidate.words(), self.monitor: abs(self.value(candidate)), "seconds": seconds})
 
-    def each(self, candidate: Candidate) -> np.ndarray | None:
+    def outputs(self, option: Candidate | Blend) -> list[np.ndarray]:
+        """Return the outputs for the held-out rows of each split."""
+        if isinstance(option, Candidate):
+            return self.scores[option]
+        pairs = list(zip(*option, strict=True))
+        lists = [[np.asarray(scale * one, np.float32) for one in self.scores[c]] for c, scale in pairs]
+        return [np.sum(parts, axis=0) for parts in zip(*lists, strict=True)]
+
+    def each(self, option: Candidate | Blend) -> np.ndarray | None:
         """Return the metric of each held-out row, if it has one per row."""
         if "@" not in self.monitor:
             return None
-        done = self.measured.setdefault(candidate, [])
-        for scores, labels in list(zip(self.scores[candidate], self.held, strict=False))[len(done) :]:
-            k = int(self.monitor.partition("@")[2])
-            top = torch.from_numpy(scores).topk(min(k, scores.shape[1])).indices.numpy()
-            done.append(row_metrics(top, labels.indptr, labels.indices, [k])[self.monitor])
+        done = self.measured.setdefault(option, [])
+        if len(done) < len(self.held):
+            for scores, labels in list(zip(self.outputs(option), self.held, strict=False))[len(done) :]:
+                k = int(self.monitor.partition("@")[2])
+                top = torch.from_numpy(scores).topk(min(k, scores.shape[1])).indices.numpy()
+                done.append(row_metrics(top, labels.indptr, labels.indices, [k])[self.monitor])
         return np.concatenate(done)
 
-    def value(self, candidate: Candidate) -> float:
+    def value(self, option: Candidate | Blend) -> float:
         """Return the metric, the larger the better; hamming loss is negative."""
-        each = self.each(candidate)
+        key = option, len(self.held)
+        if key not in self.known:
+            self.known[key] = self._measure(option)
+        return self.known[key]
+
+    def _measure(self, option: Candidate | Blend) -> float:
+        each = self.each(option)
         if each is not None:
             return float(np.nanmean(each)) if np.isfinite(each).any() else 0.0
-        scores = np.concatenate(self.scores[candidate])
-        hot = hot_matrix(_joined(self.held[: len(self.scores[candidate])]))
+        scores = log_odds(np.concatenate(self.outputs(option)), self.resolved(option))
+        hot = hot_matrix(_joined(self.held[: len(self.outputs(option))]))
         y = Calibration.fit(scores, hot, penalties=(np.inf,)).probability(scores)
         rule = "macro_f1" if self.monitor == "macro_f1" else "micro_f1"
         level = Decision.tune(rule, y, hot).threshold
@@ -249,67 +260,125 @@ class _Race:
         measured = set_metrics(said.indptr, said.indices, hot.indptr, hot.indices, hot.shape[1])[self.monitor]
         return -measured if lower_is_better(self.monitor) else measured
 
+    def slope(self, option: Candidate | Blend) -> float:
+        """Return the factor that makes log-odds of outputs, but for a constant."""
+        scores = np.concatenate(self.outputs(option))
+        hot = hot_matrix(_joined(self.held[: len(self.outputs(option))]))
+        return float(Calibration.fit(scores, hot, penalties=(np.inf,)).slope[0])
+
+    def _leaders(self) -> list[Candidate]:
+        """Return the best candidate of each loss, the best first."""
+        best: dict[str, Candidate] = {}
+        for candidate in sorted(self.scores, key=self.value, reverse=True):
+            best.setdefault(candidate.name, candidate)
+        return list(best.values())
+
+    def _grown(self, first: Candidate) -> Blend:
+        """Add the best candidates of other losses to one, as long as the metric rises."""
+        slopes = {c: self.slope(c) for c in self._leaders()}
+        blend, value = Blend((first,), (slopes.get(first) or self.slope(first),)), self.value(first)
+        while wider := [blend.add(c, slopes[c]) for c in slopes if c.name not in {part.name for part in blend.parts}]:
+            best = max(wider, key=self.value)
+            if self.value(best) <= value:
+                break
+            blend, value = best, self.value(best)
+        if len(blend.parts) == 1:
+            return Blend((first,))
+        return blend.times(self.slope(blend) / self._unit(blend, slopes))
+
+    def _unit(self, blend: Blend, slopes: dict[Candidate, float]) -> float:
+        """Return the slope that a blend gets: 1, or that of thinned LML, whose probabilities are not calibrated."""
+        thinned = [slopes[part] for part in blend.parts if part.thinned]
+        return thinned[0] if thinned else 1.0
+
     def _drop(self) -> None:
-        """Leave out the candidates that are clearly worse than the best."""
-        best = max(self.scores, key=self.value)
-        leader = self.each(best)
-        for candidate in list(self.scores):
-            if candidate == best or leader is None:
-                continue
-            gap = leader - self.each(candidate)
-            gap = gap[np.isfinite(gap)]
-            if len(gap) < 2 or gap.mean() > WORSE * gap.std() / np.sqrt(len(gap)):
-                self.out[candidate] = float(gap.mean()) if len(gap) else 0.0
+        """Leave out the candidates that are clearly worse than the best, unless a blend with it is better."""
+        best, *others = self._leaders()
+        kept = {best} if self.each(best) is not None else set(self.scores)
+        if others and len(kept) == 1:
+            alone = Blend((best,), (self.slope(best),))
+            kept |= {c for c in others if self.value(alone.add(c, self.slope(c))) > self.value(best)}
+        for candidate in [c for c in self.scores if c not in kept]:
+            if (gap := self._behind(candidate, best)) is not None:
+                self.out[candidate] = gap
                 del self.scores[candidate]
 
-    def _usual(self, top: Candidate) -> list[Candidate]:
+    def _behind(self, option: Candidate | Blend, best: Candidate | Blend) -> float | None:
+        """Return by how much an option is worse, or None if that may be chance."""
+        ours, theirs = self.each(option), self.each(best)
+        if ours is None or theirs is None:
+            return None
+        gap = (theirs - ours)[np.isfinite(theirs - ours)]
+        if len(gap) < 2:
+            return float(gap.mean()) if len(gap) else 0.0
+        return float(gap.mean()) if gap.mean() > WORSE * gap.std() / np.sqrt(len(gap)) else None
+
+    def _usual(self) -> list[Candidate]:
         """Return the candidates that are taken because nothing is clearly better; none where the rows can tell."""
-        if self.each(top) is None:
+        if "@" not in self.monitor:
             return []
         if self.config.labels == "incomplete" and (thinned := [c for c in self.scores if c.thinned]):
             return thinned
         return [c for c in self.scores if c.loss == "lml"] if len(self.pool.labels) < FEW else []
 
+    def _best(self) -> tuple[Blend, bool]:
+        """Return the best blend, or one with LML if it is not clearly better, and whether it is the latter."""
+        best = self._grown(max(self.scores, key=self.value))
+        usual = [self._grown(c) for c in self._usual()]
+        usual = [blend for blend in usual if self._behind(blend, best) is None]
+        taken = max(usual, key=self.value) if usual else best
+        return taken, self.value(taken) < self.value(best)
+
     def finish(self, splits: list[tuple[np.ndarray, np.ndarray]]) -> Chosen:
         """Take the best, or LML if nothing is clearly better, and describe the others."""
         values = {c: self.value(c) for c in self.scores}
-        top = max(self.scores, key=lambda c: values[c])
-        values |= {c: values[top] - gap for c, gap in self.out.items()}
-        best = max(self._usual(top) or self.scores, key=lambda c: values[c])
+        top = max(values.values())
+        values |= {c: top - gap for c, gap in self.out.items()}
+        best, chance = self._best()
+        resolved = self.resolved(best)
         rest: dict[str, str] = {}
-        for candidate in sorted((c for c in values if c.loss != best.loss or c.thinned != best.thinned),
-                                key=lambda c: -values[c]):  # fmt: skip
-            name = f"{candidate.loss}, thinned" if candidate.thinned else candidate.loss
-            rest.setdefault(name, f"{100 * abs(values[candidate]):.1f} ({name})")
+        for candidate in sorted((c for c in values if c.name != best.names()), key=lambda c: -values[c]):
+            rest.setdefault(candidate.name, f"{100 * abs(values[candidate]):.1f} ({candidate.name})")
         n = sum(len(labels) for labels in self.held)
         rows = f"{n} validation rows" if len(splits) == 1 else f"{n} out-of-fold rows"
-        line = f"loss: {best.words()}, chosen by {self.monitor} of {rows}: {100 * abs(values[best]):.1f}"
+        line = f"loss: {best.words()}, chosen by {self.monitor} of {rows}: {100 * abs(self.value(best)):.1f}"
         line += f", against {', '.join(rest.values())}" if rest else ""
-        line += "; the difference may be chance, and LML is taken then" if values[best] < values[top] else ""
+        line += "; the difference may be chance, and LML is taken then" if chance else ""
         table = [
             {"candidate": c.words(), "loss": c.loss, "thinned": c.thinned, "C": c.C, "value": abs(v),
-             "seconds": round(self.seconds.get(c, 0.0), 3), "left_out": c in self.out, "chosen": c == best}
+             "seconds": round(self.seconds.get(c, 0.0), 3), "left_out": c in self.out, "chosen": c in best.parts,
+             "scale": dict(zip(*best, strict=True)).get(c, 0.0)}
             for c, v in sorted(values.items(), key=lambda pair: -pair[1])
         ]  # fmt: skip
-        network, scores = None, np.concatenate(self.scores[best])
+        network, scores = None, np.concatenate(self.outputs(best))
         if len(splits) == 1:
             fitted, held = splits[0]
             rest_of = np.setdiff1d(np.arange(self.pool.n_train), held)
-            network = self.networks[best]
             if len(fitted) < len(rest_of):  # it was chosen on a part of the rows
-                network = fit(best, *self.pool.take(rest_of), self.config, self.resolved(best))
-                scores = log_odds(network, self.pool.x[held], self.resolved(best))
-        labels = _joined(self.held)
-        return Chosen(best, self.resolved(best), scores, labels, line, table, network)
+                network = fit(best, *self.pool.take(rest_of), self.config, resolved)
+                scores = outputs(network, self.pool.x[held])
+            else:
+                network = added([self.networks[part] for part in best.parts], best.scales)
+        return Chosen(best, resolved, log_odds(scores, resolved), _joined(self.held), line, table, network)
 
 
-def fit(candidate: Candidate, x: Any, labels: LabelData, config: Config, resolved: Resolved) -> LabelSetNetwork:
-    """Fit a candidate to rows."""
-    if candidate.C == 0:
-        return fit_coupled(x, labels, candidate, config, resolved, None)
-    loss = candidate.loss if candidate.exact else "binary"
-    network = as_network(solve(x, labels, loss, [candidate.C], config)[0], sp.issparse(x))
-    return network if candidate.exact else fit_coupled(x, labels, candidate, config, resolved, network)
+def log_odds(scores: np.ndarray, resolved: Resolved) -> np.ndarray:
+    """Return the scores before calibration of outputs: log-odds for the LML rule, else the outputs."""
+    with torch.inference_mode():
+        return odds(torch.from_numpy(scores), resolved)[0].numpy()
+
+
+def fit(option: Candidate | Blend, x: Any, labels: LabelData, config: Config, resolved: Resolved) -> LabelSetNetwork:
+    """Fit a candidate, or each part of a blend, to rows."""
+    if isinstance(option, Blend):
+        settled = [replace(resolved, loss=part.loss) for part in option.parts]
+        parts = [fit(part, x, labels, config, own) for part, own in zip(option.parts, settled, strict=True)]
+        return added(parts, option.scales)
+    if option.C == 0:
+        return fit_coupled(x, labels, option, config, resolved, None)
+    loss = option.loss if option.exact else "binary"
+    network = as_network(solve(x, labels, loss, [option.C], config)[0], sp.issparse(x))
+    return network if option.exact else fit_coupled(x, labels, option, config, resolved, network)
 
 
 def passes_over(rows: int) -> int:
@@ -342,16 +411,6 @@ def fit_coupled(
     with quiet():
         fit_in_process(module, LabelSetData(x, labels, batch_size=config.batch_size, seed=config.seed), passes)
     return network.eval()
-
-
-def log_odds(network: LabelSetNetwork, x: Any, resolved: Resolved, size: int = 512) -> np.ndarray:
-    """Return the scores of rows before calibration, float32: log-odds for the LML loss, else the outputs."""
-    out = np.empty((x.shape[0], network.n_labels), np.float32)
-    with torch.inference_mode():
-        for at in range(0, x.shape[0], size):
-            rows = rows_to_input(x, np.arange(at, min(at + size, x.shape[0])))
-            out[at : at + size] = odds(network(rows).float(), resolved)[0].numpy()
-    return out
 
 
 def _splits(pool: Pool, config: Config, folds: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -212,7 +212,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         config, x = self._config(seed=self.seed_), self.features_.transform(X)
         pool = choose.Pool(x, labels, len(labels))
         choice = choose.choose(pool, config, self.resolved_, folds=True)
-        self.network_ = choose.fit(choice.candidate, x, labels, config, choice.resolved)
+        self.network_ = choose.fit(choice.blend, x, labels, config, choice.resolved)
         resolved = choice.resolved if self.multilabel_ else replace(choice.resolved, k=self.resolved_.k)
         self.resolved_, self.loss_, self.choice_, self.n_iter_ = resolved, resolved.loss, choice.line, 1
         if self.multilabel_ and len(labels.indices):  # rows without any label predict none

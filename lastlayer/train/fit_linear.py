@@ -37,7 +37,7 @@ def fit(job: Job) -> Fitted:
     network = choice.network
     if network is None or again:
         rows = (pool.x, pool.labels) if again else pool.train()
-        network = choose.fit(choice.candidate, *rows, config, choice.resolved)
+        network = choose.fit(choice.blend, *rows, config, choice.resolved)
     resolved = replace(choice.resolved, monitor=job.resolved.monitor)
     held = None if choice.scores is None or choice.labels is None else HeldOut(choice.scores, choice.labels)
     note = f"{choice.line[0].upper()}{choice.line[1:]}."

@@ -28,6 +28,7 @@ class Resolved:
         at: The k of precision, recall and nDCG.
         temperature: Divides the logits before they become probabilities.
         k_per_row: Whether a count model predicts the number of labels of each row, for probabilities and label sets.
+        blend: The losses of the models whose outputs are added, `loss` first; empty if there is one model.
     """
 
     k: float
@@ -39,6 +40,7 @@ class Resolved:
     at: tuple[int, ...]
     temperature: float = 1.0
     k_per_row: bool = False
+    blend: str = ""
 
     @classmethod
     def of(cls, config: Config, data: LabelData) -> Resolved:

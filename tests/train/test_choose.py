@@ -13,6 +13,7 @@ from lastlayer import metrics
 from lastlayer.data import DataError, LabelData
 from lastlayer.runs.rows import set_metrics
 from lastlayer.train import Config, ConfigError, LabelSetClassifier, evaluate, train
+from lastlayer.train.blend import Blend, added, outputs
 from lastlayer.train.calibrate import Calibration, true_probability
 from lastlayer.train.choose import Candidate, Pool, _Race
 from lastlayer.train.decide import Decision
@@ -81,17 +82,20 @@ def test_auto_says_what_it_chose_and_by_how_much(tmp_path):
     assert {(line["loss"], line["thinned"]) for line in choice["candidates"]} == {
         ("squared_hinge", False), ("binary", False), ("lml", False), ("lml", True), ("two_way", False)
     }  # fmt: skip
-    (best,) = (line for line in choice["candidates"] if line["chosen"])
+    chosen = {line["candidate"] for line in choice["candidates"] if line["chosen"]}
     assert choice["monitor"] == "recall@5"  # which hidden labels do not bias
-    assert f"Loss: {best['candidate']}, chosen by recall@5 of" in run.metrics()["notes"][1]
-    assert ", against " in choice["line"]
+    note = run.metrics()["notes"][1]
+    said, rest = note.removeprefix("Loss: ").split(", chosen by recall@5 of")
+    assert set(said.split(" + ")) == chosen
+    assert ", against " in rest
     model = ll.load(run.path)
-    assert model.resolved.loss == best["loss"]
+    assert said.startswith(model.resolved.loss)
     assert model.decision.rule == "top_k"
 
 
 @pytest.mark.parametrize(("n", "thinned"), [(400, False), (1200, True)])
-def test_lml_is_taken_unless_another_loss_is_clearly_better(n, thinned):
+def test_lml_is_taken_unless_another_loss_is_clearly_better(n, thinned, monkeypatch):
+    monkeypatch.setattr(_Race, "_grown", lambda self, first: Blend((first,)))
     rng = np.random.default_rng(0)
     labels = LabelData(None, None, np.arange(n + 1), rng.integers(0, 8, n), [f"label{i}" for i in range(8)])
     pool = Pool(sp.csr_matrix(rng.random((n, 3), np.float32)), labels, n)
@@ -107,7 +111,7 @@ def test_lml_is_taken_unless_another_loss_is_clearly_better(n, thinned):
         race.networks = dict.fromkeys(race.scores)
         race._drop()
         made = race.finish([(np.arange(n), np.arange(n))])
-        return made.candidate.loss, made.line
+        return made.blend.parts[0].loss, made.line
 
     name = "lml, thinned" if thinned else "lml"
     assert chosen(0.0) == (
@@ -289,3 +293,38 @@ def test_a_run_serves_the_probabilities_of_the_true_labels(tmp_path):
     with torch.no_grad():
         y = Exported(model)(torch.from_numpy(model.matrix(rows).toarray()))[1]
     np.testing.assert_allclose(y.numpy(), expected, rtol=1e-4)
+
+
+def test_a_blend_is_one_network_whose_outputs_are_added():
+    rng = np.random.default_rng(0)
+    x = sp.random(9, 7, 0.5, "csr", random_state=rng, dtype=np.float32)
+    networks = [LabelSetNetwork(7, 3, sparse=True) for _ in range(2)]
+    for network in networks:
+        torch.nn.init.normal_(network.first.weight)
+        torch.nn.init.normal_(network.bias)
+    one, other = (outputs(network, x) for network in networks)
+    np.testing.assert_allclose(outputs(added(networks, (2.0, 0.5)), x), 2 * one + 0.5 * other, atol=1e-5)
+
+
+@pytest.mark.parametrize("labels", ["complete", "incomplete"])
+def test_losses_that_err_on_different_rows_are_blended(labels):
+    """Two models of which each is sure in the half of the rows that the other one gets wrong."""
+    rng, n = np.random.default_rng(0), 1200
+    data = LabelData(None, None, np.arange(n + 1), rng.integers(0, 8, n), [f"label{i}" for i in range(8)])
+    pool = Pool(sp.csr_matrix(rng.random((n, 3), np.float32)), data, n)
+    config = Config(monitor="recall@1", at=(1,), labels=labels)
+    race = _Race(pool, config, Resolved.of(config, data), lambda line: None)
+    right, noise = np.eye(8, dtype=np.float32)[data.indices], rng.normal(size=(2, n, 8)).astype(np.float32)
+    half = (np.arange(n) % 2 == 0)[:, None]
+    parts = Candidate("squared_hinge", 1.0), Candidate("lml", 0.0, labels == "incomplete")
+    race.held = [data]
+    race.scores = {c: [np.where(half == i, 3 * right, 0) + 0.2 * noise[i]] for i, c in enumerate(parts)}
+    race.networks = {c: LabelSetNetwork(3, 8, sparse=True) for c in parts}
+    race._drop()
+    made = race.finish([(np.arange(n), np.arange(n))])
+    assert set(made.blend.parts) == set(parts)
+    assert made.resolved.blend == made.blend.names()
+    assert made.resolved.probability == ("lml" if labels == "incomplete" else "sigmoid")
+    np.testing.assert_allclose(np.std(made.blend.scales) / np.mean(made.blend.scales), 0, atol=0.1)
+    assert " + " in made.line
+    assert [line["chosen"] for line in made.table] == [True, True]
