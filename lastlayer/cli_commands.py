@@ -235,11 +235,23 @@ def _loaded(arguments: argparse.Namespace) -> Any:
 
 @contextmanager
 def _output(path: str | None) -> Iterator[Any]:
+    """Open a file that is written whole or not at all, so that an error in a late row leaves what was there."""
     if path is None:
         yield sys.stdout
         return
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        yield file
+    place = Path(path).resolve()
+    if not place.parent.is_dir():
+        raise UsageError(f"--out: the folder {place.parent} is not there.")
+    usual = place.is_file() or not place.exists()  # not a device or a pipe
+    part = place.with_name(f".{place.name}.{os.getpid()}.tmp") if usual else place
+    try:
+        with open(part, "w", encoding="utf-8", newline="") as file:
+            yield file
+        if usual:
+            part.replace(place)
+    finally:
+        if usual:
+            part.unlink(missing_ok=True)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -55,9 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
         from lastlayer.cli import UsageError
 
         raise UsageError("--balanced must be given with -n and --kind missing.")
-    path, data, scores = _rows(arguments)
     out = Path(arguments.out or f"{Path(arguments.data).name.split('.')[0] or 'data'}-suggestions")
     least, ticked = _accept(arguments.accept)
+    if ticked is None:
+        _keep_ticks(out / "suggestions.csv")
+    path, data, scores = _rows(arguments)
     if ticked is not None:
         accepted = _ticked(ticked, data)
     else:
@@ -134,6 +136,20 @@ def _accept(given: str | None) -> tuple[float | None, Path | None]:
     if not 0 <= least <= 1:
         raise UsageError(f"--accept must be a probability from 0 to 1, got {given}.")
     return least, None
+
+
+def _keep_ticks(path: Path) -> None:
+    """Refuse to write over suggestions that someone has ticked."""
+    from lastlayer.data import DataError
+
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+        n = sum((line.get("accept") or "").strip().lower() in YES for line in csv.DictReader(file))
+    if n:
+        raise DataError(
+            f"{path}: {n} of its rows are ticked. Use them (--accept {path}), or name another folder (--out)."
+        )
 
 
 def _lines(suggested: Any, data: Any) -> list[dict[str, Any]]:

@@ -176,6 +176,20 @@ def test_predict_jsonl_and_csv(trained, capsys, tmp_path):
     assert table[0]["label"] == first[0]
 
 
+def test_an_error_in_a_late_row_leaves_the_earlier_predictions(trained, capsys, tmp_path):
+    out, names = tmp_path / "p.jsonl", make_rows(3, seed=6)
+    rows = write(tmp_path / "rows.tsv", names)
+    out.write_text("earlier\n")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a b"}\n{"text": \n')
+    error_of(capsys, ["predict", trained[2], str(broken), "--out", str(out)])
+    assert out.read_text() == "earlier\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "p.jsonl", "rows.tsv"]
+    assert "the folder" in error_of(capsys, ["predict", trained[2], rows, "--out", str(tmp_path / "none/p.jsonl")])
+    assert main(["predict", trained[2], rows, "--out", str(out)]) == 0
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == names.ids
+
+
 def test_predict_takes_all_labels_above_a_threshold(trained, capsys, tmp_path):
     other = write(tmp_path / "other.tsv", make_rows(40, seed=6))
     found = {}

@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import os
+import shutil
 
 import pytest
 from train_tools import make_rows
@@ -58,6 +60,10 @@ def test_finds_what_was_hidden_and_planted_and_writes_a_corrected_file(rows, tmp
         writer = csv.DictWriter(file, list(found[0]))
         writer.writeheader()
         writer.writerows(found)
+    shutil.copy("ticked.csv", "tags-suggestions/suggestions.csv")
+    assert main(["suggest", str(path), "-n", "20"]) == 2
+    assert "suggestions.csv: 3 of its rows are ticked. Use them (--accept" in capsys.readouterr().err
+    assert table("tags-suggestions/suggestions.csv") == found
     assert main(["suggest", str(path), "--accept", "ticked.csv", "--out", "done"]) == 0
     before, after = read(path), read("done/corrected.tsv")
     changed = {i for i in range(len(before)) if set(before.names(i)) != set(after.names(i))}
@@ -66,6 +72,18 @@ def test_finds_what_was_hidden_and_planted_and_writes_a_corrected_file(rows, tmp
     assert "has changed since. Suggest again." in capsys.readouterr().err
     assert main(["suggest", str(path), "--accept", "1.5"]) == 2
     assert main(["suggest", str(path), "--accept", "none.csv"]) == 2
+
+
+def test_folds_that_cannot_be_filled_and_words_that_come_once_are_refused_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"word{i}\t{'ab'[i % 2]}\tone" for i in range(40)]
+    (tmp_path / "rows.tsv").write_text("\n".join(["text\tlabels\twho", *lines, ""]))
+    for command in (["train", "rows.tsv", "--folds", "3", "--out", "run"], ["suggest", "rows.tsv", "--folds", "3"]):
+        assert main([*command, "--group-column", "who"]) == 2
+        assert "`n_folds` must be at most the number of groups, 1, got 3." in capsys.readouterr().err
+    assert main(["suggest", "rows.tsv"]) == 2
+    assert "Lower `min_rows`. `lastlayer train FILE --folds 5` has settings; suggest" in capsys.readouterr().err
+    assert os.listdir() == ["rows.tsv"]
 
 
 def test_balanced_suggestions_are_accepted_unseen(rows, tmp_path, monkeypatch, capsys):

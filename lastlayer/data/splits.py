@@ -59,7 +59,7 @@ def split_rows(
         raise ValueError(f"split_rows: `stratify` must be true, false or 'auto', got {stratify!r}.")
     groups = _checked_groups("split_rows", data, groups)
     if stratify is True or (stratify == "auto" and data.n_labels <= FEW_LABELS):
-        part = _stratified("split_rows", data, fractions, seed, groups, order)
+        part = _stratified("split_rows", data, fractions, seed, _units(data, groups), order)
     else:
         keys = _keys(data)
         if groups is not None:
@@ -97,7 +97,11 @@ def fold_rows(
             f"fold_rows: `n_folds` must be a whole number from 2 to the {len(data)} rows, got {n_folds!r}."
         )
     groups = _checked_groups("fold_rows", data, groups)
-    return _stratified("fold_rows", data, [1 / n_folds] * n_folds, seed, groups, order)
+    units = _units(data, groups)
+    if units[1] < n_folds and len(data):
+        what = "different rows" if groups is None else "groups"
+        raise ValueError(f"fold_rows: `n_folds` must be at most the number of {what}, {units[1]}, got {n_folds}.")
+    return _stratified("fold_rows", data, [1 / n_folds] * n_folds, seed, units, order)
 
 
 def _checked_groups(op: str, data: LabelData, groups: Sequence[Any] | None) -> Sequence[Any] | None:
@@ -109,11 +113,11 @@ def _checked_groups(op: str, data: LabelData, groups: Sequence[Any] | None) -> S
 
 
 def _stratified(
-    op: str, data: LabelData, fractions: Sequence[float], seed: int, groups: Sequence[Any] | None, order: int
+    op: str, data: LabelData, fractions: Sequence[float], seed: int, units: tuple[np.ndarray, int], order: int
 ) -> np.ndarray:
     if order not in (1, 2):
         raise ValueError(f"{op}: `order` must be 1 or 2, got {order!r}.")
-    unit, n_units = _units(data, groups)
+    unit, n_units = units
     row = np.repeat(np.arange(len(data)), data.row_counts())
     item, n_items = data.indices, data.n_labels
     if order == 2:

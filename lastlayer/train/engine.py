@@ -353,17 +353,22 @@ def _enter(
     differing = [f.name for f in fields(Config) if getattr(before, f.name) != getattr(config, f.name)]
     if differing:
         raise OtherRunError(
-            f"{run.path}: holds an unfinished run with another `{differing[0]}`. Choose another folder."
+            f"{run.path}: holds an unfinished run with another `{differing[0]}`. Choose another folder, or use "
+            "--overwrite."
         )
     if (run / "data.json").exists():
         stored = run.read_json("data.json")
         seen = stored.get("parts", {})
         if stored.get("start") != about.get("start"):
-            raise OtherRunError(f"{run.path}: holds an unfinished run with another start. Choose another folder.")
+            raise OtherRunError(
+                f"{run.path}: holds an unfinished run with another start. Choose another folder, or use --overwrite."
+            )
         if {k: v.get("fingerprint") for k, v in seen.items()} != {
             k: v["fingerprint"] for k, v in about["parts"].items()
         }:
-            raise OtherRunError(f"{run.path}: holds an unfinished run on other data. Choose another folder.")
+            raise OtherRunError(
+                f"{run.path}: holds an unfinished run on other data. Choose another folder, or use --overwrite."
+            )
     last = run / "checkpoints/last.ckpt"
     if not last.exists():
         return None

@@ -56,11 +56,11 @@ def train_with_folds(
         raise ConfigError(f"`folds` must be from 2 to the number of rows, {most}, got {folds}.")
     if options.get("shard_classes") or config.devices > 1:
         raise ConfigError("`folds` must be left out with --shard-classes and with several devices.")
+    place = fold_rows(rows, folds, seed=config.seed)
     run, read = RunFolder(out), {name: data.fingerprint() for name, data in parts.items()}
     if options.get("overwrite") or (run / FILE).exists() or not _is_same(run, config, read):
         run = train(parts, config, out, **options)
     measured, collected = [], Collector(len(rows), rows.n_labels)
-    place = fold_rows(rows, folds, seed=config.seed)
     for i in range(folds):
         tell(f"fold {i + 1} of {folds}")
         inside, held = rows.take(np.flatnonzero(place != i)), np.flatnonzero(place == i)

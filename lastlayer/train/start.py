@@ -34,7 +34,9 @@ def opened(run: str | Path, config: Config) -> TrainedModel:
     model = load(run)
     network = getattr(model.scorer, "network", None)
     if not isinstance(network, LabelSetNetwork) or network.encoder is not None or model.config.encoder:
-        raise RunError(f"{run}: must be a linear model or a network without an encoder to continue. Train it anew.")
+        trained = network is not None and getattr(network, "encoder", None) is not None
+        advice = f"Train with --encoder {run}/encoder instead: it is the trained one." if trained else "Train it anew."
+        raise RunError(f"{run}: must be a linear model or a network without an encoder to continue. {advice}")
     if config.hidden != model.config.hidden or config.encoder:
         raise ConfigError(
             f"`hidden` must be that of the run to continue, {list(model.config.hidden)}, got {list(config.hidden)}."

@@ -122,7 +122,12 @@ def out_of_fold(
     for i in range(folds):
         inside, outside = np.flatnonzero(fold != i), np.flatnonzero(fold == i)
         train, held = data.take(inside), data.take(outside)
-        features = FeatureMap.fit(train, config)
+        try:
+            features = FeatureMap.fit(train, config)
+        except DataError as error:
+            raise DataError(
+                f"{error} `lastlayer train FILE --folds {folds}` has settings; suggest from its run."
+            ) from None
         model = fit_linear(features(train), train, loss="logistic", C=COST, n_labels=data.n_labels, tolerance=0.1)
         for at, logits in _logits(model, features(held)):
             collected.add(outside[at], torch.from_numpy(logits).sigmoid())

@@ -212,6 +212,7 @@ def test_messages():
         (lambda: fold_rows(data, 1), "`n_folds` must be a whole number from 2 to the 10 rows, got 1"),
         (lambda: fold_rows(data, 11), "`n_folds` must be"),
         (lambda: fold_rows(data, 2.5), "`n_folds` must be"),
+        (lambda: fold_rows(data, 3, groups=["a", "b"] * 5), "`n_folds` must be at most the number of groups, 2, got 3"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

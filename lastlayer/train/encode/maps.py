@@ -166,17 +166,21 @@ def load(run: RunFolder, state: dict[str, Any], encoder: Any = None) -> FeatureM
         if encoder is not None and given is None:
             state = {**state, "encoder": {**about, "folder": str(encoder)}}
         return FrozenFeatures(state, config, given)
-    if given is None:
-        if not (run / FOLDER / "config.json").exists():
-            raise RunError(
-                f"{run.path}: was trained with the encoder {about.get('name')}, which was given in Python. "
-                "Pass it: load(run, encoder=...)."
-            )
-        return EncoderRows(source.open_folder(run / FOLDER, config))
-    if given.width != int(state["n_features"]):
-        raise RunError(f"{run.path}: its encoder has width {state['n_features']}, the given one {given.width}.")
-    given.restore(run / FOLDER)
-    return EncoderRows(given)
+    if given is None and not (run / FOLDER / "config.json").exists():
+        raise RunError(
+            f"{run.path}: was trained with the encoder {about.get('name')}, which was given in Python. "
+            "Pass it: load(run, encoder=...)."
+        )
+    opened = source.open_folder(run / FOLDER, config) if given is None else given
+    if opened.width != int(state["n_features"]):
+        place = run / FOLDER if given is None else "the given one"
+        raise RunError(
+            f"{run.path}: was trained with an encoder of width {state['n_features']}, that of {place} is "
+            f"{opened.width}. Put the first one back."
+        )
+    if given is not None:
+        given.restore(run / FOLDER)
+    return EncoderRows(opened)
 
 
 def features_of(encoder: Encoder, data: LabelData, config: Config, cache: Cache | None) -> np.ndarray:

@@ -20,6 +20,7 @@ from lastlayer.train.encode import Encoder, frozen, open_encoder, source
 from lastlayer.train.encode.encoder import by_depth, encode
 from lastlayer.train.encode.image import Format
 from lastlayer.train.export import description
+from lastlayer.train.start import opened
 
 pytest.importorskip("transformers")
 QUICK = {"epochs": 2, "batch_size": 32, "bootstrap": 0, "lr": 0.002, "accelerator": "cpu"}
@@ -215,6 +216,13 @@ def test_an_encoder_that_changed_is_refused_and_nothing_is_lost(rows, bert, tmp_
             train({"all": rows}, config, tmp_path / "run")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     assert table.exists()
+    done = train({"all": rows}, dataclasses.replace(config, encoder=str(bert)), tmp_path / "done")
+    with pytest.raises(ValueError, match=r"Train with --encoder .*done/encoder instead: it is the trained one"):
+        opened(done.path, config)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(save_bert(tmp_path / "wide", rows.texts, width=32) / name, done / "encoder" / name)
+    with pytest.raises(ValueError, match=r"was trained with an encoder of width 16, that of .*done/encoder is 32"):
+        ll.load(done.path)
 
 
 REFUSED = {
