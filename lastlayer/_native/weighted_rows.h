@@ -255,6 +255,38 @@ FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, R
     *s = (struct shares){unit, sure, total, w1, w2, least, most, negative > 0, wrong > 0 || !(largest <= LARGEST)};
 }
 
+/* The same without bounds and without infinite scores, where a is w. */
+FN void NAME(weight_shares)(const NAME(given) * g, REAL *restrict w, struct shares *s) {
+    const REAL *restrict weight = g->weight;
+    REAL largest = 0, least_weight = 0, odd = 0;
+    double sure = 0, total = 0, w1 = 0, w2 = 0;
+    int64_t n = g->n;
+    PRAGMA(omp simd reduction(max : largest) reduction(min : least_weight) reduction(+ : odd))
+    for (int64_t i = 0; i < n; i++) {
+        REAL size = NAME(abs)(weight[i]);
+        largest = size > largest ? size : largest;
+        least_weight = weight[i] < least_weight ? weight[i] : least_weight;
+        odd += weight[i] * R(0.0); /* nan if a weight is nan or infinite */
+    }
+    int exponent = 0, wrong = odd != 0;
+    if (largest > 0 && !wrong) frexp((double)largest, &exponent);
+    double unit = ldexp(1.0, exponent), over = 1 / unit;
+    PRAGMA(omp simd reduction(+ : total, w1, w2))
+    for (int64_t i = 0; i < n; i++) {
+        double share = (double)NAME(abs)(weight[i]) * over, square = share * share;
+        total += share;
+        w1 += square;
+        w2 += square * share;
+        w[i] = (REAL)share;
+    }
+    if (least_weight < 0) {
+        PRAGMA(omp simd reduction(+ : sure))
+        for (int64_t i = 0; i < n; i++) sure += weight[i] < 0 ? (double)weight[i] : 0.0;
+    }
+    for (int64_t i = n; i % LANES; i++) w[i] = 0;
+    *s = (struct shares){unit, sure, total, w1, w2, sure, sure + total * unit, least_weight < 0, wrong};
+}
+
 /* The scores, turned around where the weight is negative; 0 for infinite ones. Returns whether all were finite. */
 FN int NAME(budget_scores)(const NAME(given) * g, int negative, REAL *restrict z) {
     const REAL *restrict x = g->x, *restrict weight = g->weight;
@@ -300,6 +332,14 @@ FN int NAME(budget_read)(const NAME(given) * g, int negative, NAME(budget_row) *
     }
     row->z1 = z1, row->z2 = z2, row->zw = zw;
     return bad == 0;
+}
+
+/* Weights and shares of a row without infinite scores; `a` is not written where there are no bounds. */
+INLINE void NAME(shares_of)(const NAME(given) * g, REAL *w, REAL *a, struct shares *s) {
+    if (g->bounded)
+        NAME(budget_shares)(g, 0, w, a, s);
+    else
+        NAME(weight_shares)(g, w, s);
 }
 
 /* x + w nu where nu is infinite, or the score. */
@@ -349,9 +389,13 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
     *quick = 0;
     row->n = g->n;
     row->z = (REAL *)space->z, row->e = (REAL *)space->e;
-    row->w = (REAL *)space->shared_w, row->a = (REAL *)space->shared_a;
+    row->w = (REAL *)space->shared_w, row->a = (REAL *)(g->bounded ? space->shared_a : space->shared_w);
     *s = space->shares;
-    row->measured = space->is_shared && !call->mask && NAME(budget_read)(g, s->negative, row);
+    if (!space->is_shared && !call->mask) {
+        row->w = (REAL *)space->w, row->a = (REAL *)(g->bounded ? space->a : space->w);
+        NAME(shares_of)(g, row->w, row->a, s);
+    }
+    row->measured = !call->mask && NAME(budget_read)(g, s->negative, row);
     row->special = !row->measured;
     if (row->special) {
         row->w = (REAL *)space->w, row->a = (REAL *)space->a;
@@ -564,7 +608,7 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
     NAME(given) g = NAME(given_row)(call, index, space);
     tile.n = call->n;
     tile.z = (VEC *)space->z, tile.e = (VEC *)space->e;
-    tile.w = (const REAL *)space->shared_w, tile.a = (const REAL *)space->shared_a;
+    tile.w = (const REAL *)space->shared_w, tile.a = (const REAL *)(g.bounded ? space->shared_a : space->shared_w);
     for (int i = 0; i < LANES; i++) {
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
@@ -604,7 +648,7 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
 /* The weights and shares of all rows of a call that have the same. */
 FN void NAME(weighted_prepare)(const struct weighted *call, struct budget_space *space) {
     NAME(given) g = NAME(given_row)(call, 0, space);
-    NAME(budget_shares)(&g, 0, (REAL *)space->shared_w, (REAL *)space->shared_a, &space->shares);
+    NAME(shares_of)(&g, (REAL *)space->shared_w, (REAL *)space->shared_a, &space->shares);
 }
 
 /* ---- Backward. With v = u - w given, given = sum w h u / sum w^2 h: the gradients of x, lower and upper are h v,
