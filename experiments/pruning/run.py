@@ -28,7 +28,8 @@ BUDGETS = (0.5, 0.3)
 LEAST = 1 / 16  # share of the channels that every group keeps
 PEAK, TUNE_PEAK = 0.4, 0.1  # largest learning rate of the first training and after it
 HOT, COLD = 1.0, 0.02  # temperature of the masks at both ends of the allocation
-RATE, EVERY = 0.03, 2  # rate of the allocation, and steps of the weights for one of its own
+RATES = (0.003, 0.01, 0.03)  # of the allocation
+EVERY = 2  # steps of the weights for one of the allocation
 ROUNDS = 6  # of the linear budget, for the quadratic one
 
 
@@ -95,15 +96,15 @@ def by_global_order(importance: Tensor, counts: Sequence[int], limit: float) -> 
 class Allocation:
     """Learn the keep ratios while the weights train: masks are drawn anew in each step, budget and temperature fall."""
 
-    def __init__(self, net: Network, budget: float, steps: int, data: cifar.Tensors, batch: int, seed: int) -> None:
-        self.net, self.budget, self.steps, self.data, self.batch = net, budget, steps, data, batch
+    def __init__(self, net: Network, setting: cifar.Setting, steps: int, data: cifar.Tensors, batch: int) -> None:
+        self.net, self.budget, self.steps, self.data, self.batch = net, setting["budget"], steps, data, batch
         self.most = multiply_adds(net.counts)
         self.shift = torch.zeros(len(net.counts), requires_grad=True)
-        self.optimizer = torch.optim.Adam([self.shift], RATE)
+        self.optimizer = torch.optim.Adam([self.shift], setting["rate"])
         self.device = data["train_x"].device
         self.valid = torch.arange(max(net.counts)) < torch.tensor(net.counts)[:, None]
         self.valid = self.valid.to(self.device)
-        self.generator = torch.Generator(self.device).manual_seed(seed + 1000)
+        self.generator = torch.Generator(self.device).manual_seed(setting["seed"] + 1000)
 
     def ratios(self, step: int) -> Tensor:
         """Keep ratios within the budget of this step, which reaches its end after three quarters of the way."""
@@ -141,13 +142,13 @@ class Allocation:
         return whole_counts(found, self.net.counts, self.budget * self.most)
 
 
-def tuned(net: Network, kind: str, budget: float, data: cifar.Tensors, arguments: Any, seed: int) -> Tensor:
+def tuned(net: Network, setting: cifar.Setting, data: cifar.Tensors, arguments: Any) -> Tensor:
     """Train the network further under the masks of one way of pruning, and return the last mask.
 
     All ways take the same steps; the allocation is learnt in the first of them.
     """
     mask = largest(net.importance(), net.counts)
-    limit = budget * multiply_adds(net.counts)
+    kind, limit = setting["kind"], setting["budget"] * multiply_adds(net.counts)
     per_epoch = len(data["train_x"]) // min(arguments.batch, len(data["train_x"]))
     after: Callable[[int], None] | None = None
     if kind == UNIFORM:
@@ -157,7 +158,7 @@ def tuned(net: Network, kind: str, budget: float, data: cifar.Tensors, arguments
         mask.copy_(largest(net.importance(), by_global_order(net.importance(), net.counts, limit)))
     elif kind == LEARNED:
         steps = arguments.allocate * per_epoch
-        allocation = Allocation(net, budget, steps, data, arguments.batch, seed)
+        allocation = Allocation(net, setting, steps, data, arguments.batch)
         p = torch.ones_like(mask)
 
         def after(step: int) -> None:
@@ -168,7 +169,7 @@ def tuned(net: Network, kind: str, budget: float, data: cifar.Tensors, arguments
                     p.copy_(allocation.learn(step))
                 mask.copy_(allocation.draw(p))
 
-    descend(net, mask, data, arguments, TUNE_PEAK, arguments.tune, seed + 100, after)
+    descend(net, mask, data, arguments, TUNE_PEAK, arguments.tune, setting["seed"] + 100, after)
     return mask
 
 
@@ -211,7 +212,7 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
     """Prune the network of a seed, tune what is left, and measure the smaller network that comes of it."""
     net = base_of(setting["seed"], data, arguments)
     before = accuracy(net, data, "test")
-    mask = tuned(net, setting["kind"], setting["budget"], data, arguments, setting["seed"])
+    mask = tuned(net, setting, data, arguments)
     small = smaller(net, mask)
     cost = multiply_adds(small.counts)
     seen = counted(small, data["test_x"])
@@ -229,21 +230,39 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
     }
 
 
-def wanted(arguments: Any) -> list[cifar.Setting]:
-    """Return the whole networks, then each way of pruning, the seeds side by side."""
-    common_part = {"width": arguments.width, "tune": arguments.tune, "allocate": arguments.allocate}
-    ways = [(WHOLE, 1.0)] + [(kind, budget) for budget in arguments.budgets for kind in arguments.kinds]
-    return [
-        common_part | {"kind": kind, "budget": budget, "seed": seed}
-        for kind, budget in ways
-        for seed in range(arguments.seeds)
-    ]
+def wanted(rows: Sequence[common.Row], arguments: Any) -> list[cifar.Setting]:
+    """Return the whole networks, then each way of pruning; the allocation at every rate first, with the first seed."""
+    shared = {"width": arguments.width, "tune": arguments.tune, "allocate": arguments.allocate}
+    seeds = range(arguments.seeds)
+    found = [shared | {"kind": WHOLE, "budget": 1.0, "rate": 0.0, "seed": seed} for seed in seeds]
+    for budget in arguments.budgets:
+        learned = shared | {"kind": LEARNED, "budget": budget}
+        grid = [learned | {"rate": rate, "seed": 0} for rate in arguments.rates]
+        found += grid
+        for kind in (UNIFORM, GLOBAL):
+            found += [shared | {"kind": kind, "budget": budget, "rate": 0.0, "seed": seed} for seed in seeds]
+        tried = [row for row in rows if row["seed"] == 0 and row.items() >= learned.items()]
+        if len(tried) >= len(grid):
+            found += [learned | {"rate": best_rate(tried), "seed": seed} for seed in seeds]
+    return found
+
+
+def best_rate(rows: Sequence[common.Row]) -> float:
+    """Return the rate of the allocation with the best accuracy on the validation rows, first seed."""
+    return float(max((row for row in rows if row["seed"] == 0), key=lambda row: row["valid_top1"])["rate"])
 
 
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     if not rows:
-        return dict.fromkeys(("accuracy", "share", "parameters", "kept"), "(not run)")
-    order = sorted(rows, key=lambda row: (KINDS.index(row["kind"]), -row["budget"], row["seed"]))
+        return dict.fromkeys(("accuracy", "parameters", "rates", "kept"), "(not run)")
+    chosen, grid = [], []
+    for budget in {row["budget"]: 0 for row in rows}:
+        for kind in KINDS:
+            some = [row for row in rows if row["kind"] == kind and row["budget"] == budget]
+            rate = best_rate(some) if some else 0.0
+            chosen += [row for row in some if row["rate"] == rate]
+            grid += [row | {"budget": f"{100 * budget:.0f} %"} for row in some if kind == LEARNED and row["seed"] == 0]
+    order = sorted(chosen, key=lambda row: (KINDS.index(row["kind"]), -row["budget"], row["seed"]))
     named = [row | {"of the multiply-adds": f"{100 * row['budget']:.0f} %"} for row in order]
     heads = [f"stream {s + 1}" for s in range(STAGES)] + [
         f"block {b + 1}" for b in range(len(rows[0]["kept"]) - STAGES)
@@ -256,8 +275,8 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     ]
     return {
         "accuracy": common.table(named, "kind", "of the multiply-adds", "test_top1"),
-        "share": common.table(named, "kind", "of the multiply-adds", "share"),
         "parameters": common.table(named, "kind", "of the multiply-adds", "parameters", scale=1e-6),
+        "rates": common.table(sorted(grid, key=lambda row: row["rate"]), "rate", "budget", "valid_top1"),
         "kept": common.table(kept, "group", "kind", "share", digits=0),
     }
 
@@ -269,17 +288,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tune", type=int, default=10, help="epochs after the first training")
     parser.add_argument("--allocate", type=int, default=4, help="how many of them learn the allocation")
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS[1:]), choices=KINDS[1:])
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="of the allocation")
     parser.set_defaults(width=32, epochs=16)
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables):
         return
     if arguments.smoke:
         cifar.shrink(arguments)
-        arguments.tune, arguments.allocate, arguments.budgets, arguments.held_out = 2, 1, [0.5], 300
+        arguments.tune, arguments.allocate, arguments.held_out = 2, 1, 300
+        arguments.budgets, arguments.rates = [0.5], [0.03]
         arguments.bases = arguments.out.parent / "bases"
     results = common.Results(arguments.out)
-    cifar.run(wanted(arguments), train, arguments, results)
+    cifar.run(lambda rows: wanted(rows, arguments), train, arguments, results)
 
 
 if __name__ == "__main__":
