@@ -8,7 +8,8 @@ TORCH ?=
 TRITONS ?= 3.6.0 3.7.1
 KERNELS = tests/_triton tests/fuzz tests/loss/test_linear.py
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# Compiled modules are kept, whatever the environment says: many tests start the command line anew.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo test test-all test-triton check docs bench sanitize fuzz clean
 

@@ -6,7 +6,15 @@ import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["lastlayer/_triton/*.py"]
 
-LONG_PAGES = {"curate.md", "decisions.md", "encoders.md", "images.md", "relations.md", "tags.md"}  # they train models
+LONG_PAGES = {
+    "curate.md",
+    "decisions.md",
+    "encoders.md",
+    "images.md",
+    "relations.md",
+    "tags.md",
+    "train.md",
+}  # they train models
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

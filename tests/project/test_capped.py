@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tools import DEVICE
+from tools import DEVICE, slow
 
 from lastlayer import CappedSoftmax, CappedSparsemax, capped_softmax, capped_sparsemax
 
@@ -51,7 +51,7 @@ KINDS = {
 
 @BOTH
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(F64)])
 def test_accuracy(project, kind, dtype):
     for n in (2, 10, 1000):
         x = KINDS[kind](torch.randn(4, n, dtype=F64)).to(dtype)

@@ -8,6 +8,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_predict
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
+from tools import slow
 
 import lastlayer as ll
 from lastlayer import LabelSetClassifier
@@ -19,22 +20,16 @@ REASON = "minibatches of weighted rows are not those of rows that are repeated" 
 EXPECTED_FAILURES = {f"check_sample_weight_equivalence_on_{kind}_data": REASON for kind in ("dense", "sparse")}
 
 
-@parametrize_with_checks(
-    [LabelSetClassifier(loss="lml", random_state=0)], expected_failed_checks=lambda _: EXPECTED_FAILURES
-)
-def test_scikit_learn_checks(estimator, check):
-    check(estimator)
-
-
 @pytest.mark.slow
 @parametrize_with_checks(
     [
         LabelSetClassifier(random_state=0),
+        LabelSetClassifier(loss="lml", random_state=0),
         LabelSetClassifier(loss="binary", hidden=(16,), random_state=0, lr=0.02),
     ],
     expected_failed_checks=lambda _: EXPECTED_FAILURES,
 )
-def test_scikit_learn_checks_of_the_default_and_a_hidden_layer(estimator, check):
+def test_scikit_learn_checks(estimator, check):
     check(estimator)
 
 
@@ -121,7 +116,9 @@ def test_sparse_rows():
     assert model.score(sp.csr_matrix(X), Y) > 0.8
 
 
-@pytest.mark.parametrize("loss", ["lml", "binary", "two_way", "asymmetric", "expected_positive", "multihot_softmax"])
+@pytest.mark.parametrize(
+    "loss", ["lml", "two_way", *map(slow, ("binary", "asymmetric", "expected_positive", "multihot_softmax"))]
+)
 def test_losses_by_name(loss):
     X, Y = make()
     model = LabelSetClassifier(loss=loss, random_state=0).fit(X, Y)
