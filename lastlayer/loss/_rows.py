@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
+from lastlayer._threshold.dispatch import direct, transformed
 from lastlayer.shard import ClassShard, Ranks, local_part, reduce, total, unwrap
 
 
@@ -46,6 +47,14 @@ def weighed(value: Tensor, weight: Tensor | None) -> Tensor:
 def soft(labels: Labels) -> bool:
     """Whether the target may hold numbers between 0 and 1; its dtype tells."""
     return labels.dense is not None and labels.dense.is_floating_point()
+
+
+def hard(labels: Labels) -> bool:
+    """Whether a target that may be soft is known to have no share but 0 and 1; looked at only where that is cheap."""
+    dense = labels.dense
+    if dense is None or not dense.is_cpu or not direct(dense) or transformed() or torch.jit.is_tracing():
+        return False
+    return bool((dense[dense > 0] >= 1).all())
 
 
 def share(labels: Labels, live: Tensor, dtype: torch.dtype) -> Tensor:

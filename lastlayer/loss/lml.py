@@ -28,6 +28,7 @@ from lastlayer._threshold.dispatch import (
     transformed,
 )
 from lastlayer.loss import _rows
+from lastlayer.loss._gradient import at_once, with_gradient
 from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, local_part, reduce, replicate, total, unwrap
 
@@ -242,11 +243,35 @@ def lml_fenchel_young_loss(
         count = share.sum(-1)
     count = total(count, shard)
     problem, _ = enter(op, logits, count if k is None else k, -1, 1.0, mask, shard, "auto")
-    scores = search.scores(problem.x, problem.mask, 1.0)
-    size = search.sizes(problem.k, scores)
+    size = search.sizes(problem.k, problem.x)
     if labels.dense is not None:  # where less is known, less can be asked for
         size = torch.minimum(size, total(known.sum(-1, keepdim=True).to(size.dtype), shard))
-    _, center, delta = apply(problem._replace(k=size), "nu")
+    problem = problem._replace(k=size)
+    if labels.dense is not None and logits.is_cpu and logits.dtype == work and at_once(logits) and not recorded(size):
+        with torch.no_grad():
+            given = problem._replace(mask=None) if mask is not None and bool(mask.all()) else problem
+            loss, grad = _fenchel_young_with_gradient(given, share, count)
+        if bool(loss.isfinite().all()):
+            loss = with_gradient(logits, loss, grad, lambda x: _fenchel_young(problem._replace(x=x), labels, count))
+            return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
+    loss = _fenchel_young(problem, labels, count)
+    return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
+
+
+def _fenchel_young_with_gradient(problem: Problem, share: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Return one loss per row and its gradient, for finite scores and thresholds; elsewhere the loss is not finite."""
+    _, center, delta = apply(problem, "nu")
+    z = search.points(search.scores(problem.x, problem.mask, 1.0), center, delta)
+    loss = z.abs().neg_().exp_().log1p_().add_(z.clamp(min=0)).addcmul_(share, z, value=-1).sum(-1)
+    nu = (delta - center).squeeze(-1)
+    return loss + (count - problem.k.squeeze(-1)) * nu, z.sigmoid_().sub_(share)
+
+
+def _fenchel_young(problem: Problem, labels: Labels, count: Tensor) -> Tensor:
+    """Return one loss per row by differentiable operations."""
+    scores = search.scores(problem.x, problem.mask, 1.0)
+    shard, size, work = problem.shard, problem.k, scores.dtype
+    _, center, delta = apply(problem, "nu")
 
     z = _live_points(scores, center, delta)
     nu = (delta - center).squeeze(-1)
@@ -255,6 +280,7 @@ def lml_fenchel_young_loss(
     if labels.dense is None:
         loss = soft.sum(-1) + labels.sum_over_positives(lambda z, s: -F.logsigmoid(z) - s, z, soft)
     else:
+        share, _ = _shares(labels.dense, work)
         loss = (_times(share, -F.logsigmoid(z)) + _times(1 - share, soft)).sum(-1)
     # All ranks hold the same threshold: their gradients count as one.
     loss = total(loss, shard) + (count - size.squeeze(-1)) * replicate(torch.where(nu.isinf(), 0, nu), shard)
@@ -269,8 +295,7 @@ def lml_fenchel_young_loss(
         linear, lost, met = ((share * value).sum(-1) for value in (flat, out, sure))
     end = torch.where(nu > 0, flat.sum(-1), 0) - linear
     end, lost = total(end, shard), total(lost + sure.sum(-1) - met, shard)
-    loss = _with_broken_rows(torch.where(nu.isinf(), torch.where(lost > 0, torch.inf, end), loss), delta)
-    return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
+    return _with_broken_rows(torch.where(nu.isinf(), torch.where(lost > 0, torch.inf, end), loss), delta)
 
 
 def _plain(

@@ -13,6 +13,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
 from lastlayer.loss import _rows
+from lastlayer.loss._gradient import at_once, with_gradient
 from lastlayer.shard import ClassShard, Ranks, Replicas, averaged, total, unwrap
 
 
@@ -122,7 +123,7 @@ class _Sides(NamedTuple):
 
 
 def _sides(x: Tensor, labels: Labels, live: Tensor) -> _Sides:
-    if not _rows.soft(labels):
+    if not _rows.soft(labels) or _rows.hard(labels):
         positive = labels.positive()
         return _Sides(x, live & positive, live & ~positive, None, None)
     share = _rows.share(labels, live, x.dtype)
@@ -147,11 +148,62 @@ def _columns(op: str, sides: _Sides, sample_weight: Tensor | None) -> _Sides:
 
 def _positives_above(sides: _Sides, form: _Form, shard: Ranks | None) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, and whether it has a positive."""
+    if shard is None and sides.x.is_cpu and at_once(sides.x):
+        with torch.no_grad():
+            loss, grad, has_positive = _above_with_gradient(sides, form)
+        return with_gradient(sides.x, loss, grad, lambda x: _plain(sides._replace(x=x), form, None)[0]), has_positive
+    return _plain(sides, form, shard)
+
+
+def _plain(sides: _Sides, form: _Form, shard: Ranks | None) -> tuple[Tensor, Tensor]:
+    """As `_positives_above`, by differentiable operations."""
     highest, above, has_negative = _rows.logsumexp(sides.x, sides.negative, shard, form.cool, sides.down)
     lowest, below, has_positive = _rows.logsumexp(-sides.x, sides.positive, shard, form.warm, sides.up)
     active = has_positive & has_negative
     z = torch.where(active, (highest + lowest).squeeze(-1) + above + below + form.margin, 0)
     return torch.where(active, -F.logsigmoid(-z), 0), has_positive
+
+
+def _above_with_gradient(sides: _Sides, form: _Form) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of each row, its gradient, and whether the row has a positive.
+
+    Positives are few: they are gathered, and only negatives are gone through as a whole.
+    """
+    x, positive, negative = (t.unsqueeze(0).flatten(0, -2) for t in sides[:3])
+    mass = torch.where(negative, x, -torch.inf)
+    highest = mass.amax(-1)
+    has_negative = highest != -torch.inf
+    highest = torch.where(has_negative, highest, 0)
+    mass.sub_(highest.unsqueeze(-1))
+    if form.cool != 1:
+        mass.div_(form.cool)
+    mass.exp_()
+    if sides.down is not None:
+        mass.mul_(sides.down.expand(sides.x.shape).reshape(x.shape))
+    above = torch.where(has_negative, mass.sum(-1), 1)
+
+    if positive.is_contiguous():
+        row, column = positive.nonzero(as_tuple=True)
+    else:  # columns: in the order of the memory
+        column, row = positive.t().nonzero(as_tuple=True)
+    score = -x[row, column]
+    lowest = torch.full_like(highest, -torch.inf).scatter_reduce(0, row, score, "amax")
+    has_positive = lowest != -torch.inf
+    lowest = torch.where(has_positive, lowest, 0)
+    share = ((score - lowest[row]) / form.warm).exp()
+    if sides.up is not None:
+        share = share * sides.up.expand(sides.x.shape).reshape(x.shape)[row, column]
+    below = torch.where(has_positive, torch.zeros_like(above).index_add(0, row, share), 1)
+
+    active = has_positive & has_negative
+    z = (highest + lowest) + form.cool * above.log() + form.warm * below.log() + form.margin
+    z = torch.where(active, z, 0)
+    slope = torch.where(active, z.sigmoid(), 0)
+    grad = mass.mul_((slope / above).unsqueeze(-1))
+    grad[row, column] -= share * (slope / below)[row]
+    loss = torch.where(active, -F.logsigmoid(-z), 0)
+    rows = sides.x.shape[:-1]
+    return loss.view(rows), grad.view(sides.x.shape), has_positive.view(rows)
 
 
 def asymmetric_loss(
