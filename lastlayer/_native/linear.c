@@ -21,6 +21,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define LINE 64 /* bytes of a block's vectors: one cache line */
+#define AHEAD 6 /* rows by which the start of a row is fetched before it is needed */
 
 enum { SQUARED_HINGE, LOGISTIC };
 

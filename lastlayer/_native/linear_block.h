@@ -101,13 +101,27 @@ INLINE void NAME(add_row)(BLOCK *b, int64_t i, V d) {
     w[b->rows.n_features] += d * (REAL)b->call->bias;
 }
 
-INLINE void NAME(prefetch)(const BLOCK *b, int64_t i) {
-    if (!b->rows.indptr) return;
+/* Rows come in random order, and neither they nor their weights are in a cache: fetch the weights of the next row, the
+   features of the one after it, and where those of a later one begin. */
+INLINE void NAME(prefetch)(const BLOCK *b, int64_t s) {
+    if (!b->rows.indptr || s + 1 >= b->n_active) return;
     const int32_t *index = b->rows.indices;
-    int64_t t = b->rows.indptr[i], end = b->rows.indptr[i + 1];
+    int64_t i = b->list[s + 1], t = b->rows.indptr[i], end = b->rows.indptr[i + 1];
     if (end - t > 64) end = t + 64;
     for (; t < end; t++) __builtin_prefetch(b->w + index[t], 1);
     __builtin_prefetch(b->alpha + i, 1);
+    if (s + AHEAD >= b->n_active) return;
+    __builtin_prefetch(b->rows.indptr + b->list[s + AHEAD]);
+    i = b->list[s + AHEAD / 2];
+    const char *values = (const char *)((const REAL *)b->rows.values + b->rows.indptr[i]);
+    const char *features = (const char *)(index + b->rows.indptr[i]);
+    int64_t n = b->rows.indptr[i + 1] - b->rows.indptr[i];
+    if (n > 64) n = 64;
+    for (int64_t at = 0; at < n * (int64_t)sizeof *index; at += LINE) __builtin_prefetch(features + at);
+    for (int64_t at = 0; at < n * (int64_t)sizeof(REAL); at += LINE) __builtin_prefetch(values + at);
+    __builtin_prefetch(b->norm + i);
+    __builtin_prefetch(b->sign + i);
+    __builtin_prefetch(b->active + i);
 }
 
 /* One pass for max(0, 1 - y f)^2: min 1/2 a'(Q + D)a - sum a, a >= 0, with D = 1/(2 C). */
@@ -118,7 +132,7 @@ TARGET static void NAME(hinge_pass)(BLOCK *b) {
     unsigned live = b->live;
     for (int64_t s = 0; s < b->n_active; s++) {
         int64_t i = b->list[s];
-        if (s + 1 < b->n_active) NAME(prefetch)(b, b->list[s + 1]);
+        NAME(prefetch)(b, s);
         V f = NAME(score)(b, i), a = b->alpha[i];
         M positive = NAME(expand)(b->sign[i]), on = NAME(expand)(b->active[i] & live);
         V y = NAME(select)(positive, one, -one), diag = NAME(select)(positive, diag_positive, diag_negative);
@@ -154,7 +168,7 @@ TARGET static void NAME(logistic_pass)(BLOCK *b) {
     unsigned live = b->live;
     for (int64_t s = 0; s < b->n_active; s++) {
         int64_t i = b->list[s];
-        if (s + 1 < b->n_active) NAME(prefetch)(b, b->list[s + 1]);
+        NAME(prefetch)(b, s);
         V f = NAME(score)(b, i), m = b->alpha[i];
         M positive = NAME(expand)(b->sign[i]), on = NAME(expand)(b->active[i] & live);
         V y = NAME(select)(positive, one, -one), cost = NAME(select)(positive, b->cost_positive, b->cost_negative);

@@ -1,5 +1,6 @@
 """The solver against scikit-learn's liblinear, against its plain version, and its edges."""
 
+import itertools
 import os
 import signal
 import threading
@@ -88,12 +89,29 @@ def test_equals_liblinear(loss, C, bias, weighted, dense):
         assert (found.passes > 0).all()
 
 
-@built
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
 @pytest.mark.parametrize("dense", [False, True])
-def test_the_plain_version_gives_the_same_answers(loss, dense):
+def test_warm_starts_weights_bias_and_cut_in_every_combination_equal_liblinear(impl, loss, dense):
+    """The second step of a path, which starts warm and has shrunk rows; whatever is weighted, and what is cut."""
+    x, y = made_up(rows=14, features=8, labels=3, density=0.4)
+    rng = np.random.default_rng(1)
+    rows, own = rng.uniform(0.1, 3, 14), (rng.uniform(0.5, 4, 3), rng.uniform(0.5, 2, 3))
+    ones, cuts = (np.ones(3), np.ones(3)), (0.05,) if impl == "numpy" else (0.0, 0.05)
+    for row_weight, weights, bias, cut in itertools.product((None, rows), (ones, own), (0.0, 2.0), cuts):
+        want = liblinear(x, y, loss, 1.0, bias, row_weight, weights)
+        want[:, :-1][np.abs(want[:, :-1]) < cut] = 0
+        settings = SolverSettings(loss=loss, bias=bias, threshold=cut, tolerance=1e-5, max_passes=100_000, impl=impl)
+        weighting = Weighting(row=row_weight, positive=weights[0], negative=weights[1])
+        found = fit_path(x.toarray() if dense else x, y, [0.05, 1.0], settings, weighting)[-1]
+        w = np.column_stack([found.matrix().toarray(), found.intercept])
+        assert (np.linalg.norm(w - want, axis=1) <= 1e-4 * np.linalg.norm(want, axis=1)).all()
+
+
+@built
+@pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
+def test_the_plain_version_gives_the_same_answers(loss):
     x, y = made_up(rows=30, labels=9)
-    x = x.toarray() if dense else x
     options = {"loss": loss, "tolerance": 1e-6, "threshold": 0.02}
     weighting = Weighting(row=np.linspace(0, 2, 30))
     settings = (SolverSettings(impl=impl, **options) for impl in ("numpy", "native"))
@@ -121,13 +139,13 @@ def test_every_instruction_set_solves_the_same_problem(isa, dtype, loss):
     )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_path_gives_what_each_cost_alone_gives(impl):
+@built
+def test_a_path_gives_what_each_cost_alone_gives():
     x, y = made_up(rows=20, labels=5)
     for loss in ("squared_hinge", "logistic"):
-        path = fit_path(x, y, [0.1, 1.0, 3.0], SolverSettings(loss=loss, tolerance=1e-5, impl=impl))
+        path = fit_path(x, y, [0.1, 1.0, 3.0], SolverSettings(loss=loss, tolerance=1e-5))
         for step in path:
-            alone = fit_linear(x, y, C=step.C, loss=loss, tolerance=1e-5, impl=impl)
+            alone = fit_linear(x, y, C=step.C, loss=loss, tolerance=1e-5)
             np.testing.assert_allclose(step.matrix().toarray(), alone.matrix().toarray(), atol=1e-4)
 
 
