@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lastlayer._native import library
 from lastlayer._native.lml import _NO_MEMORY, _read_mask
+from lastlayer._threshold.budget import Budget
 
 # ``struct weighted`` of `weighted.h`: rows, n, logits, k, k_stride, mask, mask_stride, temperature, at_most, threads,
 # weight, lower, upper, their strides, out, nu, grad, grad_k, grad_weight, grad_lower, grad_upper.
@@ -34,18 +36,10 @@ class Given(NamedTuple):
     mask_stride: int
 
 
-def forward(
-    logits: Tensor,
-    k: Tensor | float,
-    weight: Tensor | None,
-    lower: Tensor | None,
-    upper: Tensor | None,
-    mask: Tensor | None,
-    temperature: float,
-    at_most: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
     """Return y, of the dtype of the logits, and nu in float64, ``(..., 1)``; `k` is one number, or the same."""
-    given = _read(logits, weight, lower, upper, mask)
+    logits, terms, mask, temperature, at_most = budget
+    given = _read(logits, terms, mask)
     out = torch.empty_like(given.x)
     nu = given.x.new_empty((*logits.shape[:-1], 1), dtype=torch.float64)
     _run(given, k, temperature, at_most, out, nu, None, [None] * 4, backward=False)
@@ -54,26 +48,18 @@ def forward(
 
 def threshold(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor) -> Tensor:
     """Return nu as `project.weighted._solve` does."""
-    given = _read(x, weight, lower, upper, None)
+    given = _read(x, [weight, lower, upper], None)
     nu = given.x.new_empty((*x.shape[:-1], 1), dtype=torch.float64)
     _run(given, k, 1.0, False, None, nu, None, [None] * 4, backward=False)
     return nu
 
 
 def backward(
-    logits: Tensor,
-    weight: Tensor | None,
-    lower: Tensor | None,
-    upper: Tensor | None,
-    mask: Tensor | None,
-    temperature: float,
-    at_most: bool,
-    nu: Tensor,
-    grad: Tensor,
-    wanted: tuple[bool, bool, bool],
+    budget: Budget, nu: Tensor, grad: Tensor, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return the gradients of logits, k, and of those of weight, lower and upper that are wanted, in float64 for k."""
-    given = _read(logits, weight, lower, upper, mask)
+    logits, terms, mask, temperature, at_most = budget
+    given = _read(logits, terms, mask)
     grad = grad if grad.dtype == given.x.dtype and grad.is_contiguous() else grad.to(given.x.dtype).contiguous()
     out, grad_k = torch.empty_like(given.x), torch.empty_like(nu)
     others = [torch.empty_like(given.x) if asked else None for asked in wanted]
@@ -81,10 +67,8 @@ def backward(
     return out.to(logits.dtype), grad_k, others
 
 
-def _read(
-    logits: Tensor, weight: Tensor | None, lower: Tensor | None, upper: Tensor | None, mask: Tensor | None
-) -> Given:
-    n, given = logits.shape[-1], (weight, lower, upper)
+def _read(logits: Tensor, given: Sequence[Tensor | None], mask: Tensor | None) -> Given:
+    n = logits.shape[-1]
     dtype = torch.float32 if _FUSED and logits.dtype in _NARROW else torch.float64
     for value in given:
         if value is not None and value.dtype not in _NARROW:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lastlayer._threshold.budget import Budget
 from lastlayer._triton import plan as shapes
 from lastlayer._triton.device import exp, is_finite, log2, rcp, scaled, sqrt, sum2, sum3
 from lastlayer._triton.launch import launch
@@ -385,9 +386,8 @@ def unfit(x: Tensor, *terms: Tensor | None) -> str:
 class _Given:
     """Scores, weights and bounds as the kernels take them."""
 
-    def __init__(
-        self, x: Tensor, terms: tuple[Tensor | None, ...], mask: Tensor | None, temperature: float, per_thread: int
-    ) -> None:
+    def __init__(self, budget: Budget, per_thread: int) -> None:
+        x, terms, mask, temperature, _ = budget
         self.n = x.shape[-1]
         self.rows = x.numel() // self.n
         self.x = x.contiguous().view(self.rows, self.n)
@@ -412,22 +412,14 @@ def _term_of(value: Tensor | None, x: Tensor) -> tuple[Tensor | None, int]:
     return value.expand(x.shape).contiguous(), x.shape[-1]
 
 
-def forward(
-    logits: Tensor,
-    k: Tensor,
-    weight: Tensor | None,
-    lower: Tensor | None,
-    upper: Tensor | None,
-    mask: Tensor | None,
-    temperature: float,
-    at_most: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(budget: Budget, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return y and nu, in float64 ``(..., 1)``; `k` is float64, ``(..., 1)``."""
+    logits, at_most = budget.logits, budget.at_most
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     nu = logits.new_empty((*logits.shape[:-1], 1), dtype=torch.float64)
     if logits.numel() == 0:
         return out, nu.fill_(torch.nan)
-    g = _Given(logits, (weight, lower, upper), mask, temperature, PER_THREAD["forward"])
+    g = _Given(budget, PER_THREAD["forward"])
     one = all(s == 0 or d == 1 for s, d in zip(k.stride(), k.shape, strict=True))
     k = k if one else k.contiguous()
     arguments = (
@@ -444,26 +436,18 @@ def forward(
 
 
 def backward(
-    logits: Tensor,
-    weight: Tensor | None,
-    lower: Tensor | None,
-    upper: Tensor | None,
-    mask: Tensor | None,
-    temperature: float,
-    at_most: bool,
-    nu: Tensor,
-    grad: Tensor,
-    wanted: tuple[bool, bool, bool],
+    budget: Budget, nu: Tensor, grad: Tensor, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return the gradients of logits, k, and of those of weight, lower and upper that are wanted."""
+    logits = budget.logits
     grad_x, grad_k = torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(nu)
     others = [torch.empty_like(grad_x, dtype=torch.float32) if asked else None for asked in wanted]
     if logits.numel() == 0:
         return grad_x, grad_k.zero_(), others
-    g = _Given(logits, (weight, lower, upper), mask, temperature, PER_THREAD["backward"])
+    g = _Given(budget, PER_THREAD["backward"])
     launch(
         _backward, (shapes.cdiv(g.rows, g.shape["R"]),), g.x, g.m, *g.pointers, nu, grad.contiguous(), grad_x, grad_k,
         *(grad_x if o is None else o for o in others), g.rows, g.n, *g.m_strides, *g.strides, g.inv_t, **g.shape,
-        **g.options, AT_MOST=at_most, BY_W=wanted[0], BY_L=wanted[1], BY_U=wanted[2], num_warps=g.warps,
+        **g.options, AT_MOST=budget.at_most, BY_W=wanted[0], BY_L=wanted[1], BY_U=wanted[2], num_warps=g.warps,
     )  # fmt: skip
     return grad_x, grad_k, others

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lastlayer._threshold.budget import Budget
 from lastlayer._threshold.dispatch import differentiated, recorded
 from lastlayer._threshold.search import scores
 from lastlayer.shard import ClassShard, reduce
@@ -102,7 +103,8 @@ def project(
     if recorded(logits, k, *given):
         out: Tensor = _Values.apply(logits, k, *given, mask, temperature, at_most, impl)
         return out
-    return kernels(impl).forward(logits, k, *given, mask, temperature, at_most)[0]  # type: ignore[no-any-return]
+    budget = Budget(logits, given, mask, temperature, at_most)
+    return kernels(impl).forward(budget, k)[0]  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -296,7 +298,7 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         logits, k, *given, mask, temperature, at_most, impl = inputs
-        out, nu = kernels(impl).forward(logits, k, *given, mask, temperature, at_most)
+        out, nu = kernels(impl).forward(Budget(logits, given, mask, temperature, at_most), k)
         ctx.number = k if isinstance(k, float) else None
         ctx.save_for_backward(logits, None if isinstance(k, float) else k, *given, mask, nu)
         ctx.temperature, ctx.at_most, ctx.impl = temperature, at_most, impl
@@ -310,9 +312,8 @@ class _Values(torch.autograd.Function):
             k = torch.full_like(nu, ctx.number) if k is None else k
             return *_plain_gradients(ctx, logits, k, given, mask, grad), None, None, None, None
         wanted = tuple(ctx.needs_input_grad[2:5])
-        grad_x, grad_k, others = kernels(ctx.impl).backward(
-            logits, *given, mask, ctx.temperature, ctx.at_most, nu, grad, wanted
-        )
+        budget = Budget(logits, given, mask, ctx.temperature, ctx.at_most)
+        grad_x, grad_k, others = kernels(ctx.impl).backward(budget, nu, grad, wanted)
         others = [None if o is None else o.sum_to_size(v.shape).to(v.dtype) for o, v in zip(others, given, strict=True)]
         return grad_x, grad_k if ctx.needs_input_grad[1] else None, *others, None, None, None, None
 
