@@ -3,7 +3,7 @@
     python -m experiments.rotations.run [--seeds 3] [--workers 1] [--tasks rotations axes anywhere]
 
 After chapter 3 of Liao's thesis (Liao, Gavves and Snoek, 2019). Nothing is downloaded: meshes, views and pictures are
-made from a seed. For each task and method the learning rate is chosen on held-out things (one run a rate), then the
+made from a seed. For each task and method the learning rate is chosen on held-out things (one run per rate), then the
 network is trained with each seed and measured once, on pictures of other things.
 """
 
@@ -418,7 +418,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
 
 
 def draw(rows: Sequence[common.Row], folder: Path) -> None:
-    """The share of pictures within an angle for each method, a panel a task; and what the pictures look like."""
+    """The share of pictures within an angle for each method, one panel per task; and what the pictures look like."""
     import matplotlib
 
     matplotlib.use("Agg")

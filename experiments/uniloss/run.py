@@ -2,7 +2,7 @@
 
     python -m experiments.uniloss.run --data FOLDER [--tasks zero eight yeast mouse accuracy] [--workers 2]
 
-For each task and loss the learning rate is chosen on held-out training rows (one run a rate), then the network is
+For each task and loss the learning rate is chosen on held-out training rows (one run per rate), then the network is
 trained with each seed and measured once on the test rows. On images, batch size and number of anchors vary as well.
 """
 
@@ -345,7 +345,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
 
 
 def draw_losses(axes: Any, rows: Sequence[common.Row]) -> None:
-    """A line of dots a task and loss, a dot a seed: the test metric less the mean of the task's usual loss."""
+    """A line of dots for each task and loss, one dot per seed: the test metric less the mean of the task's usual loss."""
     names = [name for name in TASKS if any(row["task"] == name for row in rows)]
     for place, name in enumerate(names):
         usual, *_ = TASKS[name].losses

@@ -90,6 +90,28 @@ def test_merged_results_hold_each_row_once(tmp_path, monkeypatch):
     assert again.seconds == {"CPU": 3.0, "GPU": 3.0}
 
 
+def test_a_call_that_merges_writes_or_draws_does_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    common = importlib.import_module("experiments.common")
+    common.Results(tmp_path / "out.json").add(seed=0)
+    common.Results(tmp_path / "more.json").add(seed=1)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- seeds -->\n<!-- end seeds -->\n")
+    drawn = []
+
+    def finish(**asked):
+        arguments = {"out": tmp_path / "out.json", "merge": [], "readme": None, "figure": None} | asked
+        tables = lambda rows: {"seeds": str(len(rows))}  # noqa: E731
+        return common.finish(
+            argparse.Namespace(**arguments), tables, lambda rows, path: drawn.append((len(rows), path))
+        )
+
+    assert not finish()
+    assert finish(merge=[tmp_path / "more.json"], readme=readme, figure=tmp_path / "a.svg")
+    assert drawn == [(2, tmp_path / "a.svg")]
+    assert readme.read_text() == "<!-- seeds -->\n2\n<!-- end seeds -->\n"
+
+
 @pytest.mark.slow
 def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT)
