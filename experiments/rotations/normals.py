@@ -182,6 +182,8 @@ def main(argv: list[str] | None = None) -> None:
     for method in METHODS:
         for rate in arguments.rates:
             add("normals", method, rate, 1000, "valid", parts)
+    if time.monotonic() > end:  # some rates are missing: nothing can be chosen
+        return
     for seed in range(arguments.seeds):
         for method in METHODS:
             add("normals", method, best_rate(results.rows, method), seed, "test", parts)

@@ -2,7 +2,7 @@
 
     python -m experiments.scene_graphs.curves --data VRD --seeds 5 --workers 5
 
-Each loss is taken over a pair (its predicates and "no relation") and over an image (all pairs and predicates). The
+Each loss is taken per pair (its predicates and "no relation") and per image (all pairs and predicates). The
 first 500 training images are held out, as in the choice of settings; 500 of the others stand for the training images.
 """
 
@@ -144,14 +144,14 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
                 all_seeds = 100 * np.stack(seeds)
                 at = np.arange(1, all_seeds.shape[1] + 1)
                 style = "--" if unit == "pair" else "-"
-                words_of = f"{name} over {'a' if unit == 'pair' else 'an'} {unit}"
+                words_of = f"{name} per {unit}"
                 axis.plot(at, all_seeds.mean(0), style, color=colours[name], label=words_of)
                 axis.fill_between(at, all_seeds.min(0), all_seeds.max(0), color=colours[name], alpha=0.15, linewidth=0)
             axis.set(title=f"{title}, {words} images", ylabel="recall at 20 (%)")
             axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("epoch")
-    axes[0][0].legend(fontsize=8)
+    drawn.legend(*axes[0][0].get_legend_handles_labels(), fontsize=9, ncols=3, loc="outside lower center")
     common.save(drawn, path)
 
 

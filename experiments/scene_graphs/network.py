@@ -1,4 +1,4 @@
-"""A relation network on boxes and classes: context over the image's objects, then one small network a pair."""
+"""A relation network on boxes and classes: context over the image's objects, then one small network for each pair."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from experiments.scene_graphs.network import RelationNetwork
 
 HERE = Path(__file__).parent
 CUTS = [20, 50, 100]
-FREQUENCY, SOFTMAX = "frequency", "softmax a pair"
+FREQUENCY, SOFTMAX = "frequency", "softmax per pair"
 METRICS = {"R": "recall", "mR": "mean recall", "zR": "zero-shot recall"}
 MODES = {"": "constrained", "u": "unconstrained"}
 
@@ -77,7 +77,7 @@ def pair_softmax(scores: Tensor, batch: Batch) -> Tensor:
 LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     SOFTMAX: pair_softmax,
     "binary": binary,
-    "softmax an image": image_softmax,
+    "softmax per image": image_softmax,
     **{f"truncated entropy {k}": functools.partial(truncated, k=k) for k in CUTS},
     **{f"LML {k}": functools.partial(lml, k=k) for k in CUTS},
     **{f"LML {k} thinned": functools.partial(lml, k=k, thinned=True) for k in CUTS},
@@ -153,7 +153,7 @@ def measure(
     rankings: dict[str, Callable[[Tensor], Tensor]],
     device: str,
 ) -> dict[str, float]:
-    """Return recall, mean recall and zero-shot recall with one relation a pair (R) or any number (uR)."""
+    """Return recall, mean recall and zero-shot recall with one relation per pair (R) or any number (uR)."""
     found: dict[tuple[str, str], list[Tensor]] = {way: [] for way in itertools.product(rankings, MODES)}
     for part in data.chunks(graphs, images, 100_000):
         batch = on(device, data.batch_of(graphs, part, np.random.default_rng(0)))
@@ -277,7 +277,7 @@ def in_order(rows: Iterable[common.Row]) -> list[common.Row]:
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     from experiments.scene_graphs import curves  # which imports this file
 
-    made = {"figure": "![Recall above the softmax of a pair](results/recall.png)"}
+    made = {"figure": "![Recall above the softmax per pair](results/recall.png)"}
     if curves.RESULTS.exists():
         made |= curves.tables(common.Results(curves.RESULTS).rows)
     rows = in_order(rows)
@@ -321,7 +321,7 @@ def figure(rows: Sequence[common.Row], path: Path) -> None:
             height = np.arange(len(losses)) + 0.2 * (number - 1)
             axis.errorbar(gain, height, xerr=spread, fmt="o", markersize=4, capsize=2, label=f"R@{cut}")
         axis.axvline(0, color="0.5", linewidth=1)
-        axis.set(title=title, xlabel="recall, points above the softmax a pair")
+        axis.set(title=title, xlabel="recall, points above the softmax per pair")
     axes[0].set_yticks(range(len(losses)), losses)
     axes[0].invert_yaxis()
     drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")

@@ -345,7 +345,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
 
 
 def draw_losses(axes: Any, rows: Sequence[common.Row]) -> None:
-    """A line of dots for each task and loss, one dot per seed: the test metric less the mean of the task's usual loss."""
+    """A line of dots for each task and loss, one dot per seed: the metric less the mean of the usual loss."""
     names = [name for name in TASKS if any(row["task"] == name for row in rows)]
     for place, name in enumerate(names):
         usual, *_ = TASKS[name].losses
