@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lastlayer._threshold.dispatch import differentiated, direct, transformed
+from lastlayer._threshold.dispatch import differentiated, direct, recorded, transformed
 
 
-def at_once(x: Tensor) -> bool:
-    """Whether an ordinary backward pass may follow, so that the gradient is worth computing now."""
-    wanted = torch.is_grad_enabled() and x.requires_grad and x.numel() > 0
-    return wanted and direct(x) and not transformed() and not torch.jit.is_tracing()
+def at_once(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether an ordinary backward pass may follow, for `x` alone, so that the gradient is worth computing now.
+
+    Only on the CPU: closed forms look at values, for which a GPU would have to be waited for.
+    """
+    if not (x.is_cpu and x.numel() > 0 and recorded(x)) or recorded(*others):
+        return False
+    return direct(x, *others) and not transformed() and not torch.jit.is_tracing()
 
 
 def with_gradient(x: Tensor, loss: Tensor, grad: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:

@@ -247,7 +247,7 @@ def lml_fenchel_young_loss(
     if labels.dense is not None:  # where less is known, less can be asked for
         size = torch.minimum(size, total(known.sum(-1, keepdim=True).to(size.dtype), shard))
     problem = problem._replace(k=size)
-    if labels.dense is not None and logits.is_cpu and logits.dtype == work and at_once(logits) and not recorded(size):
+    if labels.dense is not None and logits.dtype == work and shard is None and at_once(logits, size, share):
         with torch.no_grad():
             given = problem._replace(mask=None) if mask is not None and bool(mask.all()) else problem
             loss, grad = _fenchel_young_with_gradient(given, share, count)

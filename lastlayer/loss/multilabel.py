@@ -148,7 +148,7 @@ def _columns(op: str, sides: _Sides, sample_weight: Tensor | None) -> _Sides:
 
 def _positives_above(sides: _Sides, form: _Form, shard: Ranks | None) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, and whether it has a positive."""
-    if shard is None and sides.x.is_cpu and at_once(sides.x):
+    if shard is None and at_once(*sides):
         with torch.no_grad():
             loss, grad, has_positive = _above_with_gradient(sides, form)
         return with_gradient(sides.x, loss, grad, lambda x: _plain(sides._replace(x=x), form, None)[0]), has_positive

@@ -14,6 +14,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule, LossModule
 from lastlayer.loss import _rows
+from lastlayer.loss._gradient import at_once, with_gradient
 from lastlayer.project._symmetric import balance, log_counts
 from lastlayer.shard import ClassShard, gather, local_part, reduce, total, unwrap
 
@@ -67,20 +68,57 @@ def truncated_entropy_loss(
     count = here if shard is None else reduce(here.unsqueeze(-1).to(x.dtype), "sum", shard).squeeze(-1)
     rival = rival & ~_best(torch.where(rival, x, -torch.inf).detach(), k - count, k - 1, shard)
 
+    x = torch.where(live | ~positive, x, -torch.inf)  # a label ruled out has an infinite loss, if there are rivals
+    factors = _rows.label_factors(labels, live, x.dtype, _rows.class_weight(op, "weight", weight, x))
+    if shard is None and at_once(x, *factors):
+        with torch.no_grad():
+            loss, grad = _above_with_gradient(x, labels, rival, factors)
+        if bool(loss.isfinite().all()):
+            loss = with_gradient(x, loss, grad, lambda x: _above(x, labels, rival, factors, None))
+            return _rows.leave(op, loss, reduction, count > 0, logits.dtype, sample_weight)
+    loss = _above(x, labels, rival, factors, shard)
+    return _rows.leave(op, loss, reduction, count > 0, logits.dtype, sample_weight)
+
+
+def _above(x: Tensor, labels: Labels, rival: Tensor, factors: list[Tensor], shard: ClassShard | None) -> Tensor:
+    """Return ``sum over the labels of log(1 + sum over rivals of exp(x_j - x_y))`` by differentiable operations."""
     peak = reduce(torch.where(rival, x, -torch.inf).detach(), "max", shard)
     some = peak != -torch.inf
     peak = torch.where(some, peak, 0)
     mass = reduce(torch.where(rival, (torch.where(rival, x, peak) - peak).exp(), 0), "sum", shard)
     rest = torch.where(some, mass, 1).log()
-    x = torch.where(live | ~positive, x, -torch.inf)  # a label ruled out has an infinite loss, if there are rivals
-    factors = _rows.label_factors(labels, live, x.dtype, _rows.class_weight(op, "weight", weight, x))
 
     def term(x: Tensor, peak: Tensor, rest: Tensor, some: Tensor, *factors: Tensor) -> Tensor:
         value = torch.where(some > 0, -F.logsigmoid((x - peak) - rest), 0)
         return _rows.times(value, factors)
 
-    loss = total(labels.sum_over_positives(term, x, peak, rest, some.to(x.dtype), *factors), shard)
-    return _rows.leave(op, loss, reduction, count > 0, logits.dtype, sample_weight)
+    return total(labels.sum_over_positives(term, x, peak, rest, some.to(x.dtype), *factors), shard)
+
+
+def _above_with_gradient(x: Tensor, labels: Labels, rival: Tensor, factors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """As `_above`, with its gradient; labels are few, and gathered."""
+    shape = x.shape
+    x, rival = (t.unsqueeze(0).flatten(0, -2) for t in (x, rival))
+    mass = torch.where(rival, x, -torch.inf)
+    peak = mass.amax(-1, keepdim=True)
+    some = (peak != -torch.inf).squeeze(-1)
+    mass = mass.sub_(torch.where(peak == -torch.inf, 0, peak)).exp_()
+    sums = torch.where(some, mass.sum(-1), 1)
+
+    if labels.dense is not None:
+        row, column = labels.positive().view(x.shape).nonzero(as_tuple=True)
+    else:
+        assert labels.index is not None
+        lists = labels.index.unsqueeze(0).flatten(0, -2)
+        row, place = (lists >= 0).nonzero(as_tuple=True)
+        column = lists[row, place]
+    u = (x[row, column] - peak.squeeze(-1)[row]) - sums.log()[row]
+    held = [factor.expand(shape).reshape(x.shape)[row, column] for factor in factors]
+    value, slope = (torch.where(some[row], _rows.times(t, held), 0) for t in (-F.logsigmoid(u), (-u).sigmoid()))
+    nothing = torch.zeros_like(sums)
+    grad = mass.mul_((nothing.index_add(0, row, slope) / sums).unsqueeze(-1))
+    grad.index_put_((row, column), -slope, accumulate=True)
+    return nothing.index_add(0, row, value).view(shape[:-1]), grad.view(shape)
 
 
 def smooth_topk_svm_loss(
