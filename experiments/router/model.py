@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import lastlayer as ll
 
-BIAS_EVERY = 10  # steps between two looks at the dual variables, which only the bias for inference needs
-MOMENTUM = 0.9
+MOMENTUM = 0.98  # of the bias for inference
 
 
 class Router(nn.Module):
@@ -63,9 +62,9 @@ class Router(nn.Module):
         """Rows sum to k and columns are equal; at inference a bias stands for the batch."""
         if self.training:
             y = ll.lml_balanced(scores, self.k, temperature=self.strength)
-            if self.calls % BIAS_EVERY == 0:
-                mu = ll.lml_balanced_duals(scores.detach(), self.k, temperature=self.strength)[1]
-                self.bias.lerp_(mu, 1 - MOMENTUM if self.calls else 1.0)
+            with torch.no_grad():  # mu of `lml_balanced_duals`, from the assignment that is there
+                mu = (y.clamp(1e-30, 1 - 1e-7).logit() - scores / self.strength).mean(0)
+                self.bias.lerp_(mu - mu.mean(), 1 - MOMENTUM if self.calls else 1.0)
             self.calls += 1
             return y, y.topk(self.k, -1).indices, scores.new_zeros(())
         moved = scores / self.strength + self.bias
@@ -137,22 +136,38 @@ class Dense(nn.Sequential):
         super().__init__(nn.Linear(features, inner), nn.GELU(), nn.Linear(inner, features))
 
 
-class Layer(nn.Module):
-    """Causal attention, then a feed-forward layer."""
+def shifted(x: Tensor) -> Tensor:
+    """Take half of the features from the byte before: pairs of bytes are then learnt at once."""
+    half = x.shape[-1] // 2
+    return torch.cat([x[..., :half], F.pad(x[..., half:], (0, 0, 1, -1))], -1)
 
-    def __init__(self, features: int, heads: int, feed: nn.Module) -> None:
+
+class Layer(nn.Module):
+    """Causal attention with rotated positions (Su et al., 2021), then a feed-forward layer."""
+
+    turns: Tensor
+
+    def __init__(self, features: int, heads: int, length: int, feed: nn.Module) -> None:
         super().__init__()
+        half = features // heads // 2
+        angle = torch.arange(length)[:, None] * 1e4 ** (-torch.arange(half) / half)
+        self.register_buffer("turns", torch.stack([angle.cos(), angle.sin()]), persistent=False)
         self.heads, self.feed = heads, feed
         self.before, self.between = nn.LayerNorm(features), nn.LayerNorm(features)
         self.mix, self.merge = nn.Linear(features, 3 * features), nn.Linear(features, features)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        q, k, v = self.mix(self.before(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = self.mix(shifted(self.before(x))).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
         x = x + self.merge(seen.transpose(1, 2).reshape(rows, length, width))
         fed: Tensor = self.feed(self.between(x))
         return x + fed
+
+    def turned(self, x: Tensor) -> Tensor:
+        cos, sin = self.turns[:, : x.shape[-2]].to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 class ByteModel(nn.Module):
@@ -160,12 +175,12 @@ class ByteModel(nn.Module):
 
     def __init__(self, feeds: list[nn.Module], features: int, heads: int, length: int) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, features), nn.Embedding(length, features)
-        self.layers = nn.ModuleList(Layer(features, heads, feed) for feed in feeds)
+        self.bytes = nn.Embedding(256, features)
+        self.layers = nn.ModuleList(Layer(features, heads, length, feed) for feed in feeds)
         self.last = nn.LayerNorm(features)
         self.head = nn.Linear(features, 256, bias=False)
-        for table in (self.bytes, self.places, self.head):
-            nn.init.normal_(table.weight, std=0.02)
+        nn.init.normal_(self.bytes.weight, std=0.3)
+        nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
         found: Tensor = self.head(self.last(self.stream(text, len(self.layers))))
@@ -173,7 +188,7 @@ class ByteModel(nn.Module):
 
     def stream(self, text: Tensor, layers: int) -> Tensor:
         """Return the residual stream after so many layers."""
-        x = self.bytes(text) + self.places.weight[: text.shape[1]]
+        x: Tensor = self.bytes(text)
         for layer in self.layers[:layers]:
             x = layer(x)
         return x

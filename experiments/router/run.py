@@ -1,10 +1,10 @@
 """Mixtures of experts in a byte-level language model: four ways to choose the experts.
 
     python -m experiments.router.run --data FOLDER [--workers 2]
-    python -m experiments.router.run --data FOLDER --alone      # step times, with nothing else on the GPU
+    python -m experiments.router.run --alone      # step times, with nothing else on the GPU
 
 Learning rate and strength (of the auxiliary loss, of the bias step; the temperature of LML) are chosen per method by
-short runs on validation text.
+short runs on validation text, the strength with 16 experts only.
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ from experiments.router import texts
 from experiments.router.model import ByteModel, Experts, Router
 
 HERE = Path(__file__).parent
-STRENGTHS = {"softmax": (0.01, 0.1), "sigmoid": (0.001, 0.01), "lml": (1.0, 0.25), "balanced lml": (1.0, 0.25)}
+STRENGTHS = {  # the first is that of the grid of rates
+    "softmax": (0.01, 0.003, 0.03),
+    "sigmoid": (0.01, 0.003, 0.03),
+    "lml": (0.5, 0.25, 1.0),
+    "balanced lml": (0.25, 0.1, 1.0),
+}
 NAMES = {
     "softmax": "softmax, auxiliary loss",
     "sigmoid": "sigmoid, bias updates",
     "lml": "LML",
     "balanced lml": "balanced LML",
 }
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (7e-4, 1.5e-3, 3e-3)
 SIZES = {16: {"k": 2, "inner": 512}, 64: {"k": 4, "inner": 256}}  # the same work per token
 WARM_UP = 0.05  # of the steps
 TIMED = {"warm": 5, "steps": 20}
@@ -172,7 +177,10 @@ def best(rows: Sequence[common.Row], experts: int, method: str) -> dict[str, flo
 
 
 def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setting, Any]]]:
-    """Yield rates, then strengths at the best rate, then all seeds with the best of both; each where it is missing."""
+    """Yield rates, strengths at the best rate, then all seeds with the best of both; each where it is missing.
+
+    More experts take over the strength of the first number of them.
+    """
 
     def open_(settings: list[Setting]) -> list[tuple[Setting, Any]]:
         return [(setting, arguments) for setting in settings if results.missing(**setting)]
@@ -181,13 +189,19 @@ def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setti
         found = {"part": "grid", "experts": experts, "method": method, "rate": rate, "strength": strength}
         return found | {"seed": 0, "steps": arguments.short}
 
+    few, *more = arguments.experts
+
     def rates(experts: int) -> list[Setting]:
-        return [short(experts, m, rate, STRENGTHS[m][0]) for m in arguments.methods for rate in arguments.rates]
+        found = []
+        for m in arguments.methods:
+            strength = STRENGTHS[m][0] if experts == few else best(results.rows, few, m)["strength"]
+            found += [short(experts, m, rate, strength) for rate in arguments.rates]
+        return found
 
     def strengths(experts: int) -> list[Setting]:
         found = []
         for m in arguments.methods:
-            rate = best(results.rows, experts, m)["rate"]
+            rate = best([r for r in results.rows if r.get("strength") == STRENGTHS[m][0]], experts, m)["rate"]
             found += [short(experts, m, rate, strength) for strength in STRENGTHS[m][1:]]
         return found
 
@@ -200,16 +214,15 @@ def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setti
             for m in arguments.methods
         ]
 
-    few, *more = arguments.experts
     yield open_(rates(few))
-    yield open_(strengths(few) + [setting for n in more for setting in rates(n)])
-    yield open_(final(few) + [setting for n in more for setting in strengths(n)])
+    yield open_(strengths(few))
+    yield open_(final(few) + [setting for n in more for setting in rates(n)])
     yield open_([setting for n in more for setting in final(n)])
 
 
 def step_times(results: common.Results, arguments: Any) -> None:
     """Measure a step of training, and the router's part of it, one method after another and alone."""
-    parts = parts_of(arguments)
+    text = texts.tiny()["train"].to(arguments.device)
     for experts in arguments.experts:
         for method in arguments.methods:
             setting = {"part": "time", "experts": experts, "method": method}
@@ -220,7 +233,7 @@ def step_times(results: common.Results, arguments: Any) -> None:
             generator = torch.Generator(arguments.device).manual_seed(0)
 
             def whole(training: Training = training, generator: torch.Generator = generator) -> None:
-                training.step(*texts.crops(parts["train"], arguments.batch, arguments.length, generator))
+                training.step(*texts.crops(text, arguments.batch, arguments.length, generator))
 
             router = net.mixtures[0].router
             x = torch.randn(arguments.batch * arguments.length, arguments.features, device=arguments.device)
@@ -322,10 +335,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--experts", nargs="+", type=int, default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--short", type=int, default=250, help="steps of the runs that choose rate and strength")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--short", type=int, default=150, help="steps of the runs that choose rate and strength")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--features", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)

@@ -36,7 +36,7 @@ def tiny() -> Parts:
     """Words in random order, for a run of seconds."""
     words = ["apt", "files", "games", "library", "python", "tools", "with", "for", "the", "a", "of", "and"]
     draw = random.Random(0)
-    return {part: stream(" ".join(draw.choices(words, k=400))) for part in ("train", "valid", "test")}
+    return {part: stream(" ".join(draw.choices(words, k=1000))) for part in ("train", "valid", "test")}
 
 
 def crops(text: Tensor, n: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import lastlayer as ll
+
 ROOT = Path(__file__).parents[2]
 METHODS = ["softmax", "sigmoid", "lml", "balanced lml"]
 
@@ -60,3 +62,12 @@ def test_balanced_training_evens_out_the_loads_and_so_does_the_bias_alone(model)
 
     assert load(routers["balanced lml"]) < 1.6 < 4 < load(routers["lml"])
     assert load(routers["balanced lml"].eval()) < 1.6
+
+
+def test_bias_is_that_of_the_dual_variables(model):
+    torch.manual_seed(0)
+    router = model.Router("balanced lml", 8, 16, 2, 0.25)
+    x = torch.randn(300, 8) + torch.randn(8)
+    router(x)
+    expected = ll.lml_balanced_duals(router.gate(x), 2, temperature=0.25)[1]
+    torch.testing.assert_close(router.bias, expected.detach(), atol=1e-3, rtol=1e-3)
