@@ -1,6 +1,6 @@
 """Whether promised recalls are kept, and how large the sets are, beside MAPIE's controller of recall.
 
-    python -m benchmarks.promised_recall --data DIR [--json FILE]
+    python -m benchmarks.promised_recall --data DIR [--splits 200] [--json FILE]
 
 DIR holds ``mulan/*.npz`` as `lastlayer.data` reads them. Logistic regressions, one per label, are fitted to the
 training part (a half of the rows where there is none). The other rows with labels are split 200 times into two halves
@@ -37,7 +37,6 @@ SETS = (
     "emotions", "scene", "birds", "yeast", "genbase", "medical", "langlog", "slashdot", "cal500", "stackex_chess",
     "corel5k", "bibtex", "delicious",
 )  # fmt: skip
-SPLITS = 200
 PEER_CELLS = 1e9  # rows x labels x thresholds, up to which the peer is asked
 
 
@@ -95,16 +94,16 @@ class Mapie:
         return MultiLabelClassificationController(lambda x: x, target_level=recall, **self.options)
 
 
-def measure(p: np.ndarray, y: np.ndarray, recall: float, method: Ours | Mapie) -> dict[str, Any]:
+def measure(p: np.ndarray, y: np.ndarray, recall: float, method: Ours | Mapie, splits: int) -> dict[str, Any]:
     found = []
-    for seed in range(SPLITS):
+    for seed in range(splits):
         order = np.random.default_rng(seed).permutation(len(p))
         first, second = order[: len(p) // 2], order[len(p) // 2 :]
         chosen = p[second] > method.threshold(first, recall)
         kept = (chosen & y[second]).sum(1) / y[second].sum(1)
         found.append((kept.mean(), chosen.sum(1).mean()))
     recalls, sizes = np.array(found).T
-    error = float(recalls.std(ddof=1) / np.sqrt(SPLITS))
+    error = float(recalls.std(ddof=1) / np.sqrt(splits))
     return {"recall": float(recalls.mean()), "error": error, "size": float(sizes.mean())}
 
 
@@ -113,6 +112,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--recalls", nargs="+", type=float, default=[0.8, 0.9])
+    parser.add_argument("--splits", type=int, default=200)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -125,12 +125,12 @@ def main() -> None:
                 methods[f"MAPIE, {grid} thresholds"] = Mapie(p, y, grid)
         for recall in arguments.recalls:
             one: dict[str, Any] = {"rows": len(p), "labels": p.shape[1]}
-            one |= {method: measure(p, y, recall, found) for method, found in methods.items()}
+            one |= {method: measure(p, y, recall, found, arguments.splits) for method, found in methods.items()}
             results[f"{name}, {recall}"] = one
             shown = {key: (round(v["recall"], 4), round(v["size"], 2)) for key, v in one.items() if isinstance(v, dict)}
             print(name, recall, len(p), shown, flush=True)
         if arguments.json:
-            about = {"python": platform.python_version(), "torch": torch.__version__, "splits": SPLITS}
+            about = {"python": platform.python_version(), "torch": torch.__version__, "splits": arguments.splits}
             arguments.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
 
