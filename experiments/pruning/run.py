@@ -23,7 +23,9 @@ from experiments import cifar, common
 from experiments.pruning.network import STAGES, Network, counted, full, multiply_adds, quadratic, smaller
 
 HERE = Path(__file__).parent
-WHOLE, UNIFORM, GLOBAL, LEARNED = KINDS = ("not pruned", "uniform", "global magnitude", "learned (DSA)")
+WHOLE, UNIFORM, GLOBAL, LEARNED = "not pruned", "uniform", "global magnitude", "learned (DSA)"
+AGAIN = "learned, then tuned anew"  # the same shares, pruned before the first step
+KINDS = (WHOLE, UNIFORM, GLOBAL, LEARNED, AGAIN)
 BUDGETS = (0.5, 0.3)
 LEAST = 1 / 16  # share of the channels that every group keeps
 PEAK, TUNE_PEAK = 0.4, 0.1  # largest learning rate of the first training and after it
@@ -156,6 +158,8 @@ def tuned(net: Network, setting: cifar.Setting, data: cifar.Tensors, arguments: 
         mask.copy_(largest(net.importance(), whole_counts([ratio] * len(net.counts), net.counts, limit)))
     elif kind == GLOBAL:
         mask.copy_(largest(net.importance(), by_global_order(net.importance(), net.counts, limit)))
+    elif kind == AGAIN:
+        mask.copy_(largest(net.importance(), setting["counts"]))
     elif kind == LEARNED:
         steps = arguments.allocate * per_epoch
         allocation = Allocation(net, setting, steps, data, arguments.batch)
@@ -232,7 +236,7 @@ def train(setting: dict[str, Any], data: cifar.Tensors, arguments: Any) -> commo
 
 def wanted(rows: Sequence[common.Row], arguments: Any) -> list[cifar.Setting]:
     """Return the whole networks, then each way of pruning; the allocation at every rate first, with the first seed."""
-    shared = {"width": arguments.width, "tune": arguments.tune, "allocate": arguments.allocate}
+    shared = {"width": arguments.width, "tune": arguments.tune, "allocate": arguments.allocate, "counts": None}
     seeds = range(arguments.seeds)
     found = [shared | {"kind": WHOLE, "budget": 1.0, "rate": 0.0, "seed": seed} for seed in seeds]
     for budget in arguments.budgets:
@@ -243,7 +247,13 @@ def wanted(rows: Sequence[common.Row], arguments: Any) -> list[cifar.Setting]:
             found += [shared | {"kind": kind, "budget": budget, "rate": 0.0, "seed": seed} for seed in seeds]
         tried = [row for row in rows if row["seed"] == 0 and row.items() >= learned.items()]
         if len(tried) >= len(grid):
-            found += [learned | {"rate": best_rate(tried), "seed": seed} for seed in seeds]
+            learned["rate"] = best_rate(tried)
+            found += [learned | {"seed": seed} for seed in seeds]
+            found += [
+                learned | {"kind": AGAIN, "seed": row["seed"], "counts": row["kept"]}
+                for row in rows
+                if row.items() >= learned.items()
+            ]
     return found
 
 
@@ -259,7 +269,7 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     for budget in {row["budget"]: 0 for row in rows}:
         for kind in KINDS:
             some = [row for row in rows if row["kind"] == kind and row["budget"] == budget]
-            rate = best_rate(some) if some else 0.0
+            rate = best_rate(some) if any(row["seed"] == 0 for row in some) else 0.0
             chosen += [row for row in some if row["rate"] == rate]
             grid += [row | {"budget": f"{100 * budget:.0f} %"} for row in some if kind == LEARNED and row["seed"] == 0]
     order = sorted(chosen, key=lambda row: (KINDS.index(row["kind"]), -row["budget"], row["seed"]))
@@ -295,7 +305,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if arguments.smoke:
         cifar.shrink(arguments)
-        arguments.tune, arguments.allocate, arguments.held_out = 2, 1, 300
+        arguments.tune, arguments.allocate, arguments.held_out = 1, 1, 300
         arguments.budgets, arguments.rates = [0.5], [0.03]
         arguments.bases = arguments.out.parent / "bases"
     results = common.Results(arguments.out)
