@@ -154,8 +154,9 @@ class _Race:
             return resolved
         probability = resolved.probability
         if self.config.probability == "auto":
-            coupled = any(not part.exact for part in option.parts)
-            probability = "lml" if coupled and self.config.labels == "incomplete" else "sigmoid"
+            incomplete = self.config.labels == "incomplete"  # where only thinned LML's are those of the true labels
+            of_k = any(part.thinned if incomplete else not part.exact for part in option.parts)
+            probability = "lml" if of_k else "sigmoid"
         return replace(resolved, probability=probability, blend=option.names())
 
     def run(self, fitted: np.ndarray, held: np.ndarray, first: bool) -> None:
@@ -419,8 +420,11 @@ def _splits(pool: Pool, config: Config, folds: bool) -> Iterator[tuple[np.ndarra
     order = np.random.default_rng(config.seed).permutation(pool.n_train)
     if n_valid >= ENOUGH or (n_valid and not folds):
         yield _some(order, config), np.arange(pool.n_train, n)
-    elif folds and not n_valid and n >= 10 * ENOUGH:  # enough rows to set some of them aside
-        yield _some(order[n // 10 :], config), np.sort(order[: n // 10])
+    elif folds and not n_valid and n >= 10 * ENOUGH:  # enough rows to set some of them aside, or whole groups
+        aside = np.argsort(order) < n // 10
+        if pool.labels.groups is not None:
+            aside = fold_rows(pool.labels, 10, seed=config.seed) == 0
+        yield _some(order[~aside[order]], config), np.flatnonzero(aside)
     elif folds and n >= FEWEST:
         number = FOLDS[n < FEW]
         fold = fold_rows(pool.labels, number, seed=config.seed)

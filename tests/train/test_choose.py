@@ -15,7 +15,7 @@ from lastlayer.runs.rows import set_metrics
 from lastlayer.train import Config, ConfigError, LabelSetClassifier, evaluate, train
 from lastlayer.train.blend import Blend, added, outputs
 from lastlayer.train.calibrate import Calibration, true_probability
-from lastlayer.train.choose import Candidate, Pool, _Race
+from lastlayer.train.choose import Candidate, Pool, _Race, _splits
 from lastlayer.train.decide import Decision
 from lastlayer.train.engine import prepare
 from lastlayer.train.export import Exported
@@ -324,7 +324,19 @@ def test_losses_that_err_on_different_rows_are_blended(labels):
     made = race.finish([(np.arange(n), np.arange(n))])
     assert set(made.blend.parts) == set(parts)
     assert made.resolved.blend == made.blend.names()
-    assert made.resolved.probability == ("lml" if labels == "incomplete" else "sigmoid")
+    assert made.resolved.probability == "lml"
     np.testing.assert_allclose(np.std(made.blend.scales) / np.mean(made.blend.scales), 0, atol=0.1)
     assert " + " in made.line
     assert [line["chosen"] for line in made.table] == [True, True]
+
+
+def test_whole_groups_are_set_aside_where_rows_are_many():
+    n, config = 20_000, Config(loss="binary")
+    groups = [f"group{i // 40}" for i in range(n)]
+    data = LabelData(None, None, np.arange(n + 1), np.arange(n) % 2, ["a", "b"], groups=groups)
+    for rows in (data, replace(data, groups=None)):
+        ((fitted, held),) = _splits(Pool(sp.csr_matrix((n, 1)), rows, n), config, True)
+        assert sorted([*fitted, *held]) == list(range(n))
+        assert abs(len(held) - n // 10) <= 40
+        shared = {groups[i] for i in fitted} & {groups[i] for i in held}
+        assert bool(shared) == (rows.groups is None)
