@@ -6,7 +6,7 @@ numbers and its bias, exactly. For a network they are its first-order share (gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,28 +38,8 @@ def explain(model: TrainedModel, x: Any, labels: Sequence[Sequence[str]], *, mos
 
     Returns:
         For each row, a :class:`Reason` per label.
-
-    Example:
-        >>> import torch
-        >>> from lastlayer.train.explain import contributions
-        >>> from lastlayer.train import LabelSetNetwork
-        >>> network = LabelSetNetwork(2, 2)
-        >>> _ = torch.nn.init.eye_(network.first.weight)
-        >>> contributions(network, torch.tensor([[3.0, -1.0]]).numpy(), torch.tensor([[1]]))
-        tensor([[[ 0., -1.]]])
     """
-    network, place = network_of(model), {name: i for i, name in enumerate(model.labels)}
-    width = max((len(row) for row in labels), default=0)
-    index = torch.full((len(labels), width), -1, dtype=torch.int64)
-    for i, row in enumerate(labels):
-        index[i, : len(row)] = torch.tensor([place[name] for name in row], dtype=torch.int64)
-    names, out = FeatureNames(model.features), []
-    for i in range(x.shape[0]):
-        contribution, held = _row(network, x[i : i + 1], index[i, : len(labels[i])])
-        out.append(
-            [_reason(label, held, values, names, most) for label, values in zip(labels[i], contribution, strict=True)]
-        )
-    return out
+    return list(_each(model, x, labels, most))
 
 
 def contributions(network: LabelSetNetwork, x: Any, index: Tensor) -> Tensor:
@@ -72,6 +52,15 @@ def contributions(network: LabelSetNetwork, x: Any, index: Tensor) -> Tensor:
 
     Returns:
         Shape ``(rows, m, n_features)``.
+
+    Example:
+        >>> import torch
+        >>> from lastlayer.train.explain import contributions
+        >>> from lastlayer.train import LabelSetNetwork
+        >>> network = LabelSetNetwork(2, 2)
+        >>> _ = torch.nn.init.eye_(network.first.weight)
+        >>> contributions(network, torch.tensor([[3.0, -1.0]]).numpy(), torch.tensor([[1]]))
+        tensor([[[ 0., -1.]]])
     """
     out = torch.zeros(*index.shape, network.n_features)
     for i in range(x.shape[0]):
@@ -154,11 +143,21 @@ def _reason(label: str, held: np.ndarray, values: Tensor, names: FeatureNames, m
 
 
 def explained(
-    model: TrainedModel, x: Any, pairs: Iterator[list[tuple[str, float]]], most: int
+    model: TrainedModel, x: Any, pairs: Iterable[list[tuple[str, float]]], most: int
 ) -> Iterator[tuple[list[tuple[str, float]], list[Reason]]]:
     """Yield the predicted labels of each row with their reasons."""
-    for i, row in enumerate(pairs):
-        yield row, explain(model, x[i : i + 1], [[name for name, _ in row]], most=most)[0]
+    rows = list(pairs)
+    yield from zip(rows, _each(model, x, ([name for name, _ in row] for row in rows), most), strict=True)
+
+
+def _each(model: TrainedModel, x: Any, labels: Iterable[Sequence[str]], most: int) -> Iterator[list[Reason]]:
+    """Yield the reasons for the labels of each row."""
+    network, names, place = network_of(model), FeatureNames(model.features), {n: i for i, n in enumerate(model.labels)}
+    for i, row in enumerate(labels):
+        if unknown := [name for name in row if name not in place]:
+            raise ValueError(f"explain: `labels` must be labels of the model, got {unknown[0]!r}.")
+        values, held = _row(network, x[i : i + 1], torch.tensor([place[name] for name in row], dtype=torch.int64))
+        yield [_reason(label, held, one, names, most) for label, one in zip(row, values, strict=True)]
 
 
 FILE = "reasons.json"

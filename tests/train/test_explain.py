@@ -46,6 +46,8 @@ def test_words_that_speak_for_a_label_and_against_it(tmp_path, capsys):
     (one,) = explain(model, x, [["label1", "label0"]], most=2)
     assert one[0].speaks_for[0][0] == "word1"
     assert "word1" in [word for word, _ in one[1].against]
+    with pytest.raises(ValueError, match="`labels` must be labels of the model, got 'other'"):
+        explain(model, x, [["label1", "other"]])
     whole = explain(model, x, [["label1"]], most=100)[0][0]
     bias = model.scorer.network.bias[model.labels.index("label1")].item()
     total = sum(value for _, value in [*whole.speaks_for, *whole.against]) + bias

@@ -26,7 +26,7 @@ class Tokens:
     """Texts as numbers of tokens, each as long as it is.
 
     Args:
-        values: What the model takes per token (``input_ids``, perhaps ``token_type_ids``), all texts in a row.
+        values: What the model takes per token (``input_ids``, perhaps ``token_type_ids``), all texts one after another.
         indptr: Where each text starts in `values`; one entry more than there are texts.
         padding: What fills up short texts, for each of `values`.
         left: Whether short texts are filled up on the left.
