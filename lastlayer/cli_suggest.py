@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             if page is not None:
                 print(f"next: open {page}, tick, and save the corrected file")
             table = out / "suggestions.csv"
-            print(f"or: tick its column accept, then run: lastlayer suggest {arguments.data} --accept {table}")
+            print(f"or: tick the column accept of {table}, then: lastlayer suggest {arguments.data} --accept {table}")
             return 0
     from lastlayer.data.rewrite import rewrite
 
