@@ -122,23 +122,24 @@ def range_of_sums(terms: Terms, shard: ClassShard | None) -> tuple[Tensor, Tenso
 
 
 def points(terms: Terms, nu: Tensor) -> Tensor:
-    """Return ``x + w nu``: infinite where nu is, unless the weight is 0 or the score is infinite itself."""
+    """Return ``x + w nu``: infinite where nu is, unless the weight is 0 or the score is infinite itself; 0 for NaN."""
     finite = nu.isfinite()
     z = terms.x + terms.weight * torch.where(finite, nu, 0)
     end = torch.where(terms.weight * nu.detach() > 0, torch.inf, -torch.inf).to(z.dtype)
     ends = ~finite & (terms.weight != 0) & terms.x.isfinite()
-    return torch.where(nu.isnan(), nu, torch.where(ends, end, z))
+    return torch.where(nu.isnan(), 0, torch.where(ends, end, z))
 
 
 def values(terms: Terms, nu: Tensor) -> Tensor:
     """Return ``lower + (upper - lower) sigmoid(x + w nu)``, from the nearer bound: it is never passed by rounding."""
     z, width = points(terms, nu), terms.upper - terms.lower
-    return torch.where(z > 0, terms.upper - width * (-z).sigmoid(), terms.lower + width * z.sigmoid())
+    y = torch.where(z > 0, terms.upper - width * (-z).sigmoid(), terms.lower + width * z.sigmoid())
+    return torch.where(nu.isnan(), nu, y)
 
 
 def log_values(terms: Terms, nu: Tensor) -> Tensor:
     """Return the logarithm of the values, for bounds from 0."""
-    return terms.upper.log() + F.logsigmoid(points(terms, nu))
+    return torch.where(nu.isnan(), nu, terms.upper.log() + F.logsigmoid(points(terms, nu)))
 
 
 def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
@@ -338,7 +339,7 @@ def _slopes(ctx: Any) -> tuple[Tensor, ...]:
     *given, nu = ctx.saved_tensors
     terms = Terms(*given)
     finite = nu.isfinite()
-    z = terms.x + terms.weight * torch.where(finite, nu, 0)
+    z = torch.where(nu.isnan(), 0, terms.x + terms.weight * torch.where(finite, nu, 0))
     y, other = z.sigmoid(), (-z).sigmoid()
     h = torch.where(finite & terms.x.isfinite(), (terms.upper - terms.lower) * y * other, 0)
     by_x = terms.weight * h

@@ -177,6 +177,27 @@ def test_bad_values_inside_a_tensor_make_their_row_nan(impl, name, value):
     assert grad[::2].isfinite().all()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("function", [ll.lml, ll.lml_at_most, ll.log_lml, ll.lml_threshold])
+def test_a_row_without_a_solution_that_is_not_used_spoils_no_gradient(function, impl):
+    x, weight, upper = draw(4, 3), uniform(3) + 0.5, uniform(3, seed=1) + 0.5
+    x[2, 1] = torch.nan
+    k = torch.tensor([0.5, -9.0, 0.5, 0.7], dtype=DOUBLE)
+    used = [0, 3]
+
+    def gradients(rows):
+        leaves = [t.clone().requires_grad_() for t in (x[rows], k[rows], weight, upper)]
+        y = function(leaves[0], leaves[1], weight=leaves[2], upper=leaves[3], impl=impl)
+        kept = y if len(rows) == 2 else y[used]
+        return torch.autograd.grad(kept.square().sum(), leaves)
+
+    alone, beside = gradients(used), gradients([0, 1, 2, 3])
+    for a, b in zip(alone[2:], beside[2:], strict=True):  # shared by all rows
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(alone[0], beside[0][used])
+    torch.testing.assert_close(alone[1], beside[1][used])
+
+
 def test_masked_and_free_classes():
     x = draw(5)
     mask = torch.tensor([True, False, True, True, True])
