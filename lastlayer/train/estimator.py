@@ -159,7 +159,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         tags.input_tags.sparse = True
         return tags
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, row_weight: Any = None) -> LabelSetClassifier:
+    def fit(
+        self, X: Any, y: Any, sample_weight: Any = None, *, row_weight: Any = None, groups: Any = None
+    ) -> LabelSetClassifier:
         """Train from the beginning.
 
         Args:
@@ -168,6 +170,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             sample_weight: One number per row, at least 0; None for 1. Minibatches weigh the terms of the loss, so that
                 a weight of 2 is not exactly that of two equal rows.
             row_weight: The same, by the name that `fit_linear` has for it.
+            groups: One value per row (author, project, ...); None for none. Rows of one group are held out together, so
+                that the loss is chosen, and probabilities are calibrated, for rows of new groups.
 
         Returns:
             Itself.
@@ -183,6 +187,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             if not np.any(weights):
                 raise ValueError("LabelSetClassifier: `sample_weight` must be above 0 for some row, got only zeros.")
             labels = replace(labels, weights=weights)
+        if groups is not None:
+            if len(groups) != X.shape[0]:
+                raise ValueError(
+                    f"LabelSetClassifier: `groups` must have one value per row, {X.shape[0]}, got {len(groups)}."
+                )
+            labels = replace(labels, groups=[str(group) for group in groups])
         if self._is_exact() and self._config().takes_tree(labels.n_labels):
             self._grow(X, labels)
         elif self._is_exact():
@@ -204,7 +214,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         settings = settings_of(self._config(seed=self.seed_), self.resolved_)
         given = self.tree if isinstance(self.tree, LabelTree) else None
         x = self.features_.transform(X)
-        self.tree_ = LinearTree.fit(x, labels, settings, hierarchy=given, row_weight=labels.weights)
+        options: dict[str, Any] = {"hierarchy": given, "row_weight": labels.weights, "groups": labels.groups}
+        self.tree_ = LinearTree.fit(x, labels, settings, **options)
         self.loss_, self.n_iter_ = settings.loss, 1
 
     def _choose(self, X: Any, labels: LabelData) -> None:

@@ -340,3 +340,17 @@ def test_whole_groups_are_set_aside_where_rows_are_many():
         assert abs(len(held) - n // 10) <= 40
         shared = {groups[i] for i in fitted} & {groups[i] for i in held}
         assert bool(shared) == (rows.groups is None)
+
+
+def test_groups_reach_the_choice_and_the_trees(monkeypatch):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 3)), rng.integers(0, 2, (60, 4))
+    groups, seen = np.arange(60) // 6, []
+    kept = LabelSetClassifier(C=1.0, loss="binary", random_state=0)
+    monkeypatch.setattr("lastlayer.train.choose._splits", lambda pool, *rest: seen.append(pool.labels.groups) or [])
+    kept.fit(x, y, groups=groups)
+    assert seen == [[str(group) for group in groups]]
+    trees = [LabelSetClassifier(tree=1, random_state=0).fit(x, y, groups=g).predict_proba(x) for g in (None, groups)]
+    assert not np.array_equal(*trees)
+    with pytest.raises(ValueError, match="`groups` must have one value per row, 60, got 2"):
+        kept.fit(x, y, groups=[0, 1])
