@@ -101,7 +101,7 @@ def decided(held: HeldOut | None, config: Config, resolved: Resolved) -> tuple[C
 def not_enough(rule: str) -> str:
     """Return the message where a rule cannot be tuned."""
     return (
-        f"`decide` must be top_k without enough labels of held-out rows ({FEWEST}), got {rule!r}. "
+        f"`decide` must be top_k where held-out rows have fewer than {FEWEST} labels, got {rule!r}. "
         "Give more validation rows."
     )
 

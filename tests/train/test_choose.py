@@ -254,10 +254,10 @@ def test_bad_input_is_one_line_or_a_right_answer(tmp_path):
     with pytest.raises(DataError, match="features must be finite, got inf in row"):
         train({"train": LabelData.from_lists(lists, features=broken)}, Config(), tmp_path / "a")
     some = LabelData.from_lists(lists, features=x).take(np.arange(8))
-    with pytest.raises(ConfigError, match="`decide` must be top_k without enough labels"):
+    with pytest.raises(ConfigError, match="`decide` must be top_k where held-out rows have fewer"):
         train({"train": some}, Config(valid_fraction=0, decide="micro_f1", loss="binary"), tmp_path / "b")
     whole = LabelData.from_lists(lists, features=x)
-    with pytest.raises(ConfigError, match="`decide` must be top_k without enough labels of held-out rows"):
+    with pytest.raises(ConfigError, match="`decide` must be top_k where held-out rows have fewer than 20 labels"):
         train({"train": whole, "valid": whole.take(np.arange(9))}, Config(decide="recall=0.9"), tmp_path / "promise")
     assert not (tmp_path / "promise").exists()  # before anything is trained
     data = LabelData.from_lists([["a"]] * 60, features=x, label_names=["a", "none"])  # all alike, and one without rows

@@ -77,8 +77,14 @@ def test_exported_trees_predict_what_the_trees_do(observed, tmp_path):
     [
         ({"tree": 1, "monitor": "micro_f1"}, "`monitor` must be auto for label trees.*got 'micro_f1'"),
         ({"tree": 1, "decide": "micro_f1", "refit": "true"}, "`refit` must be auto or false for label trees"),
-        ({"tree": 1, "decide": "micro_f1", "valid_fraction": 0}, "`decide` must be top_k without enough labels"),
-        ({"loss": "lml", "decide": "micro_f1", "valid_fraction": 0}, "`decide` must be top_k without enough labels"),
+        (
+            {"tree": 1, "decide": "micro_f1", "valid_fraction": 0},
+            "`decide` must be top_k where held-out rows have fewer",
+        ),
+        (
+            {"loss": "lml", "decide": "micro_f1", "valid_fraction": 0},
+            "`decide` must be top_k where held-out rows have fewer",
+        ),
     ],
 )
 def test_what_cannot_be_chosen_is_refused_before_training(settings, message, tmp_path):
