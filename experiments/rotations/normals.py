@@ -106,7 +106,24 @@ def chosen(rows: Sequence[common.Row], task: str, method: str) -> list[common.Ro
     return run.runs_of([row for row in rows if row["part"] == "test"], task, method)
 
 
+def scales(rows: Sequence[common.Row]) -> list[list[common.Row]]:
+    """The rows of each scale, that with the fewest epochs first."""
+    found: dict[tuple[int, ...], list[common.Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in ("epochs", *run.Scale._fields)), []).append(row)
+    return [found[scale] for scale in sorted(found)]
+
+
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
+    """Errors for the shortest and the longest training, and the gradients of the shortest."""
+    short, *longer = scales(rows)
+    made = {"normals": errors(short), "gradients": gradients(short)}
+    made["normals scale"] = "".join(run.described(row) for row in short[:1])
+    return made | ({"normals longer": errors(longer[-1])} if longer else {})
+
+
+def errors(rows: Sequence[common.Row]) -> str:
+    """Median and mean angle, and the shares within three angles, of each method."""
     limits = [f"{limit:g}" for limit in LIMITS]
     lines = ["| method | median, degrees | mean | " + " | ".join(f"within {v}" for v in limits) + " | rate |"]
     lines.append("| --- " * (len(limits) + 4) + "|")
@@ -116,8 +133,11 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
             angles = " | ".join(run.cell([row[name] for row in runs], 2) for name in ("median", "mean"))
             shares = " | ".join(run.cell([100 * row[name] for row in runs], 1) for name in limits)
             lines.append(f"| {method} | {angles} | {shares} | {runs[0]['rate']:g} |")
-    made = {"normals": "\n".join(lines)}
-    made["normals scale"] = "".join(run.described(row) for row in rows[:1])
+    return "\n".join(lines)
+
+
+def gradients(rows: Sequence[common.Row]) -> str:
+    """Length of the gradient in the last epoch, and how it varies over the batches."""
     lines = ["| task | method | mean length | variance over batches | variance / mean² |", "| --- " * 5 + "|"]
     for task, methods in (("normals", METHODS), ("rotations", FOLLOWED)):
         for method in methods:
@@ -126,13 +146,14 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
                 mean, variance = (statistics.fmean(pair[i] for pair in runs) for i in (0, 1))
                 numbers = f"{mean:.3g} | {variance:.2e} | {variance / mean**2:.2e}"
                 lines.append(f"| {task} | {method} | {numbers} |")
-    return made | {"gradients": "\n".join(lines)}
+    return "\n".join(lines)
 
 
 def draw(rows: Sequence[common.Row], path: Path) -> None:
     """The variance of the length of the gradient, divided by the square of its mean, against the epoch."""
     import matplotlib.pyplot as plt
 
+    rows = scales(rows)[0]
     drawn, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, (task, title) in zip(axes, (("normals", "surface normals"), ("rotations", "any rotation")), strict=True):
         for place, method in enumerate(METHODS):
@@ -174,7 +195,8 @@ def main(argv: list[str] | None = None) -> None:
     parts = {name: pictures(*size, scale.pixels, s, arguments.device) for s, (name, size) in enumerate(sizes.items())}
 
     def add(task: str, method: str, rate: float, seed: int, part: str, from_: dict[str, Pictures]) -> None:
-        missing = results.missing(task=task, method=method, rate=rate, seed=seed, part=part)
+        setting = {"task": task, "method": method, "rate": rate, "seed": seed, "part": part} | scale._asdict()
+        missing = results.missing(**setting)
         if missing and time.monotonic() < end:
             results.add(**train(task, method, rate, seed, from_, part, scale))
             print(*list(results.rows[-1].values())[:14], flush=True)
@@ -186,7 +208,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     for seed in range(arguments.seeds):
         for method in METHODS:
-            add("normals", method, best_rate(results.rows, method), seed, "test", parts)
+            rows = [row for row in results.rows if scale._asdict().items() <= row.items()]
+            add("normals", method, best_rate(rows, method), seed, "test", parts)
     sizes = {part: size for part, size in sizes.items() if part != "valid"}
     parts = {
         name: run.pictures("rotations", *size, scale.pixels, s, arguments.device)
