@@ -176,7 +176,7 @@ def _agreeing(sums: Tensor, limits: Tensor, shard: ClassShard | None) -> Tensor:
     room = reduce(limits, "sum", shard)
     given = spread(sums.sum(-2, keepdim=True), shard)
     ratio = torch.where(room > 0, given / room.where(room > 0, 1), 1)
-    return limits * torch.where((ratio - 1).abs() <= _AGREEMENT, ratio, torch.nan)
+    return torch.where((ratio - 1).abs() <= _AGREEMENT, limits * ratio, torch.nan)
 
 
 def _check_sums(
@@ -224,10 +224,11 @@ def _column_sums(op: str, capacity: Any, sums: Tensor, logits: Tensor, shard: Cl
 
 
 def _points(x: Tensor, nu: Tensor, mu: Tensor, fixed: Tensor) -> Tensor:
-    """Return ``x + nu + mu``, infinite for the pairs that are fixed."""
+    """Return ``x + nu + mu``, infinite for the pairs that are fixed, and 0 where there is no solution."""
     free = fixed == 0
     z = x + torch.where(free, nu, 0) + torch.where(free, mu, 0)
-    return torch.where(free, z, torch.where(fixed > 0, torch.inf, -torch.inf).to(z.dtype))
+    z = torch.where(free, z, torch.where(fixed > 0, torch.inf, -torch.inf).to(z.dtype))
+    return torch.where(nu.isnan(), 0, z)
 
 
 def _thresholds(x: Tensor, live: Tensor, sums: Tensor, shard: ClassShard | None) -> Tensor:
@@ -424,6 +425,9 @@ class _Duals(torch.autograd.Function):
         h, bound, finite = _curvature(ctx)
         grad_nu = reduce(grads[0], "sum", ctx.shard)
         grad_mu = torch.where(finite, grads[1], 0)
+        # A matrix without a solution that is not used has no part in the gradient of what it shares.
+        used = (grad_nu != 0).any(-2, keepdim=True) | (reduce((grads[1] != 0).to(h.dtype), "max", ctx.shard) > 0)
+        h = torch.where(used, h, 0)
         if not ctx.at_most:  # the mean of mu was taken from mu and given to nu
             surplus = grad_nu.sum(-2, keepdim=True) - reduce(grad_mu, "sum", ctx.shard)
             n = reduce(finite.to(h.dtype), "sum", ctx.shard).clamp(min=1)

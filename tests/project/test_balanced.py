@@ -151,6 +151,26 @@ def test_what_has_no_solution_is_nan_and_nothing_else():
     assert ll.lml_balanced(x[0], 1.0, torch.tensor([1.0, 1.0, 0.5, 0.5]), mask=mask).isnan().all()
 
 
+@pytest.mark.parametrize("at_most", [False, True])
+def test_a_matrix_without_a_solution_that_is_not_used_spoils_no_gradient(at_most):
+    x, capacity = torch.stack([matrix(3, 4), matrix(3, 4, seed=1)]), torch.tensor([1.5, 1.0, 0.5, 1.0], dtype=DOUBLE)
+    k = torch.tensor([[1.0, 1.0, 2.0], [1.0, 9.0, 1.0]], dtype=DOUBLE)
+    for part in (
+        lambda *a: ll.lml_balanced(*a, at_most=at_most),
+        lambda *a: ll.lml_balanced_duals(*a, at_most=at_most)[1],
+    ):
+        alone = [t.clone().requires_grad_() for t in (x[0], k[0], capacity)]
+        both = [t.clone().requires_grad_() for t in (x, k, capacity)]
+        expected = torch.autograd.grad(part(*alone).square().sum(), alone)
+        found = torch.autograd.grad(part(*both)[0].square().sum(), both)
+        torch.testing.assert_close(found[0][0], expected[0])
+        torch.testing.assert_close(found[1][0], expected[1])
+        torch.testing.assert_close(found[2], expected[2])
+        (spoilt,) = torch.autograd.grad(part(*both)[1].sum(), both[:1])
+        assert spoilt[0].eq(0).all()
+        assert spoilt[1].isnan().any()
+
+
 def test_one_column_and_empty_batches():
     assert ll.lml_balanced(torch.zeros(3, 1), torch.tensor([0.2, 0.5, 0.3])).squeeze(-1).tolist() == pytest.approx(
         [0.2, 0.5, 0.3]
