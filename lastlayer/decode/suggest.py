@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -36,8 +37,8 @@ class LabelSuggestions(Sequence[Suggestion]):
     """What :func:`suggest_labels` finds: a sequence of :class:`Suggestion`, the most probable first.
 
     The same as tensors: ``row``, ``label``, ``missing`` (Boolean; the others are wrong) and ``probability``. ``rates``
-    holds for each label the share of its rows in which it is written down, as far as the scores tell: of the rows that
-    they are surest of, the share that has it. ``rate`` is the same for all labels, ``n_rows`` the number of rows.
+    estimates for each label the share of its rows in which it is written down: of the rows with its highest scores, the
+    share that has it. ``rate`` is one estimate for all labels, and ``n_rows`` is the number of rows.
     """
 
     row: Tensor
@@ -176,8 +177,7 @@ def suggest_labels(
     rate = _rate(op, observed, data)
     if not 0 < _check.number(op, "wrong", wrong) < 1:
         raise ValueError(f"{op}: `wrong` must be above 0 and below 1, got {wrong}. 0.02 is usual.")
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
-        raise ValueError(f"{op}: `n` must be None or a whole number of at least 0, got {n!r}.")
+    n = None if n is None else _count(op, n)
     if balanced and (n is None or kind != "missing"):
         raise ValueError(f'{op}: `balanced` must be False without `n` and `kind="missing"`, got {balanced}.')
     if not len(data) or not data.n_classes:
@@ -370,6 +370,16 @@ def _lists(op: str, place: Tensor, value: Tensor, n_rows: int) -> LabelLists:
     return label_lists(out)
 
 
+def _count(op: str, n: Any) -> int:
+    try:
+        found = -1 if isinstance(n, bool) else operator.index(n)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise ValueError(f"{op}: `n` must be None or a whole number of at least 0, got {n!r}.")
+    return found
+
+
 def _rate(op: str, observed: Any, data: Data) -> Tensor | None:
     if observed is None:
         return None
@@ -380,7 +390,7 @@ def _rate(op: str, observed: Any, data: Data) -> Tensor | None:
             f"{op}: `observed` must be one number or one per class ({data.n_classes}), got "
             f"shape {tuple(observed.shape)}."
         )
-    if bool(((observed <= 0) | (observed > 1) | observed.isnan()).any()):
-        raise ValueError(f"{op}: `observed` must be above 0 and at most 1, got {float(observed.flatten()[0]):.4g}.")
+    if len(wrong := observed[(observed <= 0) | (observed > 1) | observed.isnan()]):
+        raise ValueError(f"{op}: `observed` must be above 0 and at most 1, got {float(wrong[0]):.4g}.")
     rates: Tensor = observed.detach().float().to(data.scores.device).expand(data.n_classes)
     return rates

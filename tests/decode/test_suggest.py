@@ -232,14 +232,16 @@ def test_accepts_suggestions_in_each_form():
 def test_edges_and_messages():
     p, _, written = planted(20)
     assert not len(suggest_labels(p, written, observed=1.0, kind="missing"))
-    assert len(suggest_labels(p[:, :1], written[:, :1], n=3)) == 3
+    assert len(suggest_labels(p[:, :1], written[:, :1], n=np.int64(3))) == 3
     assert not len(suggest_labels(p, torch.full((20, N), -1, dtype=torch.int8), n=9))
     assert len(suggest_labels(torch.full((4, 2), 0.5), torch.zeros(4, 2), n=2)) == 2
     for options, words in (
         ({"observed": 0.0}, "`observed` must be above 0 and at most 1"),
+        ({"observed": torch.tensor([1, 1, 0.5, 2, 1, 1])}, "`observed` must be above 0 and at most 1, got 2"),
         ({"observed": torch.ones(2)}, r"`observed` must be one number or one per class \(6\)"),
         ({"wrong": 1.0}, "`wrong` must be above 0 and below 1"),
         ({"n": -1}, "`n` must be None or a whole number"),
+        ({"n": torch.tensor(2.5)}, "`n` must be None or a whole number"),
         ({"kind": "all"}, "`kind` must be one of"),
         ({"balanced": True, "n": 3}, '`balanced` must be False without `n` and `kind="missing"`'),
         ({"balanced": True, "kind": "missing"}, "`balanced` must be False without `n`"),
