@@ -127,9 +127,9 @@ def suggest_labels(
 
     One rate for all labels leaves the order of the missing labels to :math:`q`; rates per label change it.
 
-    The rates of single labels are uncertain where a label is rare, but how they change with the number of rows
-    :math:`n_c` can be told. Balanced suggestions take :math:`\log (\rho_c / (1 - \rho_c)) = a + b \log n_c`, with
-    :math:`b` one and a half times the slope of the estimated rates, which are drawn to each other, between 0 and 0.5.
+    The rate of a single rare label is uncertain; the trend of the rates with the number of rows :math:`n_c` is less so.
+    Balanced suggestions use :math:`\log (\rho_c / (1 - \rho_c)) = a + b \log n_c`. The estimated rates are shrunk
+    towards the common one, which flattens their trend, so :math:`b` is 1.5 times its slope, limited to 0 to 0.5.
 
     Memory beside the scores does not depend on the number of rows. Rows are looked at in chunks; the estimates come
     from a sample of rows where there are more than 130 million scores.
