@@ -143,22 +143,54 @@ def _solve(x: Tensor, k: Tensor, kind: Kind, shard: ClassShard | None) -> tuple[
     """
     left = feasible(k, *reduce(kinds(x), "sum", shard))
     k, solvable, x = left.k, left.solvable, finite_part(x)
-    center, lower = kth_largest(x, torch.cat([k.ceil(), k.floor() + 1], -1), shard).split(1, -1)
+    rank = torch.cat([k.ceil(), k.floor() + 1], -1)
+    first = _first(x, torch.where(solvable, rank, 1)) if shard is None and _check.readable(x) else x
+    center, lower = kth_largest(first, rank, shard).split(1, -1)
     center, lower = torch.where(solvable, center, 0), torch.where(solvable, lower, 0)
-    d = x - center
-    search = _search_softmax if kind == "softmax" else _search_sparsemax
-    return center, torch.where(solvable, search(d, k, lower - center, shard), -left.end)
+    d, lower = x - center, lower - center
+    if shard is None and _check.readable(d):
+        d, rest = _candidates(d, torch.where(solvable, k, 1), lower, solvable, kind)
+    else:
+        rest = torch.zeros_like(center)
+    delta = _search_softmax(d, rest, k, shard) if kind == "softmax" else _search_sparsemax(d, k, lower, shard)
+    return center, torch.where(solvable, delta, -left.end)
 
 
-def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | None) -> Tensor:
-    """Return delta with ``sum min(1, exp(d - delta)) = k``.
+def _first(x: Tensor, rank: Tensor) -> Tensor:
+    """Return the largest classes, as many as the ranks ask for, where they are few; sorting whole rows takes longer."""
+    most = int(rank.max()) if rank.numel() else x.shape[-1]
+    return x.topk(most, -1).values if most <= x.shape[-1] // 8 else x
+
+
+def _candidates(d: Tensor, k: Tensor, lower: Tensor, solvable: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Return the classes that a search has to look at again and again, and the sum of ``exp(d)`` of the others.
+
+    Few classes can be at 1, and with sparsemax few above 0. Where they are most of a row, it is returned as it is.
+    """
+    n, rest = d.shape[-1], torch.zeros_like(lower)
+    if d.numel() == 0:
+        return d, rest
+    if kind == "softmax":
+        most = int(k.max().ceil())
+    else:
+        most = int(torch.where(solvable, (d > lower - 1).sum(-1, keepdim=True), 1).max())
+    if most > n // 4:
+        return d, rest
+    best, place = d.topk(most, -1, sorted=False)
+    if kind == "softmax":
+        rest = d.exp().scatter_(-1, place, 0).sum(-1, keepdim=True)
+    return best, rest
+
+
+def _search_softmax(d: Tensor, rest: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return delta with ``sum min(1, exp(d - delta)) = k``; `rest` is the sum of ``exp(d)`` of classes left out.
 
     As a function of ``exp(-delta)`` the sum is concave and piecewise linear. So Newton's method descends to the
     solution from any delta above it, and each step is exact for the classes that it takes to be at 1. The search starts
     above the solution: with the ``ceil(k) - 1`` largest classes at 1, which is as many as possible.
     """
     capped = d > 0
-    mass = reduce(torch.where(capped, 0, d.exp()), "sum", shard)
+    mass = reduce(torch.where(capped, 0, d.exp()), "sum", shard) + rest
     delta = mass.log() - (k - (k.ceil() - 1)).log()
     before = torch.full_like(delta, -1)
     for _ in range(_PASSES):
@@ -166,7 +198,7 @@ def _search_softmax(d: Tensor, k: Tensor, lower: Tensor, shard: ClassShard | Non
         count, mass = reduce([capped.to(d.dtype), torch.where(capped, 0, d.exp())], "sum", shard)
         count = torch.minimum(count, k.ceil() - 1)  # any more would be rounding
         more = count > before
-        delta = torch.where(more, mass.log() - (k - count).log(), delta)
+        delta = torch.where(more, (mass + rest).log() - (k - count).log(), delta)
         if _check.readable(d) and not bool(more.any()):
             break
         before = torch.maximum(count, before)
