@@ -21,6 +21,7 @@ from lastlayer._triton.launch import launch
 
 LONGEST = 16384  # classes of a row held in registers, with their weights
 PER_THREAD = {"forward": 16, "backward": 8}  # classes that a thread holds
+SHORT = 256  # rows up to here hold as few in the forward pass
 LN2 = tl.constexpr(0.6931471805599453)
 CLOSE = tl.constexpr(0.0052)  # Newton's step from which Halley's error, at most 0.42 r^3, is below rounding
 DIGITS = tl.constexpr(0.03)  # where sum w h is a smaller part of the goal, float32 has too few digits
@@ -419,7 +420,7 @@ def forward(budget: Budget, k: Tensor) -> tuple[Tensor, Tensor]:
     nu = logits.new_empty((*logits.shape[:-1], 1), dtype=torch.float64)
     if logits.numel() == 0:
         return out, nu.fill_(torch.nan)
-    g = _Given(budget, PER_THREAD["forward"])
+    g = _Given(budget, PER_THREAD["forward" if logits.shape[-1] > SHORT else "backward"])
     one = all(s == 0 or d == 1 for s, d in zip(k.stride(), k.shape, strict=True))
     k = k if one else k.contiguous()
     arguments = (
