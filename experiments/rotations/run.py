@@ -34,7 +34,7 @@ from lastlayer.loss.sphere import sign_class, signs_of
 
 HERE = Path(__file__).parent
 LIMITS = {"pi/6": math.pi / 6, "pi/12": math.pi / 12, "pi/24": math.pi / 24}
-RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 BATCH, HIDDEN = 256, 256
 
 

@@ -37,7 +37,7 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "LML, image": lambda x, b: run.lml(x, b, K),
 }
 PARTS = ("train", "valid")
-RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
 def ranking(loss: str) -> Callable[[Tensor], Tensor]:
