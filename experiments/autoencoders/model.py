@@ -58,9 +58,9 @@ def whole(sizes: Tensor) -> Tensor:
 class Autoencoder(nn.Module):
     """Encode to `latents`, of which about `k` are active, and decode."""
 
-    def __init__(self, kind: str, features: int, latents: int, k: int, impl: str) -> None:
+    def __init__(self, kind: str, features: int, latents: int, k: int) -> None:
         super().__init__()
-        self.kind, self.k, self.impl = kind, k, impl
+        self.kind, self.k = kind, k
         directions = torch.randn(latents, features)
         directions /= directions.norm(dim=-1, keepdim=True)
         self.decoder = nn.Parameter(directions)
@@ -85,7 +85,7 @@ class Autoencoder(nn.Module):
         """Return the reconstruction in training."""
         raw = self.sizes(x)
         sizes = self.k * raw / raw.mean() if "row" in self.kind else None
-        return self.decode(select(self.kind, self.scores(x), self.k, sizes, temperature, soft, self.impl))
+        return self.decode(select(self.kind, self.scores(x), self.k, sizes, temperature, soft))
 
     @torch.no_grad()
     def settle(self, batches: list[Tensor]) -> None:

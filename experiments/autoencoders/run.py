@@ -9,7 +9,6 @@ the temperature and the share of soft steps, are chosen per method by short runs
 
 from __future__ import annotations
 
-import functools
 import math
 import tempfile
 import time
@@ -88,8 +87,7 @@ def train(setting: Setting, arguments: Any) -> common.Row:
     rows = rows_of(setting["seed"], arguments)
     start = time.time()
     torch.manual_seed(setting["seed"])
-    impl = quicker(arguments.batch, arguments.latents, arguments.device) if "per batch" in setting["kind"] else "auto"
-    net = model.Autoencoder(setting["kind"], arguments.features, arguments.latents, setting["k"], impl)
+    net = model.Autoencoder(setting["kind"], arguments.features, arguments.latents, setting["k"])
     net = net.to(arguments.device)
     steps = setting["steps"]
     sizes = {"params": net.size.parameters(), "lr": SLOWER * setting["rate"]}
@@ -114,22 +112,6 @@ def train(setting: Setting, arguments: Any) -> common.Row:
     if setting["part"] == "final":
         found |= reached(net, list(rows["test"].split(arguments.batch)))
     return setting | {"seconds": round(time.time() - start, 1)} | found
-
-
-@functools.cache
-def quicker(rows: int, latents: int, device: str) -> str:
-    """Return what is faster for one budget over millions of entries: kernels have one program per row."""
-    if device != "cuda":
-        return "auto"
-    pre = torch.randn(rows, latents, device=device)
-
-    def both(impl: str) -> None:
-        x = pre.detach().requires_grad_()
-        model.select("LML, k per batch", x, MIDDLE, None, 0.1, True, impl).backward(pre)
-
-    found = {impl: measured(functools.partial(both, impl), device, 3) for impl in ("torch", "auto")}
-    print(f"one budget for {rows} x {latents}: {found} seconds", flush=True)
-    return min(found, key=lambda impl: found[impl])
 
 
 @torch.no_grad()
@@ -206,15 +188,13 @@ def times(results: common.Results, arguments: Any) -> None:
     calls: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(-1)}
     calls["relu"] = lambda x: x.relu()
     for kind in model.KINDS:
-        calls[kind] = lambda x, kind=kind: model.select(kind, x, k, sizes, 0.1, True, "torch")  # type: ignore[misc]
+        calls[kind] = lambda x, kind=kind: model.select(kind, x, k, sizes, 0.1, True)  # type: ignore[misc]
     calls["lml alone, k per row"] = lambda x: ll.lml(x, sizes, temperature=0.1)
-    if arguments.device == "cuda":
-        calls["LML, k per batch, kernel"] = lambda x: model.select("LML, k per batch", x, k, sizes, 0.1, True)
+    calls["LML, k per batch, plain torch"] = lambda x: model.select("LML, k per batch", x, k, sizes, 0.1, True, "torch")
     for name, call in calls.items():
         setting = {"part": "time", "kind": name, "rows": rows, "latents": latents, "k": k}
         if not results.missing(**setting):
             continue
-        repeats = 1 if "kernel" in name else 5
 
         def forward(call: Callable[[Tensor], Tensor] = call) -> None:
             with torch.no_grad():
@@ -227,12 +207,12 @@ def times(results: common.Results, arguments: Any) -> None:
 
         found = {}
         for way, run in {"forward": forward, "both": both}.items():
-            found[f"{way}_ms"] = round(1e3 * measured(run, arguments.device, repeats), 3)
+            found[f"{way}_ms"] = round(1e3 * measured(run, arguments.device), 3)
         results.add(**setting, **found)
         print(results.rows[-1], flush=True)
 
 
-def measured(call: Callable[[], None], device: str, repeats: int) -> float:
+def measured(call: Callable[[], None], device: str, repeats: int = 5) -> float:
     """Return the median time of some calls, after two that are not counted."""
 
     def once() -> float:
@@ -242,7 +222,7 @@ def measured(call: Callable[[], None], device: str, repeats: int) -> float:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    for _ in range(min(2, repeats)):
+    for _ in range(2):
         once()
     return sorted(once() for _ in range(repeats))[repeats // 2]
 

@@ -31,7 +31,7 @@ STRENGTHS = {  # the first is that of the grid of rates
     "softmax": (0.01, 0.003, 0.03),
     "sigmoid": (0.01, 0.003, 0.03),
     "lml": (0.5, 0.25, 1.0),
-    "balanced lml": (0.25, 0.1, 1.0),
+    "balanced lml": (0.25, 1.0),
 }
 NAMES = {
     "softmax": "softmax, auxiliary loss",
@@ -274,6 +274,15 @@ COLUMNS = {
 }
 
 
+SHORT = {
+    "bits per byte, validation": "valid",
+    "load in training": "train_load",
+    "dropped in training, %": "train_dropped",
+    "rate": "rate",
+    "strength": "strength",
+}
+
+
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     found = {}
     for experts in SIZES:
@@ -294,6 +303,15 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
         short = [r | {"router": f"{NAMES[r['method']]}, {r['strength']:g}"} for r in short]
         found[f"grid {experts}"] = (
             common.table(short, "router", "rate", "valid", scale=1, digits=3) if short else "(not run)"
+        )
+        chosen = [min(grid(rows, experts, m), key=lambda r: r["valid"]) for m in NAMES if grid(rows, experts, m)]
+        long = [
+            {"router": NAMES[r["method"]], "value": name, "number": r[of] * (100 if "%" in name else 1)}
+            for name, of in SHORT.items()
+            for r in chosen
+        ]
+        found[f"short {experts}"] = (
+            common.table(long, "router", "value", "number", scale=1, digits=3) if long else "(not run)"
         )
     timed = [r | {"router": NAMES[r["method"]]} for r in rows if r["part"] == "time"]
     long = [

@@ -26,7 +26,7 @@ def test_masks_by_hand(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_k_latents_are_active_on_average_and_hard_is_cold(model, kind):
     torch.manual_seed(0)
-    net = model.Autoencoder(kind, 8, 64, 6, "auto").double()
+    net = model.Autoencoder(kind, 8, 64, 6).double()
     x = torch.randn(200, 8, dtype=torch.float64)
     torch.nn.init.normal_(net.size.weight)
     net.settle([x])
