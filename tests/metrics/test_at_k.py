@@ -460,3 +460,12 @@ def test_without_values(metric):
         assert result.shape == (2,)
     with pytest.raises(TypeError, match=f"{metric.__name__}: `k` must be a number where its values cannot be read"):
         metric(scores, scores, torch.zeros(4, dtype=torch.int64, device="meta"))
+
+
+def test_one_graph_holds_all_of_them():
+    def all_of_them(scores, target):
+        return torch.stack([function(scores, target, 3) for function in AT_K])
+
+    scores, target = torch.randn(8, 12), (torch.rand(8, 12) < 0.3).float()
+    graph = torch.compile(all_of_them, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(scores, target), all_of_them(scores, target))
