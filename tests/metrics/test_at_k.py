@@ -462,6 +462,7 @@ def test_without_values(metric):
         metric(scores, scores, torch.zeros(4, dtype=torch.int64, device="meta"))
 
 
+@pytest.mark.slow
 def test_one_graph_holds_all_of_them():
     def all_of_them(scores, target):
         return torch.stack([function(scores, target, 3) for function in AT_K])
