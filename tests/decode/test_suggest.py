@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from tools import slow
 from torch import Tensor
 
 from lastlayer import label_lists, suggest_labels
@@ -31,7 +32,7 @@ def lists(target: Tensor) -> Tensor:
     return torch.where(target, torch.arange(N), -1)
 
 
-@pytest.mark.parametrize("n", [0, 1, 37, ROWS * N])
+@pytest.mark.parametrize("n", [slow(0), 1, 37, slow(ROWS * N)])
 @pytest.mark.parametrize("ties", [False, True])
 def test_is_the_sorted_list_of_all_posteriors(monkeypatch, n, ties):
     monkeypatch.setattr(_context, "BUDGET", 50 * N)  # twelve chunks
@@ -66,7 +67,7 @@ def test_is_the_sorted_list_of_all_posteriors(monkeypatch, n, ties):
     assert len(probable) == sum(-key > 0.5 for key, _, _ in plain)
 
 
-@pytest.mark.parametrize("n", [0, 7, 1500])
+@pytest.mark.parametrize("n", [0, 7, slow(1500)])
 @pytest.mark.parametrize("listed", [False, True])
 def test_balanced_suggestions_are_the_first_of_each_label(monkeypatch, n, listed):
     monkeypatch.setattr(_context, "BUDGET", 50 * N)
@@ -191,6 +192,7 @@ def test_finds_what_was_hidden_and_what_was_planted():
     assert planted_wrong[wrong.row, wrong.label].float().mean() > 3 * planted_wrong.sum() / written.sum()
 
 
+@pytest.mark.slow
 def test_finds_more_than_cleanlab_in_the_same_out_of_fold_probabilities():
     pytest.importorskip("cleanlab")
     peers = pytest.importorskip("benchmarks.suggest", reason="not a checkout")

@@ -67,6 +67,7 @@ def test_onnx(tmp_path, module):
         assert torch.equal(ours, torch.as_tensor(theirs))
 
 
+@pytest.mark.slow
 def test_compiles_with_a_fixed_width():
     def chosen(s):
         return decode_threshold(s, 0.5, at_most=3, at_least=1)

@@ -160,6 +160,7 @@ def test_losses_have_gradients_where_they_should(loss):
     assert scores.grad[label // graphs.n_predicates, label % graphs.n_predicates] < 0 or loss == run.SOFTMAX
 
 
+@pytest.mark.slow
 def test_training_finds_the_rule_of_the_tiny_images(monkeypatch):
     graphs = data.tiny()
     flat = torch.zeros(graphs.n_labels, graphs.n_labels, graphs.n_predicates + 1)

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 from processes import CONTEXT
-from tools import HUNG
+from tools import HUNG, slow
 from train_tools import CONFIG, make_rows, work
 
 from lastlayer.train import Config, RunError, RunFolder, TrainingError, checkpoint, train
@@ -145,7 +145,7 @@ def contents(folder) -> dict:
     return {p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("name", ["checkpoints/last.ckpt", "config.yaml", "data.json"])
+@pytest.mark.parametrize("name", ["checkpoints/last.ckpt", slow("config.yaml"), slow("data.json")])
 def test_damage_is_an_error_and_nothing_is_overwritten(unfinished, rows, name):
     file = unfinished / name
     file.write_bytes(file.read_bytes()[:40] + b"\xff\xff\xff")

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from tools import slow
 from train_tools import make_rows
 
 import lastlayer as ll
@@ -98,9 +99,10 @@ def test_loading_predicts_the_same(run):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"loss": "binary"}, {"k": "predicted"}, {"hidden": [16], "dropout": 0.1, "lr": 0.02}, {"vectorizer": "hashing"},
-     {"labels": "incomplete", "keep": 0.5}, {"optimizer": "sgd", "lr": 2.0, "clip_norm": 1.0}, {"precision": "bf16"},
-     {"single_positive": True, "labels": "incomplete", "loss": "expected_positive"}, {"schedule": "constant"}],
+    [{"loss": "binary"}, slow({"k": "predicted"}), {"hidden": [16], "dropout": 0.1, "lr": 0.02},
+     slow({"vectorizer": "hashing"}), {"labels": "incomplete", "keep": 0.5}, slow({"schedule": "constant"}),
+     {"optimizer": "sgd", "lr": 2.0, "clip_norm": 1.0}, slow({"precision": "bf16"}),
+     slow({"single_positive": True, "labels": "incomplete", "loss": "expected_positive"})],
 )  # fmt: skip
 def test_choices_train(tmp_path, changes):
     values = {**FAST, **changes}

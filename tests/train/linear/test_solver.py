@@ -10,6 +10,7 @@ import pytest
 import scipy.sparse as sp
 from sklearn.linear_model import LogisticRegression
 from sklearn.svm import LinearSVC
+from tools import slow
 
 from lastlayer._native import linear as native
 from lastlayer.data import LabelData
@@ -56,8 +57,8 @@ def objective(x, y, w, loss, C, bias, row_weight, weights):
 
 @built
 @pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
-@pytest.mark.parametrize("C", [0.05, 1.0, 20.0])
-@pytest.mark.parametrize("bias", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("C", [0.05, slow(1.0), 20.0])
+@pytest.mark.parametrize("bias", [0.0, slow(1.0), 3.0])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dense", [False, True])
 def test_equals_liblinear(loss, C, bias, weighted, dense):
@@ -90,8 +91,8 @@ def test_equals_liblinear(loss, C, bias, weighted, dense):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("loss", ["squared_hinge", "logistic"])
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("loss", ["squared_hinge", slow("logistic")])
+@pytest.mark.parametrize("dense", [False, slow(True)])
 def test_warm_starts_weights_bias_and_cut_in_every_combination_equal_liblinear(impl, loss, dense):
     """The second step of a path, which starts warm and has shrunk rows; whatever is weighted, and what is cut."""
     x, y = made_up(rows=14, features=8, labels=3, density=0.4)
