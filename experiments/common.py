@@ -146,7 +146,9 @@ def finish(
 
     ``--merge`` takes rows from other files, ``--readme`` rewrites its tables, ``--figure`` draws to this file.
     """
-    figure = arguments.figure if draw is not None else None
+    figure = getattr(arguments, "figure", None)
+    if figure is not None and draw is None:
+        raise SystemExit("--figure: this experiment has none.")
     for path in arguments.merge:
         Results(arguments.out).merge(Results(path))
     if arguments.readme is not None:
