@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # Compiled modules are kept, whatever the environment says: many tests start the command line anew.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all test-triton check docs bench sanitize fuzz clean
+.PHONY: demo test test-all test-long test-triton check docs bench sanitize fuzz clean
 
 demo: $(VENV)/.demo  ## the main job on data that ships with the package
 	$(BIN)/python -m lastlayer demo
@@ -20,10 +20,14 @@ test: $(VENV)/.dev  ## the tests and doctests
 	$(PYTEST)
 
 test-all: $(VENV)/.dev  ## the longer tests, which `make test` leaves out
-	$(PYTEST) -m "slow and not kernels"
+	$(PYTEST) -m "slow and not kernels and not long"
 
-test-triton: $(VENV)/.dev $(TRITONS:%=$(VENV)/triton/%)  ## all tests of the GPU kernels in Triton's interpreter, per version
-	TRITON_INTERPRET=1 $(PYTEST) -m kernels $(KERNELS)
+test-long: $(VENV)/.dev  ## the longest tests, for which CI has no time
+	$(PYTEST) -m long
+	TRITON_INTERPRET=1 $(PYTEST) -m "kernels and slow" $(KERNELS)
+
+test-triton: $(VENV)/.dev $(TRITONS:%=$(VENV)/triton/%)  ## the tests of the GPU kernels in Triton's interpreter, per version
+	TRITON_INTERPRET=1 $(PYTEST) -m "kernels and not slow" $(KERNELS)
 	for version in $(TRITONS); do \
 		PYTHONPATH=$(VENV)/triton/$$version TRITON_INTERPRET=1 $(PYTEST) -m "kernels and not slow" $(KERNELS) || exit 1; \
 	done

@@ -26,3 +26,8 @@ def assert_as_accurate(actual: Tensor, plain: Tensor, exact: Tensor, slack: floa
 def slow(*values: Any) -> Any:
     """Values of parameters whose cases `make test` leaves out, and `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def long(*values: Any) -> Any:
+    """Values of parameters whose cases take so long that CI leaves them out too; `make test-long` runs them."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.long])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from report_tools import make_run
+from tools import long, slow
 
 from lastlayer.cli import main, parser
 
@@ -57,7 +58,7 @@ def run(words: list[str]) -> int:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[] if page.name in SHORT else pytest.mark.slow) for page in OURS],
+    [page if page.name in SHORT else long(page) if page.name == "train.md" else slow(page) for page in OURS],
     ids=lambda page: page.name,
 )
 def test_commands_run_as_printed(page, folder, capsys):
@@ -67,6 +68,7 @@ def test_commands_run_as_printed(page, folder, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_long_commands_run_as_printed(folder, capsys):
     found = [words for page in OURS for words in of_ours(page)]
     for command in LONG[:3]:

@@ -32,6 +32,7 @@ def test_the_recording_fits_its_columns():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: f"bin/{name}")

@@ -222,6 +222,7 @@ def test_features_are_read_and_trained_on_as_they_are(module, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_head_that_was_trained_later_gets_its_curves(module, tmp_path):
     run, common = module("accuracy_specificity.run"), module("common")
     out = tmp_path / "results.json"

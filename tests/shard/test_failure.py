@@ -14,6 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_training.py"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_killed_rank(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=1"]
