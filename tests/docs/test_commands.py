@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from report_tools import make_run
-from tools import long, slow
+from tools import slow
 
 from lastlayer.cli import main, parser
 
@@ -58,7 +58,7 @@ def run(words: list[str]) -> int:
 
 @pytest.mark.parametrize(
     "page",
-    [page if page.name in SHORT else long(page) if page.name == "train.md" else slow(page) for page in OURS],
+    [page if page.name in SHORT else slow(page) for page in OURS],
     ids=lambda page: page.name,
 )
 def test_commands_run_as_printed(page, folder, capsys):

@@ -7,15 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from tools import long
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(path.parent.name for path in ROOT.glob("experiments/*/run.py"))
-LONG = ("accuracy_specificity", "encoders", "mulan_linear")  # their smoke runs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [long(n) if n in LONG else n for n in EXPERIMENTS])
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_smoke_run_and_resume(name, tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     run = importlib.import_module(f"experiments.{name}.run")
@@ -115,7 +113,6 @@ def test_a_call_that_merges_writes_or_draws_does_nothing_else(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT)
     common, cifar = (importlib.import_module(f"experiments.{name}") for name in ("common", "cifar"))
