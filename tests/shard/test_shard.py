@@ -24,21 +24,8 @@ LONG = [  # half a second and more in each process
 RUNS = {"two splits": [name for name in NAMES if name not in LONG], "all splits": NAMES}
 
 
-@pytest.fixture(scope="module")
-def reports(request, tmp_path_factory):
-    """What each process reports, from one start of four processes for all checks."""
-    return run_ranks(checks.run, 4, RUNS[request.param], str(tmp_path_factory.mktemp("store") / "file"), request.param)
-
-
-@pytest.mark.parametrize("reports", ["two splits"], indirect=True)
-@pytest.mark.parametrize("name", RUNS["two splits"])
-def test_sharded_is_whole(reports, name):
-    for rank, passed, failure in reports:
-        assert name in passed, f"rank {rank}: {failure}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reports", ["all splits"], indirect=True)
-@pytest.mark.parametrize("name", RUNS["all splits"])
-def test_sharded_is_whole_in_every_split(reports, name):
-    test_sharded_is_whole(reports, name)
+@pytest.mark.parametrize("which", ["two splits", pytest.param("all splits", marks=pytest.mark.slow)])
+def test_sharded_is_whole(which, tmp_path):
+    """One test for all checks: they share one start of four processes, which the workers of pytest would repeat."""
+    for rank, passed, failure in run_ranks(checks.run, 4, RUNS[which], str(tmp_path / "file"), which):
+        assert passed == RUNS[which], f"rank {rank}: {failure}"
