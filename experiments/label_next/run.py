@@ -304,10 +304,7 @@ def main(argv: list[str] | None = None) -> None:
     made.add_argument("--jobs", type=int, default=1, help="processes of one thread each")
     made.set_defaults(seeds=10)
     arguments = made.parse_args(argv)
-    if common.finish(arguments, tables):
-        return
-    if arguments.figure is not None:
-        draw(common.Results(arguments.out).rows, arguments.figure)
+    if common.finish(arguments, tables, draw):
         return
     if arguments.smoke:
         arguments.sets, arguments.seeds, arguments.rules = ["tiny"], 1, ["random", "margin", "entropy and spread"]

@@ -366,12 +366,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--alone", action="store_true", help="only measure the time of a step")
     parser.add_argument("--figure", type=Path, help="only draw the loads of the results into this file")
     arguments = parser.parse_args(argv)
-    if common.finish(arguments, tables):
+    if common.finish(arguments, tables, draw):
         return
     results = common.Results(arguments.out)
-    if arguments.figure is not None:
-        draw(results.rows, arguments.figure)
-        return
     end = time.monotonic() + 60 * arguments.minutes
     if arguments.smoke:
         arguments.steps, arguments.short, arguments.batch, arguments.length = 3, 2, 4, 32

@@ -131,3 +131,10 @@ def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, 
         cifar.run(settings, run.train, arguments, results)
     assert {row["loss"] for row in results.rows} == {"cross-entropy", "two-way"}
     assert "KeyError: 'no such loss'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["autoencoders", "label_next"])
+def test_figures_are_drawn_from_the_results(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    importlib.import_module(f"experiments.{name}.run").main(["--figure", str(tmp_path / "figure.svg")])
+    assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
