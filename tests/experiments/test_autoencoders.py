@@ -1,19 +1,14 @@
 """The sparse autoencoders of `experiments/autoencoders`: all kinds have the same number of active latents."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
 KINDS = ["TopK", "BatchTopK", "LML, k per row", "LML, k per batch"]
 
 
 @pytest.fixture
-def model(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("experiments.autoencoders.model")
+def model(module):
+    return module("autoencoders.model")
 
 
 def test_masks_by_hand(model):

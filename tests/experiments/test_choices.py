@@ -1,7 +1,6 @@
 """What the tables of the experiments rest on: pairs of seeds, and settings chosen on validation rows alone."""
 
 import argparse
-import importlib
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +8,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    return lambda name: importlib.import_module(f"experiments.{name}")
 
 
 def test_gains_are_of_the_same_seed_and_less_error_is_a_gain(module):

@@ -1,7 +1,6 @@
 """Every experiment runs on tiny data, resumes, and its README shows the numbers of its results file."""
 
 import argparse
-import importlib
 import json
 import re
 from pathlib import Path
@@ -14,9 +13,8 @@ EXPERIMENTS = sorted(path.parent.name for path in ROOT.glob("experiments/*/run.p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_smoke_run_and_resume(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    run = importlib.import_module(f"experiments.{name}.run")
+def test_smoke_run_and_resume(name, tmp_path, capsys, module):
+    run = module(f"{name}.run")
     out = tmp_path / "results.json"
     arguments = ["--smoke", "--out", str(out), "--device", "cpu"]
     run.main(arguments)
@@ -29,21 +27,19 @@ def test_smoke_run_and_resume(name, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["scene_graphs.curves", "rotations.normals"])
-def test_smoke_run_of_a_second_part(name, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    part = importlib.import_module(f"experiments.{name}")
+def test_smoke_run_of_a_second_part(name, tmp_path, module):
+    part = module(name)
     out = tmp_path / "results.json"
     part.main(["--smoke", "--seeds", "1", "--out", str(out), "--device", "cpu"])
-    rows = importlib.import_module("experiments.common").Results(out).rows
+    rows = module("common").Results(out).rows
     assert rows
     assert all("(not run)" not in table for table in part.tables(rows).values())
 
 
 @pytest.mark.parametrize("name", [n for n in EXPERIMENTS if (ROOT / "experiments" / n / "results").exists()])
-def test_readme_equals_the_results(name, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    common = importlib.import_module("experiments.common")
-    run = importlib.import_module(f"experiments.{name}.run")
+def test_readme_equals_the_results(name, module):
+    common = module("common")
+    run = module(f"{name}.run")
     folder = ROOT / "experiments" / name
     rows = common.Results(folder / "results" / "results.json").rows
     assert common.fill(folder / "README.md", run.tables(rows)) == (folder / "README.md").read_text()
@@ -57,9 +53,8 @@ def test_readme_shows_every_figure_with_words(path):
     assert all(len(words) >= 15 for words, _ in shown)
 
 
-def test_results_count_the_seconds_of_all_runs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    common = importlib.import_module("experiments.common")
+def test_results_count_the_seconds_of_all_runs(tmp_path, module, monkeypatch):
+    common = module("common")
     clock = iter([0.0, 5.0, 100.0, 103.0])
     monkeypatch.setattr(common.time, "monotonic", lambda: next(clock))
     for run in range(2):
@@ -68,18 +63,16 @@ def test_results_count_the_seconds_of_all_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ['{"rows": [{"seed": 0}]}', '{"columns": ["seed"], "rows": [[0]]}'])
-def test_results_keep_rows_that_differ_in_their_names(text, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    common = importlib.import_module("experiments.common")
+def test_results_keep_rows_that_differ_in_their_names(text, tmp_path, module):
+    common = module("common")
     path = tmp_path / "results.json"
     path.write_text(text)
     common.Results(path).extend([{"seed": 1, "curve": [1, 2]}, {"loss": "LML"}])
     assert common.Results(path).rows == [{"seed": 0}, {"seed": 1, "curve": [1, 2]}, {"loss": "LML"}]
 
 
-def test_merged_results_hold_each_row_once(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    common = importlib.import_module("experiments.common")
+def test_merged_results_hold_each_row_once(tmp_path, module):
+    common = module("common")
     here, there = common.Results(tmp_path / "here.json"), common.Results(tmp_path / "there.json")
     here.extend([{"seed": 0}, {"seed": 1}])
     there.extend([{"seed": 1}, {"seed": 2}])
@@ -90,9 +83,8 @@ def test_merged_results_hold_each_row_once(tmp_path, monkeypatch):
     assert again.seconds == {"CPU": 3.0, "GPU": 3.0}
 
 
-def test_a_call_that_merges_writes_or_draws_does_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    common = importlib.import_module("experiments.common")
+def test_a_call_that_merges_writes_or_draws_does_nothing_else(tmp_path, module):
+    common = module("common")
     common.Results(tmp_path / "out.json").add(seed=0)
     common.Results(tmp_path / "more.json").add(seed=1)
     readme = tmp_path / "README.md"
@@ -113,10 +105,9 @@ def test_a_call_that_merges_writes_or_draws_does_nothing_else(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT)
-    common, cifar = (importlib.import_module(f"experiments.{name}") for name in ("common", "cifar"))
-    run = importlib.import_module("experiments.noisy_cifar100.run")
+def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, module, capsys):
+    common, cifar = (module(name) for name in ("common", "cifar"))
+    run = module("noisy_cifar100.run")
     settings = [
         {
             "network": "resnet", "width": 4, "noise": "blocks", "p": 0.2, "loss": loss, "part": "grid", "rate": 0.1,
@@ -134,7 +125,6 @@ def test_workers_report_every_setting_and_a_failure_leaves_the_others(tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["autoencoders", "label_next"])
-def test_figures_are_drawn_from_the_results(name, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    importlib.import_module(f"experiments.{name}.run").main(["--figure", str(tmp_path / "figure.svg")])
+def test_figures_are_drawn_from_the_results(name, tmp_path, module):
+    module(f"{name}.run").main(["--figure", str(tmp_path / "figure.svg")])
     assert (tmp_path / "figure.svg").read_text().startswith("<?xml")

@@ -1,24 +1,13 @@
 """The parts of the pruning experiment that its numbers rest on: budgets, masks, and the smaller network."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 
 import lastlayer as ll
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    return lambda name: importlib.import_module(f"experiments.pruning.{name}")
-
 
 def test_multiply_adds_of_resnet_18(module):
-    network = module("network")
+    network = module("pruning.network")
     counts = network.full(64)
     assert network.multiply_adds(counts) == 555_468_800  # 0.56 billion, as is known of this network
     square, line = network.quadratic(counts)
@@ -28,7 +17,7 @@ def test_multiply_adds_of_resnet_18(module):
 
 
 def test_the_smaller_network_is_the_masked_one_and_its_multiply_adds_are_counted(module):
-    network, run = module("network"), module("run")
+    network, run = module("pruning.network"), module("pruning.run")
     torch.manual_seed(0)
     net = network.Network(network.full(4))
     for norm in net.norms:
@@ -46,7 +35,7 @@ def test_the_smaller_network_is_the_masked_one_and_its_multiply_adds_are_counted
 
 @pytest.mark.parametrize("budget", [0.9, 0.5, 0.3])
 def test_learned_ratios_cost_the_budget_and_are_even_without_a_shift(module, budget):
-    network, run = module("network"), module("run")
+    network, run = module("pruning.network"), module("pruning.run")
     counts = network.full(32)
     square, line = network.quadratic(counts)
     limit = budget * network.multiply_adds(counts)
@@ -63,7 +52,7 @@ def test_learned_ratios_cost_the_budget_and_are_even_without_a_shift(module, bud
 
 
 def test_whole_channels_stay_just_below_the_budget(module):
-    network, run = module("network"), module("run")
+    network, run = module("pruning.network"), module("pruning.run")
     counts = network.full(32)
     limit = 0.3 * network.multiply_adds(counts)
     ratio = run.ratios(torch.linspace(-1, 1, 12), counts, limit).tolist()

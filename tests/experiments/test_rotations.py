@@ -1,20 +1,15 @@
 """The made-up data of the rotation experiment: closed meshes, and a rasteriser checked pixel by pixel."""
 
 import argparse
-import importlib
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def parts(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    return [importlib.import_module(f"experiments.rotations.{name}") for name in ("shapes", "render", "run")]
+def parts(module):
+    return [module(f"rotations.{name}") for name in ("shapes", "render", "run")]
 
 
 def test_meshes_are_closed_and_inside_the_unit_ball(parts):
@@ -157,9 +152,9 @@ def test_the_best_of_the_rates_asked_for_is_measured(parts):
     )
 
 
-def test_the_middle_pixel_has_the_shade_of_its_normal(parts, monkeypatch):
+def test_the_middle_pixel_has_the_shade_of_its_normal(parts, module):
     _, render, _ = parts
-    normals = importlib.import_module("experiments.rotations.normals")
+    normals = module("rotations.normals")
     some = normals.pictures(1, 3, 32, seed=4, device="cpu")
     assert (some.rotation[:, 2] < 0).all()  # away from the camera, as the head wants it
     torch.testing.assert_close(some.rotation.norm(dim=-1), torch.ones(36))

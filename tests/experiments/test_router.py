@@ -1,22 +1,17 @@
 """The mixtures of experts of `experiments/router`: every expert's output arrives, and only what is over is dropped."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import lastlayer as ll
 
-ROOT = Path(__file__).parents[2]
 METHODS = ["softmax", "sigmoid", "lml", "balanced lml"]
 
 
 @pytest.fixture
-def model(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("experiments.router.model")
+def model(module):
+    return module("router.model")
 
 
 def one_by_one(layer, x, slots):
