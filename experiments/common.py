@@ -94,11 +94,23 @@ def _named(row: Row | list[Any], names: Sequence[str]) -> Row:
     return dict(zip(names, row, strict=True))
 
 
-def table(rows: Iterable[Row], index: str, columns: str, value: str, *, scale: float = 100.0, digits: int = 2) -> str:
-    """A Markdown table of mean and standard deviation over what the other settings leave open (the seeds)."""
+def table(
+    rows: Iterable[Row],
+    index: str,
+    columns: str,
+    value: str,
+    *,
+    heads: Iterable[Any] = (),
+    scale: float = 100.0,
+    digits: int = 2,
+) -> str:
+    """A Markdown table of mean and standard deviation over what the other settings leave open (the seeds).
+
+    Columns come in the order of `heads`, or as the rows name them.
+    """
     rows = list(rows)
     names = list(dict.fromkeys(row[index] for row in rows))
-    heads = list(dict.fromkeys(row[columns] for row in rows))
+    heads = list(heads) or list(dict.fromkeys(row[columns] for row in rows))
 
     def cell(name: Any, head: Any) -> str:
         found = [scale * row[value] for row in rows if row[index] == name and row[columns] == head]
@@ -171,9 +183,17 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def run_all(
-    train: Callable[..., Row], jobs: list[Any], results: Results, pool: ProcessPoolExecutor | None, end: float
+    train: Callable[..., Row],
+    jobs: list[Any],
+    results: Results,
+    pool: ProcessPoolExecutor | None,
+    end: float,
+    patience: float | None = None,
 ) -> None:
-    """Train, several networks at a time if there is a pool, and write down each; start none after `end`."""
+    """Train, several networks at a time if there is a pool, and write down each; start none after `end`.
+
+    After `patience` seconds a pool's unfinished networks are no longer waited for.
+    """
 
     def done(row: Row) -> None:
         results.add(**row)
@@ -185,9 +205,14 @@ def run_all(
                 done(train(*job))
         return
     waiting = [pool.submit(train, *job) for job in jobs]
-    for running in as_completed(waiting):
-        if not running.cancelled():
-            done(running.result())
-        if time.monotonic() > end:
-            for other in waiting:
-                other.cancel()
+    try:
+        for running in as_completed(waiting, patience):
+            if not running.cancelled():
+                done(running.result())
+            if time.monotonic() > end:
+                for other in waiting:
+                    other.cancel()
+    except TimeoutError:
+        print(f"{sum(not other.done() for other in waiting)} networks are no longer waited for", flush=True)
+        for other in waiting:
+            other.cancel()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import Tensor
 
 from experiments import common
@@ -28,10 +30,10 @@ from experiments.router.model import ByteModel, Experts, Router
 
 HERE = Path(__file__).parent
 STRENGTHS = {  # the first is that of the grid of rates
-    "softmax": (0.01, 0.003, 0.03),
-    "sigmoid": (0.01, 0.003, 0.03),
+    "softmax": (0.01, 0.003, 0.03, 0.1),
+    "sigmoid": (0.01, 0.001, 0.003, 0.03),
     "lml": (0.5, 0.25, 1.0),
-    "balanced lml": (0.25, 1.0),
+    "balanced lml": (0.25, 0.5, 1.0),
 }
 NAMES = {
     "softmax": "softmax, auxiliary loss",
@@ -39,9 +41,10 @@ NAMES = {
     "lml": "LML",
     "balanced lml": "balanced LML",
 }
-RATES = (7e-4, 1.5e-3, 3e-3)
+RATES = (7e-4, 1.5e-3, 3e-3, 6e-3, 1e-2)
 SIZES = {16: {"k": 2, "inner": 512}, 64: {"k": 4, "inner": 256}}  # the same work per token
 WARM_UP = 0.05  # of the steps
+CHECKED = 25  # steps between two looks at the time and at the loss
 TIMED = {"warm": 5, "steps": 20}
 Setting = dict[str, Any]
 
@@ -118,13 +121,17 @@ def train(setting: Setting, arguments: Any) -> common.Row:
     net = model_of(setting, arguments)
     training = Training(net, setting["rate"], setting["steps"])
     generator = torch.Generator(arguments.device).manual_seed(1000 + setting["seed"])
+    limit = arguments.limit if setting["part"] == "grid" else math.inf
     load, dropped = [], []
-    for _ in range(setting["steps"]):
-        training.step(*texts.crops(parts["train"], arguments.batch, arguments.length, generator))
+    for taken in range(1, setting["steps"] + 1):
+        loss = training.step(*texts.crops(parts["train"], arguments.batch, arguments.length, generator))
         load.append(torch.stack([m.load for m in net.mixtures]).mean())
         dropped.append(torch.stack([m.dropped for m in net.mixtures]).mean())
-    late = max(1, setting["steps"] // 10)
+        if taken % CHECKED == 0 and (not loss.isfinite() or time.time() - start > limit):
+            break
+    late = max(1, taken // 10)
     found = {
+        "taken": taken,
         "train_load": rounded(torch.stack(load[-late:]).mean()),
         "train_dropped": rounded(torch.stack(dropped).mean()),
         "valid": evaluated(net, parts["valid"], arguments, 1.25)["bits"],
@@ -170,16 +177,23 @@ def grid(rows: Sequence[common.Row], experts: int, method: str) -> list[common.R
     return [r for r in rows if r["part"] == "grid" and r["experts"] == experts and r["method"] == method]
 
 
+def validation(row: common.Row) -> float:
+    """Return the validation loss of a run, infinite where training diverged or was too slow to end."""
+    ended = row.get("taken", row["steps"]) == row["steps"] and math.isfinite(row["valid"])
+    return row["valid"] if ended else math.inf
+
+
 def best(rows: Sequence[common.Row], experts: int, method: str) -> dict[str, float]:
     """Return rate and strength of the short run with the best validation loss."""
-    found = min(grid(rows, experts, method), key=lambda row: row["valid"])
+    found = min(grid(rows, experts, method), key=validation)
     return {"rate": found["rate"], "strength": found["strength"]}
 
 
 def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setting, Any]]]:
     """Yield rates, strengths at the best rate, then all seeds with the best of both; each where it is missing.
 
-    More experts take over the strength of the first number of them.
+    More experts take over the strength that is best so far with the fewest. Once there is a final run nothing is chosen
+    any more.
     """
 
     def open_(settings: list[Setting]) -> list[tuple[Setting, Any]]:
@@ -191,33 +205,49 @@ def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setti
 
     few, *more = arguments.experts
 
+    def so_far(method: str) -> float:
+        known = grid(results.rows, few, method)
+        return best(known, few, method)["strength"] if known else STRENGTHS[method][0]
+
     def rates(experts: int) -> list[Setting]:
-        found = []
-        for m in arguments.methods:
-            strength = STRENGTHS[m][0] if experts == few else best(results.rows, few, m)["strength"]
-            found += [short(experts, m, rate, strength) for rate in arguments.rates]
-        return found
+        return [short(experts, m, rate, so_far(m)) for rate in arguments.rates for m in arguments.methods]
 
     def strengths(experts: int) -> list[Setting]:
-        found = []
-        for m in arguments.methods:
-            rate = best([r for r in results.rows if r.get("strength") == STRENGTHS[m][0]], experts, m)["rate"]
-            found += [short(experts, m, rate, strength) for strength in STRENGTHS[m][1:]]
-        return found
+        known = {m: best(results.rows, experts, m)["rate"] for m in arguments.methods}
+        return [short(experts, m, known[m], strength) for m in arguments.methods for strength in STRENGTHS[m]]
 
-    def final(experts: int) -> list[Setting]:
+    def final() -> list[Setting]:
         return [
             {"part": "final", "experts": experts, "method": m}
             | best(results.rows, experts, m)
             | {"seed": seed, "steps": arguments.steps}
             for seed in range(arguments.seeds)
+            for experts in arguments.experts
             for m in arguments.methods
+            if grid(results.rows, experts, m)
         ]
 
-    yield open_(rates(few))
-    yield open_(strengths(few))
-    yield open_(final(few) + [setting for n in more for setting in rates(n)])
-    yield open_([setting for n in more for setting in final(n)])
+    begun = [row["steps"] for row in results.rows if row["part"] == "final"]
+    if not begun:
+        yield open_(rates(few))
+        yield open_(strengths(few) + [setting for n in more for setting in rates(n)])
+    if arguments.fit:
+        arguments.steps = begun[0] if begun else fitting(results.rows, arguments)
+    yield open_(final())
+
+
+def fitting(rows: Sequence[common.Row], arguments: Any) -> int:
+    """Return the steps, in hundreds, with which all final runs would just end in time, judged by the short runs here.
+
+    A short run counts with its evaluation, so that the estimate is a cautious one.
+    """
+    networks = len(arguments.methods) * len(arguments.experts) * arguments.seeds
+    short = [row for row in rows if row["part"] == "grid" and "taken" in row]
+    each = sum(row["seconds"] for row in short) / sum(row["taken"] for row in short) / arguments.workers
+    left = arguments.end - time.monotonic()
+    steps = int(left / networks / each) // 100 * 100
+    print(f"{1e3 * each:.1f} ms per step, {left:.0f} s left: {steps} steps", flush=True)
+    return min(max(steps, 200), 4000)
 
 
 def step_times(results: common.Results, arguments: Any) -> None:
@@ -283,45 +313,61 @@ SHORT = {
 }
 
 
+def columns(rows: Sequence[common.Row], names: dict[str, str], *, digits: int = 3) -> str:
+    """Return a table with one line per router; `names` are the heads of the columns and what they show."""
+    long = [
+        {"router": NAMES[row["method"]], "value": name, "number": row[of] * (100 if "%" in name else 1)}
+        for name, of in names.items()
+        for row in sorted(rows, key=lambda row: list(NAMES).index(row["method"]))
+        if of in row
+    ]
+    return common.table(long, "router", "value", "number", scale=1, digits=digits) if long else "(not run)"
+
+
+def differences(final: Sequence[common.Row], value: str) -> str:
+    """Return a table of how much more each router has than balanced LML, seed by seed, and of Student's paired test."""
+    bits = {(row["method"], row["seed"]): row[value] for row in final}
+    lines = []
+    for method, name in NAMES.items():
+        pairs = [
+            (x, bits["balanced lml", s])
+            for (m, s), x in sorted(bits.items())
+            if ("balanced lml", s) in bits and m == method
+        ]
+        if method == "balanced lml" or len(pairs) < 2:
+            continue
+        more = [a - b for a, b in pairs]
+        error = statistics.stdev(more) / len(more) ** 0.5
+        p = stats.ttest_1samp(more, 0.0).pvalue
+        each = ", ".join(f"{x:+.3f}" for x in more)
+        lines.append(f"| {name} | {statistics.fmean(more):+.4f} | {error:.4f} | {each} | {p:.2g} |")
+    head = ["| router | bits per byte more than balanced LML | standard error | seed by seed | p |", "| --- " * 5 + "|"]
+    return "\n".join(head + lines) if lines else "(not run)"
+
+
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     found = {}
     for experts in SIZES:
         final = [r for r in rows if r["part"] == "final" and r["experts"] == experts]
-        final.sort(key=lambda row: list(NAMES).index(row["method"]))
-        long = [
-            {"router": NAMES[r["method"]], "value": name, "number": r[of] * (100 if "%" in name else 1)}
-            for name, of in COLUMNS.items()
-            for r in final
-        ]
-        found[f"final {experts}"] = (
-            common.table(long, "router", "value", "number", scale=1, digits=3) if long else "(not run)"
-        )
-        short = [r for r in rows if r["part"] == "grid" and r["experts"] == experts]
-        short.sort(
-            key=lambda r: (list(NAMES).index(r["method"]), STRENGTHS[r["method"]].index(r["strength"]), r["rate"])
-        )
-        short = [r | {"router": f"{NAMES[r['method']]}, {r['strength']:g}"} for r in short]
+        found[f"final {experts}"] = columns(final, COLUMNS)
+        found[f"test {experts}"] = differences(final, "test_bits")
+        tried = [r for m in NAMES for r in grid(rows, experts, m)]
+        chosen = [min(grid(tried, experts, m), key=validation) for m in NAMES if grid(tried, experts, m)]
+        found[f"short {experts}"] = columns(chosen, SHORT)
+        tried.sort(key=lambda r: (list(NAMES).index(r["method"]), r["strength"]))
+        shown = [r | {"router": f"{NAMES[r['method']]}, {r['strength']:g}"} for r in tried if validation(r) < math.inf]
+        heads = sorted({r["rate"] for r in shown})
         found[f"grid {experts}"] = (
-            common.table(short, "router", "rate", "valid", scale=1, digits=3) if short else "(not run)"
+            common.table(shown, "router", "rate", "valid", heads=heads, scale=1, digits=3) if shown else "(not run)"
         )
-        chosen = [min(grid(rows, experts, m), key=lambda r: r["valid"]) for m in NAMES if grid(rows, experts, m)]
-        long = [
-            {"router": NAMES[r["method"]], "value": name, "number": r[of] * (100 if "%" in name else 1)}
-            for name, of in SHORT.items()
-            for r in chosen
-        ]
-        found[f"short {experts}"] = (
-            common.table(long, "router", "value", "number", scale=1, digits=3) if long else "(not run)"
-        )
-    timed = [r | {"router": NAMES[r["method"]]} for r in rows if r["part"] == "time"]
-    long = [
-        {"router": r["router"], "value": f"{name}, {r['experts']} experts", "number": r[of]}
+    timed = [r for r in rows if r["part"] == "time"]
+    renamed = [{f"{name} {r['experts']}": value for name, value in r.items()} | r for r in timed]
+    names = {
+        f"{name}, {experts} experts": f"{of} {experts}"
         for experts in SIZES
         for name, of in {"step": "step_ms", "one router": "route_ms"}.items()
-        for r in timed
-        if r["experts"] == experts
-    ]
-    found["time"] = common.table(long, "router", "value", "number", scale=1, digits=2) if long else "(not run)"
+    }
+    found["time"] = columns(renamed, names, digits=2)
     return found
 
 
@@ -363,13 +409,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tested", type=int, default=60, help="batches of validation and test text, at most")
     parser.add_argument("--workers", type=int, default=1, help="networks trained at the same time")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no network after this time")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which a short run is given up")
+    parser.add_argument("--fit", action="store_true", help="take as many --steps as --minutes allow")
     parser.add_argument("--alone", action="store_true", help="only measure the time of a step")
     parser.add_argument("--figure", type=Path, help="only draw the loads of the results into this file")
     arguments = parser.parse_args(argv)
     if common.finish(arguments, tables, draw):
         return
     results = common.Results(arguments.out)
-    end = time.monotonic() + 60 * arguments.minutes
+    arguments.end = time.monotonic() + 60 * arguments.minutes
     if arguments.smoke:
         arguments.steps, arguments.short, arguments.batch, arguments.length = 3, 2, 4, 32
         arguments.features, arguments.layers, arguments.heads, arguments.tested = 16, 1, 2, 2
@@ -383,8 +431,9 @@ def main(argv: list[str] | None = None) -> None:
     several = ProcessPoolExecutor(arguments.workers, mp_context=context) if arguments.workers > 1 else nullcontext()
     with several as pool:
         for jobs in stages(results, arguments):
-            common.run_all(train, jobs, results, pool, end)
-            if time.monotonic() > end:
+            patience = 2 * arguments.limit if jobs and jobs[0][0]["part"] == "grid" else None
+            common.run_all(train, jobs, results, pool, arguments.end, patience)
+            if time.monotonic() > arguments.end:
                 break
 
 

@@ -1,5 +1,7 @@
 """The mixtures of experts of `experiments/router`: every expert's output arrives, and only what is over is dropped."""
 
+import argparse
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,3 +68,51 @@ def test_bias_is_that_of_the_dual_variables(model):
     router(x)
     expected = ll.lml_balanced_duals(router.gate(x), 2, temperature=0.25)[1]
     torch.testing.assert_close(router.bias, expected.detach(), atol=1e-3, rtol=1e-3)
+
+
+def settings(**changed):
+    chosen = {"methods": METHODS, "experts": [16, 64], "rates": [0.003, 0.006], "seeds": 2, "short": 150, "steps": 500}
+    return argparse.Namespace(**chosen, **({"fit": False} | changed))
+
+
+def test_runs_are_chosen_by_those_that_ended_and_compared_seed_by_seed(module, tmp_path):
+    run, results = module("router.run"), module("common").Results(tmp_path / "results.json")
+
+    def valid(setting):  # the higher rate would be the better one, but softmax does not end with it
+        slow = setting["method"] == "softmax" and setting["rate"] == 0.006
+        return {"taken": 75 if slow else setting["steps"], "valid": 2 - setting["rate"] - setting["strength"] / 100}
+
+    stages = []
+    for jobs in run.stages(results, settings()):
+        stages.append([setting for setting, _ in jobs])
+        if jobs[0][0]["part"] == "grid":
+            results.extend([setting | valid(setting) for setting in stages[-1]])
+    first, second, final = stages
+    assert len(first) == 4 * 2
+    assert len(second) == (3 + 3 + 2 + 2) + 4 * 2
+    assert {s["strength"] for s in second if s["experts"] == 64 and s["method"] == "lml"} == {0.5}
+    assert [(s["seed"], s["experts"], s["method"]) for s in final] == [
+        (seed, n, m) for seed in (0, 1) for n in (16, 64) for m in METHODS
+    ]
+    assert {(s["rate"], s["strength"]) for s in final if s["method"] == "softmax" and s["experts"] == 16} == {
+        (0.003, 0.1)
+    }
+    assert {s["rate"] for s in final if s["method"] != "softmax"} == {0.006}
+    results.add(**final[0], taken=500, valid=1.0)
+    (again,) = run.stages(results, settings(fit=True))  # no other choice once final runs have begun
+    assert [setting for setting, _ in again] == final[1:]
+
+
+def test_as_many_steps_as_fit(module, monkeypatch):
+    run = module("router.run")
+    monkeypatch.setattr(run.time, "monotonic", lambda: 100.0)
+    rows = [{"part": "grid", "taken": 150, "seconds": s} for s in (20.0, 40.0)] + [{"part": "grid", "seconds": 900.0}]
+    arguments = argparse.Namespace(methods=METHODS, experts=[16, 64], seeds=3, workers=8, end=100.0 + 24 * 7.77)
+    assert run.fitting(rows, arguments) == 300  # 7.77 s per network; 60 s for 300 steps on one of eight workers
+
+
+def test_differences_are_those_of_the_same_seed(module):
+    bits = {"softmax": (2.2, 2.1, 2.3), "balanced lml": (2.1, 2.0, 2.1), "lml": (2.5,)}
+    rows = [{"method": m, "seed": s, "test_bits": b} for m, values in bits.items() for s, b in enumerate(values)]
+    table = module("router.run").differences(rows, "test_bits").splitlines()
+    assert table[2:] == ["| softmax, auxiliary loss | +0.1333 | 0.0333 | +0.100, +0.100, +0.200 | 0.057 |"]
