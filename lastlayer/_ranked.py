@@ -6,8 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-exporting = getattr(torch.compiler, "is_exporting", bool)  # since torch 2.7
 _LAST = torch.iinfo(torch.int64).max
+
+
+def exporting() -> bool:
+    """Whether ``torch.export`` is at work.
+
+    ``torch.compiler.is_exporting`` reads the same flag, but up to torch 2.12 the compiler takes its answer for True.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))  # since torch 2.7
 
 
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -429,6 +429,21 @@ def test_functional_transforms():
     torch.testing.assert_close(curvature, curvature.T)
 
 
+def test_the_compiler_sees_one_operator():
+    """And not the plain search that exports hold, which takes minutes to compile."""
+    torch.compiler.reset()
+    names = []
+
+    def backend(graph, _):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compile(lambda x: ll.lml(x, 2) + ll.lml_threshold(x, 2)[:, None], backend=backend)(normal(4, 7).float())
+    operators = [name for name in names if "lastlayer" in name]
+    assert len(operators) == 2, names
+    assert len(names) < 20, names
+
+
 @pytest.mark.parametrize(
     ("function", "impl"),
     [(ll.lml, "auto"), slow(ll.lml, "torch"), *(slow(other, "auto") for other in PROJECTIONS if other is not ll.lml)],
