@@ -250,6 +250,8 @@ def _solve(
     agree = room >= given * (1 - _ACCEPTED) if at_most else (room - given).abs() <= _ACCEPTED * given
     fixed, ends, sums, limits = _decide(live, sums, limits, at_most, shard)
     live = fixed == 0
+    if at_most:  # a limit above what a column can take is none
+        limits = torch.minimum(limits, live.sum(-2, keepdim=True))
     possible = agree & _fits(live, sums, limits, at_most, shard)
     nu, mu = torch.zeros_like(sums), torch.zeros_like(limits)
     best, duals = torch.full_like(room, torch.inf), (nu, mu)

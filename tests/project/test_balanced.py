@@ -137,6 +137,20 @@ def test_mask_and_infinite_logits():
     torch.testing.assert_close(ll.lml_balanced(x.masked_fill(~mask, -torch.inf), 1.5), y)
 
 
+def test_a_limit_above_what_a_column_can_take_is_no_limit():
+    x, mask = matrix(4, 3), torch.ones(4, 3, dtype=torch.bool)
+    mask[:3, 2] = False  # one pair is left in the last column
+    expected = ll.lml_balanced(x, 1.0, torch.tensor([1.2, 1.9, 1.0]), at_most=True, mask=mask)
+    torch.testing.assert_close(expected.sum(0)[:2], torch.tensor([1.2, 1.9], dtype=DOUBLE))  # the others are at theirs
+    for limit in (1.5, 4.0, 9.0, torch.inf):
+        limits = torch.tensor([1.2, 1.9, limit], requires_grad=True)
+        y = ll.lml_balanced(x, 1.0, limits, at_most=True, mask=mask)
+        torch.testing.assert_close(y, expected)
+        (grad,) = torch.autograd.grad(y.square().sum(), limits)
+        assert grad[:2].ne(0).all()
+        assert grad[2] == 0
+
+
 def test_what_has_no_solution_is_nan_and_nothing_else():
     x = torch.stack([matrix(3, 4), matrix(3, 4, seed=1)])
     k = torch.tensor([[1.0, 1.0, 9.0], [1.0, 1.0, 2.0]])
