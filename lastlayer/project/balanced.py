@@ -17,6 +17,8 @@ from lastlayer.shard import ClassShard, reduce, replicate, spread
 
 _ALTERNATIONS = 3  # exact row and column thresholds in turn; then Newton's method, which ends quadratically
 _STEPS = 60  # bounds the search; the hardest case of the tests' grid takes 20
+_FAR = 8.0  # Newton steps that move a logit by more than this are taken every other time only
+_HALVINGS = 12  # of the logits, before a second search
 _TOLERANCE = 1e-11  # of a column's sum, relative to its capacity
 _ACCEPTED = 1e-6  # columns that are further off than this mean that there is no solution
 _AGREEMENT = 1e-5  # how far the two totals may be apart: float32 capacities do not add up exactly
@@ -245,6 +247,9 @@ def _solve(
     With exact rows the dual is a convex function of mu whose third derivative is bounded by its second: a step of
     length ``log(1 + d) / d``, with d the largest change of a logit, always decreases it (Sun and Tran-Dinh, 2019).
     No line search is needed. `fixed` is 1 and -1 for the pairs that the sums alone decide.
+
+    With sharp logits nearly all entries are 0 or 1, and Newton's system falls apart into pieces whose links are lost in
+    rounding. Where that stops the search it begins anew with blunt logits, which are doubled again and again.
     """
     given, room = sums.sum(-2, keepdim=True), reduce(limits, "sum", shard)
     agree = room >= given * (1 - _ACCEPTED) if at_most else (room - given).abs() <= _ACCEPTED * given
@@ -253,8 +258,42 @@ def _solve(
     if at_most:  # a limit above what a column can take is none
         limits = torch.minimum(limits, live.sum(-2, keepdim=True))
     possible = agree & _fits(live, sums, limits, at_most, shard)
-    nu, mu = torch.zeros_like(sums), torch.zeros_like(limits)
-    best, duals = torch.full_like(room, torch.inf), (nu, mu)
+    best, nu, mu = _search(x, live, sums, limits, torch.zeros_like(limits), possible, at_most, shard)
+    unsolved = possible & (best > _ACCEPTED)
+    if bool(unsolved.any()):
+        start = torch.zeros_like(limits)
+        for halvings in range(_HALVINGS, -1, -1):
+            blunt = x * 0.5**halvings
+            again, *duals = _search(blunt, live, sums, limits, start, unsolved, at_most, shard, careful=True)
+            start = 2 * duals[1]
+            unsolved = unsolved & (again <= _ACCEPTED)  # what has no solution for blunt logits has none at all
+            if not bool(unsolved.any()):
+                break
+        best = torch.where(unsolved, again, best)
+        nu, mu = (torch.where(unsolved, new, old) for new, old in zip(duals, (nu, mu), strict=True))
+    possible = possible & (best <= _ACCEPTED)
+    nu, mu = (torch.where(end == 0, dual, end * torch.inf) for end, dual in zip(ends, (nu, mu), strict=True))
+    return torch.where(possible, nu, torch.nan), torch.where(possible, mu, torch.nan), fixed
+
+
+def _search(
+    x: Tensor,
+    live: Tensor,
+    sums: Tensor,
+    limits: Tensor,
+    mu: Tensor,
+    wanted: Tensor,
+    at_most: bool,
+    shard: ClassShard | None,
+    careful: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest error of a column, relative to its sum, and ``(nu, mu)``, from a first `mu` on.
+
+    `wanted` are the matrices that have to be solved. A `careful` search takes back a step of Newton's method that
+    brought no gain, and alternates instead.
+    """
+    best = torch.full_like(wanted, torch.inf, dtype=x.dtype)
+    duals, tried = (torch.zeros_like(sums), mu), torch.zeros_like(wanted)
     for step in range(_STEPS):
         nu = _thresholds(x + mu, live, sums, shard)
         z = torch.where(live, x + nu + mu, -torch.inf)
@@ -265,19 +304,19 @@ def _solve(
         better = residual < best
         best = torch.where(better, residual, best)
         duals = torch.where(better, nu, duals[0]), torch.where(better, mu, duals[1])
-        if bool(((best <= _TOLERANCE) | ~possible).all()):
+        if bool(((best <= _TOLERANCE) | ~wanted).all()):
             break
-        moved = _thresholds((x + nu).mT, live.mT, limits.mT, None).mT
+        failed = tried & ~better if careful else torch.zeros_like(better)
+        moved = _thresholds((x + torch.where(failed, duals[0], nu)).mT, live.mT, limits.mT, None).mT
         if step >= _ALTERNATIONS:
             h = z.sigmoid() * (-z).sigmoid()
             _, change = _system(h, torch.zeros_like(sums), torch.where(bound, -excess, 0), bound, shard)
             width = reduce(change, "max", shard) - reduce(change, "min", shard)
             newton = mu + change * torch.where(width > 0, width.log1p() / width, 1)
-            moved = torch.where(newton.isfinite(), newton, moved)
+            tried = ~failed & ((width < _FAR) | (step % 2 == 0))
+            moved = torch.where(tried & newton.isfinite(), newton, moved)
         mu = moved.clamp(max=0) if at_most else moved - _mean(moved, shard)
-    possible = possible & (best <= _ACCEPTED)
-    nu, mu = (torch.where(end == 0, dual, end * torch.inf) for end, dual in zip(ends, duals, strict=True))
-    return torch.where(possible, nu, torch.nan), torch.where(possible, mu, torch.nan), fixed
+    return best, *duals
 
 
 def _decide(

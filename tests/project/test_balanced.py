@@ -1,5 +1,6 @@
 """The balanced assignment: rows and columns exact, entries at most 1, derivatives of the solution."""
 
+import numpy as np
 import pytest
 import torch
 from tools import slow
@@ -149,6 +150,39 @@ def test_a_limit_above_what_a_column_can_take_is_no_limit():
         (grad,) = torch.autograd.grad(y.square().sum(), limits)
         assert grad[:2].ne(0).all()
         assert grad[2] == 0
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+def test_cold_assignments_reach_the_linear_programme(at_most):
+    """Whole loads, masks and temperatures at which all but a few entries are 0 or 1."""
+    linprog = pytest.importorskip("scipy.optimize").linprog
+    draw = np.random.default_rng(0)
+    for problem in range(24):
+        rows, columns, k = draw.integers(6, 14), draw.integers(5, 9), draw.integers(1, 4)
+        taken = draw.random((rows, columns)).argsort(1) < k  # the loads of an assignment that exists
+        loads = taken.sum(0) + (draw.integers(0, 3, columns) if at_most else 0)
+        scores = draw.standard_normal((rows, 3)) @ draw.standard_normal((3, columns))
+        scores = scores if problem % 3 else (2 * scores).round() / 2  # with ties
+        mask = taken | (draw.random((rows, columns)) > 0.1)
+        every = np.vstack([np.kron(np.eye(rows), np.ones(columns)), np.kron(np.ones(rows), np.eye(columns))])
+        upper, equal = (every[rows:], every[:rows]) if at_most else (None, every)
+        sums = np.full(rows, k) if at_most else np.concatenate([np.full(rows, k), loads])
+        best = linprog(
+            -scores.ravel(), upper, loads if at_most else None, equal, sums, np.c_[0 * mask.ravel(), mask.ravel()]
+        )
+        for temperature in (0.03, 0.003, 0.0003):
+            y = ll.lml_balanced(
+                torch.tensor(scores),
+                int(k),
+                torch.tensor(loads),
+                at_most=at_most,
+                mask=torch.tensor(mask),
+                temperature=temperature,
+            ).numpy()
+            np.testing.assert_allclose(y.sum(1), k, rtol=1e-6)
+            over = y.sum(0) - loads
+            assert (over if at_most else abs(over)).max() <= 1e-6 * rows
+            assert (scores * y).sum() >= -best.fun - temperature * y.size * np.log(2) - 1e-6 * rows
 
 
 def test_what_has_no_solution_is_nan_and_nothing_else():
