@@ -65,7 +65,18 @@ def library(name: str, *headers: str, more: tuple[str, ...] = ()) -> Extension:
 setup(
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
     ext_modules=[
-        library("lml", "lml_rows", "lml_tile", "lml_types", "weighted", "weighted_rows"),
+        library(
+            "lml",
+            "lml_math",
+            "lml_rows",
+            "lml_tile",
+            "lml_types",
+            "weighted",
+            "weighted_rows",
+            "fused_rows",
+            "select",
+            more=("fused",),
+        ),
         library("linear", "linear_block", "linear_types", more=("linear_predict",)),
     ],
 )

@@ -1,6 +1,7 @@
 """The compiled CPU kernels; nothing else loads compiled code.
 
-`lml.c` is plain C, built when the package is installed if there is a compiler, and loaded here as a shared library.
+`lml.c` and `fused.c` are plain C. They are built when the package is installed, if there is a compiler, and loaded here
+as one shared library.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             return None, f"{path.name} is of another version; install the package again"
         for run in (library.lastlayer_run, library.lastlayer_run_weighted):
             run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
+        library.lastlayer_run_fused.argtypes = (ctypes.c_char_p,)
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error})"
     return library, ""

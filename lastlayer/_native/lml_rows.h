@@ -12,6 +12,12 @@
 #define INLINE __attribute__((always_inline)) TARGET static inline
 #define PRAGMA(text) _Pragma(#text)
 
+/* The limits of an exponential, such that the compiler does not know their values: it would work out the ends apart,
+   and blend. */
+#define LIMITS                                 \
+    REAL low = EXP_LOW, high = EXP_HIGH;       \
+    __asm__("" : "+m"(low), "+m"(high));
+
 typedef REAL NAME(vector) __attribute__((vector_size(VECTOR)));
 typedef SIGNED NAME(lanes) __attribute__((vector_size(VECTOR)));
 typedef BITS NAME(bits) __attribute__((vector_size(VECTOR)));
@@ -33,33 +39,6 @@ typedef struct {
     double k, top, at, lo, hi, low, high, step, sum_h;
     struct sums m;
 } NAME(row);
-
-INLINE REAL NAME(from_bits)(BITS i) {
-    REAL f;
-    __builtin_memcpy(&f, &i, sizeof f);
-    return f;
-}
-
-INLINE BITS NAME(to_bits)(REAL f) {
-    BITS i;
-    __builtin_memcpy(&i, &f, sizeof i);
-    return i;
-}
-
-/* exp to about one unit in the last place, for low <= x <= high and as at these ends beyond. LIMITS declares the two
-   such that the compiler does not know their values: it would work out the ends apart, and blend. */
-#define LIMITS                                 \
-    REAL low = EXP_LOW, high = EXP_HIGH;       \
-    __asm__("" : "+m"(low), "+m"(high));
-
-INLINE REAL NAME(exp)(REAL x, REAL low, REAL high) {
-    x = x > high ? high : x;
-    x = x < low ? low : x;
-    REAL shifted = x * R(1.44269504088896340736) + ROUNDER;
-    REAL m = shifted - ROUNDER;
-    REAL r = (x - m * LN2_HIGH) - m * LN2_LOW;
-    return NAME(from_bits)(NAME(to_bits)(EXP_POLYNOMIAL(r)) + (NAME(to_bits)(shifted) << MANTISSA));
-}
 
 /* The same for a vector, without limits. */
 INLINE VEC NAME(vector_exp)(VEC x) {
@@ -83,28 +62,6 @@ INLINE double NAME(total)(VEC x) {
     for (int i = 0; i < LANES; i++) sum += parts[i];
     return sum;
 }
-
-/* log(u + low), for 0 < u <= 2 and |low| at most half an ulp of u. What low adds is low / u, of which the first terms
-   about u = 1 do: elsewhere it is lost in log u. */
-INLINE REAL NAME(log)(REAL u, REAL low) {
-    BITS bits = NAME(to_bits)(u) - NAME(to_bits)(R(0.70710678118654752440));
-    REAL e = NAME(exponent)(bits);
-    REAL m = NAME(from_bits)((bits & MANTISSA_MASK) + NAME(to_bits)(R(0.70710678118654752440)));
-    REAL x = m - R(1.0), z = x * x;
-    REAL y = x * z * LOG_RATIO(x);
-    y = y - e * R(2.121944400546905827679e-4) + low * (R(1.5) - R(0.5) * u);
-    y = y - R(0.5) * z;
-    return (x + y) + e * R(0.693359375);
-}
-
-INLINE REAL NAME(log1p)(REAL a) {
-    REAL u = R(1.0) + a;
-    return NAME(log)(u, a - (u - R(1.0)));
-}
-
-INLINE REAL NAME(abs)(REAL x) { return ABS(x); }
-
-INLINE int NAME(finite)(REAL x) { return NAME(abs)(x) <= LARGEST; }
 
 /* x + nu; an infinite score keeps its sign. */
 INLINE REAL NAME(point)(REAL x, REAL c, REAL t) { return (x - c) + t; }

@@ -1,5 +1,5 @@
-/* lml_rows.h for both types, with their constants; lml.c sets the instruction set. double comes first: the hard search
-   of float rows is its. */
+/* What is written once for both types, with their constants; lml.c and fused.c set the instruction set. double comes
+   first: the hard search of float rows is its. */
 
 #define TYPE f64
 #define REAL double
@@ -57,9 +57,12 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
     return value - ROUNDER;
 }
 
+#include "lml_math.h"
+#ifndef FUSED
 #include "lml_rows.h"
 #include "lml_tile.h"
 #include "weighted_rows.h"
+#endif
 
 #undef TYPE
 #undef REAL
@@ -135,9 +138,14 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
     return (float)((int32_t)bits >> 23);
 }
 
+#include "lml_math.h"
+#ifdef FUSED
+#include "fused_rows.h"
+#else
 #include "lml_rows.h"
 #include "lml_tile.h"
 #include "weighted_rows.h"
+#endif
 
 #undef TYPE
 #undef REAL

@@ -3,39 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lastlayer import _native
+from lastlayer._check import Labels
 from lastlayer._threshold.dispatch import differentiated, direct, recorded, transformed
+from lastlayer.loss import _rows
+from lastlayer.shard import ClassShard
 
 
-def at_once(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether an ordinary backward pass may follow, for `x` alone, so that the gradient is worth computing now.
+class Rows(NamedTuple):
+    """One loss per row, which of them count in the mean, and further numbers of the rows."""
 
-    Only on the CPU: closed forms look at values, for which a GPU would have to be waited for.
-    """
-    if not (x.is_cpu and x.numel() > 0 and recorded(x)) or recorded(*others):
+    loss: Tensor
+    counts: Tensor
+    extra: Tensor
+
+
+def compiled(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the compiled losses apply: plain float32 or half precision on the CPU, a gradient for `x` at most."""
+    if not x.is_cpu or _native.missing or x.itemsize > 4 or x.numel() == 0 or recorded(*others):
         return False
     return direct(x, *others) and not transformed() and not torch.jit.is_tracing()
 
 
-def with_gradient(x: Tensor, loss: Tensor, grad: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the loss of each row of `x`, whose gradient is `grad`; both must come without a graph.
+def at_once(
+    name: str, x: Tensor, labels: Labels, numbers: tuple[float, ...], plain: Callable[[Tensor], Tensor], **more: Any
+) -> Rows | None:
+    """Compute a loss and its gradient by the compiled operation `name`; None where plain torch must.
+
+    `x` are the scores as the user gave them, in float32; `more` goes to the operation. `plain` computes the same losses
+    by differentiable operations: for second derivatives, and for batches of gradients.
+    """
+    if not compiled(x, labels.dense, labels.index, *(t for t in more.values() if isinstance(t, Tensor))):
+        return None
+    from lastlayer._native import fused
+
+    wanted = recorded(x)
+    found = fused.run(name, x.detach(), labels, numbers, gradient=wanted, **more)
+    if found is None:
+        return None
+    loss = with_gradient(x, found.loss, found.out, plain, name == "two_way_columns") if wanted else found.loss
+    return Rows(loss, found.counts, found.extra)
+
+
+def per_class(
+    name: str,
+    x: Tensor,
+    labels: Labels,
+    numbers: tuple[float, ...],
+    plain: Callable[[Tensor], Tensor],
+    shard: ClassShard | None,
+    each: Tensor | None,
+    positive: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row, a sum over its classes, and whether a class takes part; an empty name is `plain`."""
+    if name and shard is None:
+        found = at_once(name, x, labels, numbers, plain, each=each, positive=positive)
+        if found is not None:
+            return found.loss, found.counts
+    return plain(x), _rows.any_class(_rows.taking_part(x, labels)[1], shard)
+
+
+def with_gradient(
+    x: Tensor, loss: Tensor, grad: Tensor, plain: Callable[[Tensor], Tensor], columns: bool = False
+) -> Tensor:
+    """Return the loss of each row of `x`, or of each column, whose gradient is `grad`; both must come without a graph.
 
     `plain` computes the same loss by differentiable operations: for second derivatives, and for batches of gradients.
     """
-    result: Tensor = _WithGradient.apply(x, loss, grad, plain)
+    result: Tensor = _WithGradient.apply(x, loss, grad, plain, columns)
     return result
 
 
 class _WithGradient(torch.autograd.Function):
+    """One loss per row, or per column of a batch, whose gradient is known."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, grad: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.plain = plain
+    def forward(
+        ctx: Any, x: Tensor, loss: Tensor, grad: Tensor, plain: Callable[[Tensor], Tensor], columns: bool
+    ) -> Tensor:
+        ctx.plain, ctx.columns = plain, columns
         ctx.save_for_backward(x, grad)
-        return loss.clone()
+        return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -46,5 +99,5 @@ class _WithGradient(torch.autograd.Function):
             with torch.enable_grad():
                 loss = ctx.plain(x)
             (grad,) = torch.autograd.grad(loss, x, upstream, create_graph=further)
-            return grad, None, None, None
-        return grad * upstream.unsqueeze(-1), None, None, None
+            return grad, None, None, None, None
+        return grad * (upstream if ctx.columns else upstream.unsqueeze(-1)), None, None, None, None

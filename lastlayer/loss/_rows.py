@@ -20,13 +20,24 @@ def enter(op: str, logits: Tensor, target: Target, shard: ClassShard | None = No
     An entry takes part where the target is known and the logit is not ``-inf``. Scores are 0 elsewhere, so that nothing
     there has a value or a gradient.
     """
+    logits, labels = given(op, logits, target, shard)
+    x, live = taking_part(logits, labels)
+    return x, labels, live
+
+
+def given(op: str, logits: Tensor, target: Target, shard: ClassShard | None = None) -> tuple[Tensor, Labels]:
+    """Check the input; return the scores in the work dtype, and the labels."""
     logits = _check.logits(op, logits)
     labels = _check.target(op, local_part(target), logits, shard)
-    live = logits != -torch.inf  # nan takes part, and shows
+    return logits.to(_check.work_dtype(logits)), labels
+
+
+def taking_part(x: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+    """Return the scores, 0 where an entry takes no part, and the entries that take part."""
+    live = x != -torch.inf  # nan takes part, and shows
     if labels.dense is not None:
         live = live & (labels.dense >= 0)
-    x = torch.where(live, logits.to(_check.work_dtype(logits)), 0)
-    return x, labels, live
+    return torch.where(live, x, 0), live
 
 
 def class_weight(op: str, name: str, value: Any, x: Tensor) -> Tensor | None:

@@ -28,7 +28,7 @@ from lastlayer._threshold.dispatch import (
     transformed,
 )
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once, with_gradient
+from lastlayer.loss._gradient import at_once, compiled
 from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, local_part, reduce, replicate, total, unwrap
 
@@ -247,24 +247,37 @@ def lml_fenchel_young_loss(
     if labels.dense is not None:  # where less is known, less can be asked for
         size = torch.minimum(size, total(known.sum(-1, keepdim=True).to(size.dtype), shard))
     problem = problem._replace(k=size)
-    if labels.dense is not None and logits.dtype == work and shard is None and at_once(logits, size, share):
-        with torch.no_grad():
-            given = problem._replace(mask=None) if mask is not None and bool(mask.all()) else problem
-            loss, grad = _fenchel_young_with_gradient(given, share, count)
-        if bool(loss.isfinite().all()):
-            loss = with_gradient(logits, loss, grad, lambda x: _fenchel_young(problem._replace(x=x), labels, count))
-            return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
-    loss = _fenchel_young(problem, labels, count)
+    loss = _fenchel_young_at_once(problem, labels, count) if shard is None else None
+    if loss is None:
+        loss = _fenchel_young(problem, labels, count)
     return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 
 
-def _fenchel_young_with_gradient(problem: Problem, share: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one loss per row and its gradient, for finite scores and thresholds; elsewhere the loss is not finite."""
-    _, center, delta = apply(problem, "nu")
-    z = search.points(search.scores(problem.x, problem.mask, 1.0), center, delta)
-    loss = z.abs().neg_().exp_().log1p_().add_(z.clamp(min=0)).addcmul_(share, z, value=-1).sum(-1)
+def _fenchel_young_at_once(problem: Problem, labels: Labels, count: Tensor) -> Tensor | None:
+    """Return one loss per row with its gradient, lml less the target, where the compiled loss applies."""
+    x, mask = problem.x, problem.mask
+    k: Tensor = problem.k
+    if not compiled(x, k, mask, count, labels.dense, labels.index):
+        return None
+    mask = None if mask is None or bool(mask.all()) else mask
+    with torch.no_grad():
+        _, center, delta = apply(problem._replace(mask=mask), "nu")
+    x = x.to(_check.work_dtype(x))
+    numbers = (1.0, 0.0, 0.0, 1.0)
+    found = at_once(
+        "logistic",
+        x,
+        labels,
+        numbers,
+        lambda x: _fenchel_young(problem._replace(x=x), labels, count),
+        mask=mask,
+        first=center.squeeze(-1),
+        second=delta.squeeze(-1),
+    )
+    if found is None:
+        return None
     nu = (delta - center).squeeze(-1)
-    return loss + (count - problem.k.squeeze(-1)) * nu, z.sigmoid_().sub_(share)
+    return found.loss + (count - k.squeeze(-1)) * torch.where(nu.isinf(), 0, nu)
 
 
 def _fenchel_young(problem: Problem, labels: Labels, count: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once, with_gradient
+from lastlayer.loss._gradient import at_once, per_class
 from lastlayer.shard import ClassShard, Ranks, Replicas, averaged, total, unwrap
 
 
@@ -78,16 +78,15 @@ def two_way_loss(
         _check.number(op, "margin", margin),
     )
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
-    sides = _sides(x, labels, live)
+    x, labels = _rows.given(op, logits, target, shard)
     if per != "class":
-        loss, counts = _positives_above(sides, form, shard)
+        loss, counts = _per_sample(x, labels, form, shard)
         if per == "sample":
             return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
     # The classes of a column are on one rank: only the means go over the ranks of `shard`.
     data = None if data_group is None else Replicas(data_group)
-    columns = _columns(op, sides._replace(x=averaged(x, data)), sample_weight)
-    by_class, occurs = _positives_above(columns, form, data)
+    rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
+    by_class, occurs = _per_class(x, labels, form, rows, data)
     if per == "class" and (reduction == "none" or shard is None):
         return _rows.leave(op, by_class, reduction, occurs, logits.dtype)
     summed, classes = total(by_class.sum(), shard), total(occurs.sum().to(x.dtype), shard)
@@ -122,7 +121,7 @@ class _Sides(NamedTuple):
     down: Tensor | None
 
 
-def _sides(x: Tensor, labels: Labels, live: Tensor) -> _Sides:
+def _sides(x: Tensor, live: Tensor, labels: Labels) -> _Sides:
     if not _rows.soft(labels) or _rows.hard(labels):
         positive = labels.positive()
         return _Sides(x, live & positive, live & ~positive, None, None)
@@ -130,10 +129,34 @@ def _sides(x: Tensor, labels: Labels, live: Tensor) -> _Sides:
     return _Sides(x, live & (share > 0), live & (share < 1), share, 1 - share)
 
 
-def _columns(op: str, sides: _Sides, sample_weight: Tensor | None) -> _Sides:
+def _per_sample(x: Tensor, labels: Labels, form: _Form, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row, and whether it has a positive."""
+
+    def plain(x: Tensor) -> tuple[Tensor, Tensor]:
+        return _positives_above(_sides(*_rows.taking_part(x, labels), labels), form, shard)
+
+    found = None if shard is not None else at_once("two_way_rows", x, labels, form, lambda x: plain(x)[0])
+    return plain(x) if found is None else (found.loss, found.counts)
+
+
+def _per_class(
+    x: Tensor, labels: Labels, form: _Form, rows: Tensor | None, data: Replicas | None
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each column of the batch, and whether it has a positive; `rows` are weights of the rows."""
+
+    def plain(x: Tensor) -> tuple[Tensor, Tensor]:
+        x, live = _rows.taking_part(x, labels)
+        return _positives_above(_columns(_sides(averaged(x, data), live, labels), rows), form, data)
+
+    found = None
+    if data is None:
+        found = at_once("two_way_columns", x, labels, form, lambda x: plain(x)[0], first=rows)
+    return plain(x) if found is None else (found.loss, found.counts)
+
+
+def _columns(sides: _Sides, rows: Tensor | None) -> _Sides:
     """Return the columns of the batch as rows; the weights of rows become those of their entries."""
     x, positive, negative, up, down = sides
-    rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
     if rows is not None:
         rows = rows.expand(x.shape[:-1]).unsqueeze(-1).expand(x.shape)
         positive, negative = positive & (rows > 0), negative & (rows > 0)
@@ -147,63 +170,12 @@ def _columns(op: str, sides: _Sides, sample_weight: Tensor | None) -> _Sides:
 
 
 def _positives_above(sides: _Sides, form: _Form, shard: Ranks | None) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row, and whether it has a positive."""
-    if shard is None and at_once(*sides):
-        with torch.no_grad():
-            loss, grad, has_positive = _above_with_gradient(sides, form)
-        return with_gradient(sides.x, loss, grad, lambda x: _plain(sides._replace(x=x), form, None)[0]), has_positive
-    return _plain(sides, form, shard)
-
-
-def _plain(sides: _Sides, form: _Form, shard: Ranks | None) -> tuple[Tensor, Tensor]:
-    """As `_positives_above`, by differentiable operations."""
+    """Return the loss of each row, and whether it has a positive, by differentiable operations."""
     highest, above, has_negative = _rows.logsumexp(sides.x, sides.negative, shard, form.cool, sides.down)
     lowest, below, has_positive = _rows.logsumexp(-sides.x, sides.positive, shard, form.warm, sides.up)
     active = has_positive & has_negative
     z = torch.where(active, (highest + lowest).squeeze(-1) + above + below + form.margin, 0)
     return torch.where(active, -F.logsigmoid(-z), 0), has_positive
-
-
-def _above_with_gradient(sides: _Sides, form: _Form) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of each row, its gradient, and whether the row has a positive.
-
-    Positives are few: they are gathered, and only negatives are gone through as a whole.
-    """
-    x, positive, negative = (t.unsqueeze(0).flatten(0, -2) for t in sides[:3])
-    mass = torch.where(negative, x, -torch.inf)
-    highest = mass.amax(-1)
-    has_negative = highest != -torch.inf
-    highest = torch.where(has_negative, highest, 0)
-    mass.sub_(highest.unsqueeze(-1))
-    if form.cool != 1:
-        mass.div_(form.cool)
-    mass.exp_()
-    if sides.down is not None:
-        mass.mul_(sides.down.expand(sides.x.shape).reshape(x.shape))
-    above = torch.where(has_negative, mass.sum(-1), 1)
-
-    if positive.is_contiguous():
-        row, column = positive.nonzero(as_tuple=True)
-    else:  # columns: in the order of the memory
-        column, row = positive.t().nonzero(as_tuple=True)
-    score = -x[row, column]
-    lowest = torch.full_like(highest, -torch.inf).scatter_reduce(0, row, score, "amax")
-    has_positive = lowest != -torch.inf
-    lowest = torch.where(has_positive, lowest, 0)
-    share = ((score - lowest[row]) / form.warm).exp()
-    if sides.up is not None:
-        share = share * sides.up.expand(sides.x.shape).reshape(x.shape)[row, column]
-    below = torch.where(has_positive, torch.zeros_like(above).index_add(0, row, share), 1)
-
-    active = has_positive & has_negative
-    z = (highest + lowest) + form.cool * above.log() + form.warm * below.log() + form.margin
-    z = torch.where(active, z, 0)
-    slope = torch.where(active, z.sigmoid(), 0)
-    grad = mass.mul_((slope / above).unsqueeze(-1))
-    grad[row, column] -= share * (slope / below)[row]
-    loss = torch.where(active, -F.logsigmoid(-z), 0)
-    rows = sides.x.shape[:-1]
-    return loss.view(rows), grad.view(sides.x.shape), has_positive.view(rows)
 
 
 def asymmetric_loss(
@@ -259,12 +231,18 @@ def asymmetric_loss(
     if not cut < 1:
         raise ValueError(f"{op}: `clip` must be below 1, got {clip}. No negative would be left.")
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
-    gain = -_focal((plus * F.logsigmoid(-x)).exp(), detach_weight) * F.logsigmoid(x)
-    loss = _rows.mixed(labels, live, _rows.weighed(gain, positives), _shifted_negatives(x, minus, cut, detach_weight))
-    loss = _rows.over_classes(loss, live, shard, each)
-    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype, sample_weight)
+
+    def plain(x: Tensor) -> Tensor:
+        x, live = _rows.taking_part(x, labels)
+        gain = _rows.weighed(-_focal((plus * F.logsigmoid(-x)).exp(), detach_weight) * F.logsigmoid(x), positives)
+        loss = _rows.mixed(labels, live, gain, _shifted_negatives(x, minus, cut, detach_weight))
+        return _rows.over_classes(loss, live, shard, each)
+
+    numbers = (plus, minus, cut, float(not detach_weight))
+    loss, counts = per_class("asymmetric", x, labels, numbers, plain, shard, each, positives)
+    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
 
 
 def _focal(weight: Tensor, detach: bool) -> Tensor:
@@ -392,14 +370,22 @@ def binary_loss(
     op = "binary_loss"
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
-    yes, no = _rows.weighed(-F.logsigmoid(x), positives), -F.logsigmoid(-x)
-    loss = _rows.mixed(labels, live, yes, no)
-    if smoothing > 0:
-        loss = (1 - smoothing) * loss + smoothing / 2 * (yes + no)
-    loss = _rows.over_classes(loss, live, shard, each)
-    return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype, sample_weight)
+
+    def plain(x: Tensor) -> Tensor:
+        x, live = _rows.taking_part(x, labels)
+        yes, no = _rows.weighed(-F.logsigmoid(x), positives), -F.logsigmoid(-x)
+        loss = _rows.mixed(labels, live, yes, no)
+        if smoothing > 0:
+            loss = (1 - smoothing) * loss + smoothing / 2 * (yes + no)
+        return _rows.over_classes(loss, live, shard, each)
+
+    # The compiled loss weighs the part of a label by `pos_weight`, not what smoothing gives to the other classes.
+    name = "logistic" if smoothing == 0 or positives is None else ""
+    numbers = (1 - smoothing / 2, smoothing / 2, smoothing / 2, 1 - smoothing / 2)
+    loss, counts = per_class(name, x, labels, numbers, plain, shard, each, positives)
+    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
 
 
 class TwoWayLoss(LossModule):

@@ -8,7 +8,9 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
+from lastlayer._threshold.dispatch import direct, recorded
 from lastlayer.loss import _rows
+from lastlayer.loss._gradient import at_once, compiled
 from lastlayer.shard import ClassShard, Ranks, reduce, total, unwrap
 
 
@@ -50,19 +52,69 @@ def quasibinary_loss(
     """
     op = "quasibinary_loss"
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard)
     if log_normalizer is None:
         rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
-        # A constant added to the batch changes nothing: about the largest score the logarithms keep their digits.
-        peak = reduce(torch.where(live, x, -torch.inf).detach().reshape(1, -1), "max", shard).reshape(())
-        x = torch.where(live, x - torch.where(peak.isfinite(), peak, 0), 0)
-        log_c, known = batch_log_normalizer(x, labels, live, shard, rows)
-        loss = torch.where(known, total(row_loss(x, labels, live, log_c), shard), 0)
+        loss = _at_once(x, labels, rows) if shard is None and not recorded(rows) else None
+        if loss is None:
+            loss = _plain(x, labels, rows, shard)
     else:
         if not isinstance(log_normalizer, Tensor):
             log_normalizer = x.new_full((), _check.number(op, "log_normalizer", log_normalizer))
-        loss = total(row_loss(x, labels, live, log_normalizer.to(x)), shard)
+        log_c = log_normalizer.to(x)
+        loss = _given_normalizer(x, labels, 0.0, log_c) if shard is None and direct(log_c) else None
+        if loss is None:
+            x, live = _rows.taking_part(x, labels)
+            loss = total(row_loss(x, labels, live, log_c), shard)
     return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
+
+
+def _plain(x: Tensor, labels: Labels, weight: Tensor | None, shard: ClassShard | None) -> Tensor:
+    """Return one loss per row by differentiable operations."""
+    x, live = _rows.taking_part(x, labels)
+    # A constant added to the batch changes nothing: about the largest score the logarithms keep their digits.
+    peak = reduce(torch.where(live, x, -torch.inf).detach().reshape(1, -1), "max", shard).reshape(())
+    x = torch.where(live, x - torch.where(peak.isfinite(), peak, 0), 0)
+    log_c, known = batch_log_normalizer(x, labels, live, shard, weight)
+    return torch.where(known, total(row_loss(x, labels, live, log_c), shard), 0)
+
+
+def _at_once(x: Tensor, labels: Labels, weight: Tensor | None) -> Tensor | None:
+    """Return one loss per row by compiled operations, None where plain torch must."""
+
+    def rest(x: Tensor) -> Tensor:
+        return _rows.logsumexp(*_rows.taking_part(x, labels))[1]
+
+    found = at_once("logsumexp", x, labels, (), rest)
+    if found is None:
+        return None
+    peaks, count = found.extra.unbind(-1)
+    peak = torch.where(found.counts, peaks, -torch.inf).max()
+    peak = torch.where(peak.isfinite(), peak, 0)
+    mass = torch.where(found.counts, (peaks - peak + found.loss).exp(), 0)
+    if weight is not None:
+        mass, count = mass * weight, count * weight
+    mass, count = mass.sum(), count.sum()
+    known = (count > 0) & (mass > 0)
+    log_c = torch.where(known, mass, 1).log() - torch.where(known, count, 1).log()
+    loss = _given_normalizer(x, labels, float(peak), log_c)
+    return None if loss is None else torch.where(known, loss, 0)
+
+
+def _given_normalizer(x: Tensor, labels: Labels, peak: float, log_c: Tensor) -> Tensor | None:
+    """Return one loss per row for scores less the peak, by a compiled operation, None where plain torch must."""
+    fixed = log_c.detach()
+
+    def plain(x: Tensor) -> Tensor:
+        x, live = _rows.taking_part(x, labels)
+        return row_loss(torch.where(live, x - peak, 0), labels, live, fixed)
+
+    if not compiled(x):
+        return None
+    found = at_once("quasibinary", x, labels, (peak, float(fixed)), plain)
+    if found is None:
+        return None
+    return found.loss + found.extra.squeeze(-1) * (log_c - fixed)
 
 
 def batch_log_normalizer(

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._check import Reduction, Target
+from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
 from lastlayer._renamed import renamed
 from lastlayer.loss import _rows
+from lastlayer.loss._gradient import at_once
 from lastlayer.shard import ClassShard
+
+_FEW = 64  # positives of a row up to which each is compared with every negative; more are ranked by sorting
 
 
 def warp_loss(
@@ -55,10 +58,17 @@ def warp_loss(
     """
     op = "warp_loss"
     logits = _rows.whole(op, logits, shard, "its ranks need all classes of a row")
-    picked, is_label, negatives, live, share = _enter(op, logits, target, weight)
-    by_rank = _weights(picked, negatives, live.shape[-1], exact, generator)
-    loss = torch.where(is_label, _rows.weighed(by_rank * _hinges(picked, negatives, 1.0), share), 0).sum(-1)
-    counts = is_label.any(-1) & (negatives != -torch.inf).any(-1)
+    x, labels = _rows.given(op, logits, target)
+    each = _rows.class_weight(op, "weight", weight, x)
+
+    def plain(x: Tensor) -> tuple[Tensor, Tensor]:
+        picked, is_label, negatives, live, share = _sorted(x, labels, each)
+        by_rank = _weights(picked, negatives, live.shape[-1], exact, generator)
+        loss = torch.where(is_label, _rows.weighed(by_rank * _hinges(picked, negatives, 1.0), share), 0).sum(-1)
+        return loss, is_label.any(-1) & (negatives != -torch.inf).any(-1)
+
+    found = at_once("warp", x, labels, (_FEW,), lambda x: plain(x)[0], each=each) if exact else None
+    loss, counts = plain(x) if found is None else (found.loss, found.counts)
     return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
 
 
@@ -110,7 +120,7 @@ def rml_loss(
     start = _check.number(op, "ramp_start", ramp_start, high=1)
     flat = _check.number(op, "beta", beta, 0, 1)
     logits = _rows.whole(op, logits, shard, "its ranks need all classes of a row")
-    picked, is_label, negatives, live, share = _enter(op, logits, target)
+    picked, is_label, negatives, live, share = _sorted(*_rows.given(op, logits, target))
     weight = _weights(picked, negatives, live.shape[-1], exact, generator)
     pairs = _hinges(picked, negatives, 1.0) - flat * _hinges(picked, negatives, start)
     terms = _rows.weighed(weight * pairs + unary * _ramp(picked, start, flat), share)
@@ -121,15 +131,14 @@ def rml_loss(
     return _rows.leave(op, loss, reduction, _rows.any_class(live), logits.dtype, sample_weight)
 
 
-def _enter(
-    op: str, logits: Tensor, target: Target, weight: Tensor | None = None
+def _sorted(
+    x: Tensor, labels: Labels, each: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Return the positives' scores and where they are, the negatives in descending order (``-inf`` where none).
 
     Then which entries take part, and the factors of the positives' terms: shares of soft labels, and weights.
     """
-    x, labels, live = _rows.enter(op, logits, target)
-    each = _rows.class_weight(op, "weight", weight, x)
+    x, live = _rows.taking_part(x, labels)
     positive = labels.positive() & live
     negatives = torch.where(live & ~positive, x, -torch.inf).sort(-1, descending=True).values
     if labels.index is None:

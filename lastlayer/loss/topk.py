@@ -14,9 +14,11 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule, LossModule
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once, with_gradient
+from lastlayer.loss._gradient import at_once
 from lastlayer.project._symmetric import balance, log_counts
 from lastlayer.shard import ClassShard, gather, local_part, reduce, total, unwrap
+
+_FEW = 16  # places for which the compiled loss divides polynomials
 
 
 def truncated_entropy_loss(
@@ -61,23 +63,27 @@ def truncated_entropy_loss(
     logits, shard, _ = unwrap(op, logits, shard)
     logits = _check.logits(op, logits)
     k = _places(op, k, logits.shape[-1] if shard is None else None)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard)
+    each = _rows.class_weight(op, "weight", weight, x)
+    found = None
+    if shard is None:
+        found = at_once("truncated", x, labels, (k,), lambda x: _truncated(x, labels, k, each, None)[0], each=each)
+    loss, counts = _truncated(x, labels, k, each, shard) if found is None else (found.loss, found.counts)
+    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
+
+
+def _truncated(
+    x: Tensor, labels: Labels, k: int, weight: Tensor | None, shard: ClassShard | None
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row, and whether it has a label, by differentiable operations."""
+    x, live = _rows.taking_part(x, labels)
     positive = labels.positive()
     rival = live & ~positive
     here = labels.count()
     count = here if shard is None else reduce(here.unsqueeze(-1).to(x.dtype), "sum", shard).squeeze(-1)
     rival = rival & ~_best(torch.where(rival, x, -torch.inf).detach(), k - count, k - 1, shard)
-
     x = torch.where(live | ~positive, x, -torch.inf)  # a label ruled out has an infinite loss, if there are rivals
-    factors = _rows.label_factors(labels, live, x.dtype, _rows.class_weight(op, "weight", weight, x))
-    if shard is None and at_once(x, *factors):
-        with torch.no_grad():
-            loss, grad = _above_with_gradient(x, labels, rival, factors)
-        if bool(loss.isfinite().all()):
-            loss = with_gradient(x, loss, grad, lambda x: _above(x, labels, rival, factors, None))
-            return _rows.leave(op, loss, reduction, count > 0, logits.dtype, sample_weight)
-    loss = _above(x, labels, rival, factors, shard)
-    return _rows.leave(op, loss, reduction, count > 0, logits.dtype, sample_weight)
+    return _above(x, labels, rival, _rows.label_factors(labels, live, x.dtype, weight), shard), count > 0
 
 
 def _above(x: Tensor, labels: Labels, rival: Tensor, factors: list[Tensor], shard: ClassShard | None) -> Tensor:
@@ -93,32 +99,6 @@ def _above(x: Tensor, labels: Labels, rival: Tensor, factors: list[Tensor], shar
         return _rows.times(value, factors)
 
     return total(labels.sum_over_positives(term, x, peak, rest, some.to(x.dtype), *factors), shard)
-
-
-def _above_with_gradient(x: Tensor, labels: Labels, rival: Tensor, factors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """As `_above`, with its gradient; labels are few, and gathered."""
-    shape = x.shape
-    x, rival = (t.unsqueeze(0).flatten(0, -2) for t in (x, rival))
-    mass = torch.where(rival, x, -torch.inf)
-    peak = mass.amax(-1, keepdim=True)
-    some = (peak != -torch.inf).squeeze(-1)
-    mass = mass.sub_(torch.where(peak == -torch.inf, 0, peak)).exp_()
-    sums = torch.where(some, mass.sum(-1), 1)
-
-    if labels.dense is not None:
-        row, column = labels.positive().view(x.shape).nonzero(as_tuple=True)
-    else:
-        assert labels.index is not None
-        lists = labels.index.unsqueeze(0).flatten(0, -2)
-        row, place = (lists >= 0).nonzero(as_tuple=True)
-        column = lists[row, place]
-    u = (x[row, column] - peak.squeeze(-1)[row]) - sums.log()[row]
-    held = [factor.expand(shape).reshape(x.shape)[row, column] for factor in factors]
-    value, slope = (torch.where(some[row], _rows.times(t, held), 0) for t in (-F.logsigmoid(u), (-u).sigmoid()))
-    nothing = torch.zeros_like(sums)
-    grad = mass.mul_((nothing.index_add(0, row, slope) / sums).unsqueeze(-1))
-    grad.index_put_((row, column), -slope, accumulate=True)
-    return nothing.index_add(0, row, value).view(shape[:-1]), grad.view(shape)
 
 
 def smooth_topk_svm_loss(
@@ -167,7 +147,19 @@ def smooth_topk_svm_loss(
     logits = _check.logits(op, _rows.whole(op, logits, shard, "its polynomials need all classes of a row"))
     k = _places(op, k, logits.shape[-1])
     tau, alpha = _positive(op, "tau", tau), _check.number(op, "alpha", alpha)
-    x, labels, live = _rows.enter(op, logits, target)
+    x, labels = _rows.given(op, logits, target)
+    each = _rows.class_weight(op, "weight", weight, x)
+    found = None
+    if k <= _FEW:
+        numbers = (k, tau, alpha)
+        found = at_once("smooth_svm", x, labels, numbers, lambda x: _svm(x, labels, *numbers, each)[0], each=each)
+    loss, counts = _svm(x, labels, k, tau, alpha, each) if found is None else (found.loss, found.counts)
+    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
+
+
+def _svm(x: Tensor, labels: Labels, k: int, tau: float, alpha: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row, and whether it has a label, by differentiable operations."""
+    x, live = _rows.taking_part(x, labels)
     here = first_label(labels)
     has_label = here >= 0
     own = torch.arange(x.shape[-1], device=x.device) == here
@@ -185,11 +177,9 @@ def smooth_topk_svm_loss(
         ratio = log_counts(others, nu, (k, k - 1), (1.0, -1.0)).unsqueeze(-1) - nu
     score = torch.where(has_label, scores.gather(-1, here.clamp(min=0)), 0) if x.shape[-1] else ratio
     loss = -tau * F.logsigmoid(score - ratio - alpha / tau)  # F.softplus drops what is below 1e-9
-    each = _rows.class_weight(op, "weight", weight, x)
-    if each is not None and x.shape[-1]:
-        loss = loss * each.expand(x.shape).gather(-1, here.clamp(min=0))
-    loss = torch.where(has_label & enough, loss, 0).squeeze(-1)
-    return _rows.leave(op, loss, reduction, has_label.squeeze(-1), logits.dtype, sample_weight)
+    if weight is not None and x.shape[-1]:
+        loss = loss * weight.expand(x.shape).gather(-1, here.clamp(min=0))
+    return torch.where(has_label & enough, loss, 0).squeeze(-1), has_label.squeeze(-1)
 
 
 def topk_distillation_loss(

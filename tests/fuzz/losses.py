@@ -203,7 +203,9 @@ def teacher(x: Tensor) -> Tensor:
 
 
 LOSSES = {
-    "truncated_entropy_loss": Loss(lambda x, t: lo.truncated_entropy_loss(x, t, few(x), reduction="none")),
+    "truncated_entropy_loss": Loss(  # which of two equal rivals is spared is a matter of chance
+        lambda x, t: lo.truncated_entropy_loss(x, t, few(x), reduction="none"), kinks=True
+    ),
     "smooth_topk_svm_loss": Loss(lambda x, t: lo.smooth_topk_svm_loss(x, t.argmax(-1), few(x), reduction="none")),
     "topk_distillation_loss": Loss(
         lambda x, t: lo.topk_distillation_loss(x, teacher(x), few(x), reduction="none"),

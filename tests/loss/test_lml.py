@@ -10,7 +10,6 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import lastlayer as ll
 from lastlayer import _native as native
-from lastlayer.loss import lml as module
 
 INF, NAN = math.inf, math.nan
 LISTS = torch.tensor([[0, 2, -1], [1, 1, 3], [-1, -1, -1], [5, 4, 0]])
@@ -478,23 +477,3 @@ def test_a_captured_step_is_an_eager_step(observed):
         expected = step(second, optimizers[1], rows, labels)
         torch.testing.assert_close(captured.detach(), expected.detach())
     torch.testing.assert_close(first.weight, second.weight)
-
-
-@pytest.mark.parametrize("k", [None, 2, 2.5])
-def test_fenchel_young_gradient_at_once_is_that_of_plain_operations(monkeypatch, k):
-    x = normal(6, 5)
-    target = (torch.rand(6, 5, dtype=torch.float64) < 0.5).double()
-    for name, scores, given in (
-        ("hard", x, target),
-        ("soft", 50 * x, target * torch.rand(6, 5, dtype=torch.float64)),
-        ("unknown", x, torch.where(torch.rand(6, 5) < 0.3, -1.0, target)),
-        ("ruled out", x.masked_fill(target == 0, -torch.inf), target),
-    ):
-        results = []
-        for way in (module.at_once, lambda *_: False):
-            monkeypatch.setattr(module, "at_once", way)
-            leaf = scores.clone().requires_grad_()
-            loss = ll.lml_fenchel_young_loss(leaf, given, k, reduction="none")
-            results.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
-        monkeypatch.undo()
-        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from lastlayer import asymmetric_loss, binary_loss, multihot_softmax_loss, two_way_loss
-from lastlayer.loss import multilabel
 
 
 def case(rows=5, n=7, dtype=torch.float64, unknown=True):
@@ -337,28 +336,3 @@ def test_messages(call, error, message):
     with pytest.raises(error) as caught:
         call(torch.zeros(2, 3), torch.zeros(2, 3))
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("per", ["sample", "class", "both"])
-@pytest.mark.parametrize("kind", ["hard", "soft", "unknown", "lists"])
-def test_two_way_gradient_at_once_is_that_of_plain_operations(monkeypatch, per, kind):
-    target = (torch.rand(7, 9) < 0.4).double()
-    target[5], target[6] = 0, 1  # no positive, no negative
-    if kind == "soft":
-        target *= torch.rand(7, 9)
-    elif kind == "unknown":
-        target[torch.rand(7, 9) < 0.3] = -1
-    elif kind == "lists":
-        target = torch.randint(-1, 9, (7, 3))
-    for options in ({}, {"positive_temperature": 1.0, "margin": 0.5}, {"sample_weight": torch.rand(7)}):
-        for scale in (1, 1e3):
-            x = scale * torch.randn(7, 9, dtype=torch.float64)
-            x[0, 1], x[3] = -torch.inf, -torch.inf
-            results = []
-            for way in (multilabel.at_once, lambda *_: False):
-                monkeypatch.setattr(multilabel, "at_once", way)
-                leaf = x.clone().requires_grad_()
-                loss = two_way_loss(leaf, target, per=per, **options)
-                results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
-            monkeypatch.undo()
-            torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

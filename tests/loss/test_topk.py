@@ -14,7 +14,6 @@ from lastlayer import (
     topk_distillation_loss,
     truncated_entropy_loss,
 )
-from lastlayer.loss import topk
 
 F64 = torch.float64
 
@@ -248,30 +247,3 @@ def test_messages():
         smooth_topk_svm_loss(x, y, 2, tau=0)
     with pytest.raises(ValueError, match=r"`teacher_logits` must have the shape of `logits` \(4, 6\), got \(4, 5\)"):
         topk_distillation_loss(x, x[:, :5], 2)
-
-
-@pytest.mark.parametrize("kind", ["hard", "soft", "unknown", "lists", "one class"])
-def test_truncated_entropy_gradient_at_once_is_that_of_plain_operations(monkeypatch, kind):
-    target = (torch.rand(7, 9) < 0.3).double()
-    target[5], target[6] = 0, 1  # no label, no rival
-    if kind == "soft":
-        target *= torch.rand(7, 9)
-    elif kind == "unknown":
-        target[torch.rand(7, 9) < 0.3] = -1
-    elif kind == "lists":
-        target = torch.stack([torch.randperm(9)[:3] for _ in range(7)])
-        target[2] = -1
-    elif kind == "one class":
-        target = torch.randint(9, (7,))
-    for options in ({"k": 1}, {"k": 4}, {"k": 9, "weight": torch.rand(9, dtype=torch.float64)}):
-        for scale in (1, 1e3):
-            x = scale * torch.randn(7, 9, dtype=torch.float64)
-            x[0, 1] = -torch.inf
-            results = []
-            for way in (topk.at_once, lambda *_: False):
-                monkeypatch.setattr(topk, "at_once", way)
-                leaf = x.clone().requires_grad_()
-                loss = truncated_entropy_loss(leaf, target, **options, reduction="none")
-                results.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
-            monkeypatch.undo()
-            torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

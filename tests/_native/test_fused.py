@@ -1,0 +1,188 @@
+"""The compiled losses and projections against plain torch: values and gradients, all kinds of targets, odd rows."""
+
+import pytest
+import torch
+
+import lastlayer as ll
+from lastlayer import _native as native
+from lastlayer.loss import _gradient
+
+pytestmark = pytest.mark.skipif(bool(native.missing), reason="the compiled kernel was not built")
+SETS = ("baseline", "AVX2", "AVX-512")
+DOUBLE = torch.float64
+KINDS = ("hard", "soft", "unknown", "lists", "one class", "bool", "int8")
+LOSSES = {
+    "binary": (ll.binary_loss, {}),
+    "binary, smoothed": (ll.binary_loss, {"label_smoothing": 0.2, "weight": "per class"}),
+    "binary, weighed": (ll.binary_loss, {"pos_weight": "per class", "weight": "per entry"}),
+    "asymmetric": (ll.asymmetric_loss, {}),
+    "asymmetric, not whole": (
+        ll.asymmetric_loss,
+        {"gamma_positive": 0.5, "gamma_negative": 2.5, "weight": "per class"},
+    ),
+    "asymmetric, detached": (ll.asymmetric_loss, {"gamma_negative": 0.5, "detach_weight": True}),
+    "asymmetric, no powers": (ll.asymmetric_loss, {"gamma_positive": 0, "gamma_negative": 0, "clip": 0.2}),
+    "asymmetric, no clip": (ll.asymmetric_loss, {"gamma_positive": 3, "gamma_negative": 1.5, "clip": 0}),
+    "two-way": (ll.two_way_loss, {}),
+    "two-way, rows": (ll.two_way_loss, {"per": "sample", "positive_temperature": 1.0, "margin": 0.5}),
+    "two-way, columns": (ll.two_way_loss, {"per": "class", "negative_temperature": 2.0, "sample_weight": "per row"}),
+    "truncated 1": (ll.loss.truncated_entropy_loss, {"k": 1}),
+    "truncated 4": (ll.loss.truncated_entropy_loss, {"k": 4, "weight": "per class"}),
+    "truncated 90": (ll.loss.truncated_entropy_loss, {"k": 90}),
+    "svm 1": (ll.loss.smooth_topk_svm_loss, {"k": 1}),
+    "svm 5": (ll.loss.smooth_topk_svm_loss, {"k": 5, "weight": "per class"}),
+    "svm 16": (ll.loss.smooth_topk_svm_loss, {"k": 16, "tau": 0.5, "alpha": 0.3}),
+    "warp": (ll.loss.warp_loss, {"weight": "per class"}),
+    "quasibinary": (ll.loss.quasibinary_loss, {"sample_weight": "per row"}),
+    "quasibinary, given": (ll.loss.quasibinary_loss, {"log_normalizer": 2.0}),
+    "Fenchel-Young": (ll.lml_fenchel_young_loss, {}),
+    "Fenchel-Young 2.5": (ll.lml_fenchel_young_loss, {"k": 2.5}),
+}
+PROJECTIONS = {
+    "capped softmax": (ll.capped_softmax, {}),
+    "capped softmax 3.7": (ll.capped_softmax, {"k": 3.7, "temperature": 0.5}),
+    "capped softmax 70": (ll.capped_softmax, {"k": 70}),
+    "capped sparsemax": (ll.capped_sparsemax, {}),
+    "capped sparsemax 3.7": (ll.capped_sparsemax, {"k": 3.7, "temperature": 2.0}),
+    "capped sparsemax 70": (ll.capped_sparsemax, {"k": 70}),
+    "marginals 1": (ll.subset_marginals, {"k": 1}),
+    "marginals 5": (ll.subset_marginals, {"k": 5}),
+    "marginals 16": (ll.subset_marginals, {"k": 16}),
+}
+
+
+@pytest.fixture(params=SETS)
+def isa(request):
+    library = native.library()
+    library.lastlayer_limit_isa(SETS.index(request.param))
+    used = native.instruction_set()
+    if used != request.param:
+        library.lastlayer_limit_isa(2)
+        pytest.skip(f"this processor has no {request.param}")
+    yield
+    library.lastlayer_limit_isa(2)
+
+
+def scores(rows, n, kind):
+    """Return float32 scores of a kind; some classes are ruled out."""
+    x = torch.randn(rows, n)
+    x = {"normal": 2 * x, "wide": 40 * x, "offset": x + 1e4, "ties": (2 * x).round()}[kind]
+    x[:, 1] = torch.where(torch.rand(rows) < 0.5, -torch.inf, x[:, 1])
+    return x
+
+
+def labels(rows, n, kind):
+    """Return a target of a kind; some rows have no label, and no label is in column 1, which may be ruled out."""
+    hot = (torch.rand(rows, n) < 5 / n).float()
+    hot[:, 1] = 0
+    hot[0] = 0
+    if kind == "soft":
+        return hot * torch.rand(rows, n)
+    if kind == "unknown":
+        return torch.where(torch.rand(rows, n) < 0.2, -1.0, hot)
+    if kind == "lists":
+        return hot.topk(min(n - 1, 9)).indices.masked_fill(hot.topk(min(n - 1, 9)).values == 0, -1)
+    if kind == "one class":
+        return torch.randint(2, n, (rows,))
+    return {"hard": hot, "bool": hot.bool(), "int8": hot.to(torch.int8)}[kind]
+
+
+def arguments(options, rows, n):
+    """Return the options with their weights drawn."""
+    shapes = {"per class": (n,), "per row": (rows,), "per entry": (rows, n)}
+    return {name: torch.rand(shapes[v]) if isinstance(v, str) and v in shapes else v for name, v in options.items()}
+
+
+def results(function, x, more, dtype, upstream):
+    """Return values and gradient for scores of a dtype, in float64."""
+
+    def cast(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+    leaf = x.to(dtype).requires_grad_()
+    out = function(leaf, *(cast(v) for v in more[0]), **{name: cast(v) for name, v in more[1].items()})
+    (grad,) = torch.autograd.grad(out, leaf, upstream.expand(out.shape).to(dtype))
+    return out.detach().double(), grad.double()
+
+
+def check_as_accurate(monkeypatch, function, x, positional, options, upstream, name=""):
+    """Assert that the error is at most twice that of plain torch in float32, and 2 eps; return what ran compiled."""
+    from lastlayer._native import fused
+
+    ran, run = [], fused.run
+
+    def watched(*given, **more):
+        found = run(*given, **more)
+        ran.append(found is not None)
+        return found
+
+    more = (positional, options)
+    monkeypatch.setattr(fused, "run", watched)
+    found = results(function, x, more, torch.float32, upstream)
+    monkeypatch.undo()
+    exact = results(function, x, more, DOUBLE, upstream)
+    monkeypatch.setattr(_gradient, "compiled", lambda *_: False)
+    plain = results(function, x, more, torch.float32, upstream)
+    monkeypatch.undo()
+    for what, value, right, other in zip(("value", "gradient"), found, exact, plain, strict=True):
+        assert torch.equal(value.isfinite(), right.isfinite()), f"{name}: {what}"
+        size = max(1.0, float(right.abs().max()))
+        error, allowed = float((value - right).abs().max()), 2 * float((other - right).abs().max())
+        assert error <= allowed + 2 * torch.finfo(torch.float32).eps * size, f"{name}, {what}: {error} > {allowed}"
+    return ran
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_as_accurate_as_plain_torch(monkeypatch, name):
+    function, options = LOSSES[name]
+    for kind in KINDS:
+        for rows, n, scale in ((9, 100, "normal"), (7, 130, "wide"), (5, 100, "ties"), (3, 1000, "offset")):
+            if scale in ("ties", "offset") and function is ll.loss.truncated_entropy_loss:
+                continue  # which of two equal rivals is spared is a matter of chance
+            x, target = scores(rows, n, scale), labels(rows, n, kind)
+            given = arguments(options, rows, n)
+            if function is not ll.two_way_loss or options.get("per") != "class":
+                given["reduction"] = "none"
+            upstream = torch.rand(rows) if given.get("reduction") == "none" else torch.tensor(1.0)
+            ran = check_as_accurate(monkeypatch, function, x, (target,), given, upstream, f"{kind}, {scale}")
+            assert ran, f"{kind}, {scale}: nothing ran"
+            assert all(ran), f"{kind}, {scale}: plain torch ran"
+
+
+def test_every_instruction_set(isa, monkeypatch):
+    for name in ("asymmetric, not whole", "two-way", "truncated 4", "svm 5", "warp", "quasibinary", "Fenchel-Young"):
+        function, options = LOSSES[name]
+        x, target, given = scores(4, 130, "normal"), labels(4, 130, "hard"), arguments(options, 4, 130)
+        assert all(check_as_accurate(monkeypatch, function, x, (target,), given, torch.tensor(1.0), name))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_odd_rows_are_left_to_plain_torch(monkeypatch, name):
+    function, options = LOSSES[name]
+    for place, value in (((2, 5), torch.nan), ((2, 5), torch.inf), ((3, 5), -torch.inf)):
+        x, target, given = scores(4, 100, "normal"), labels(4, 100, "hard"), arguments(options, 4, 100)
+        target[2, 5] = target[3, 5] = 1.0
+        x[place] = value
+        found = results(function, x, ((target,), given), torch.float32, torch.tensor(1.0))
+        monkeypatch.setattr(_gradient, "compiled", lambda *_: False)
+        plain = results(function, x, ((target,), given), torch.float32, torch.tensor(1.0))
+        monkeypatch.undo()
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_further_derivatives_go_through_plain_torch(monkeypatch, name):
+    function, options = LOSSES[name]
+    x, target, given = torch.randn(3, 100), labels(3, 100, "soft"), arguments(options, 3, 100)
+    direction = torch.randn(3, 100)
+
+    def derivatives(dtype):
+        leaf = x.to(dtype).requires_grad_()
+        more = {name: v.to(dtype) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
+        loss = function(leaf, target.to(dtype), **more)
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        second = torch.autograd.grad((grad * direction).sum(), leaf)[0] if grad.requires_grad else torch.zeros(3, 100)
+        _, forward = torch.func.jvp(lambda x: function(x, target.to(dtype), **more), (leaf,), (direction.to(dtype),))
+        return grad.detach().double(), second.double(), forward.detach().double()
+
+    torch.testing.assert_close(derivatives(torch.float32), derivatives(DOUBLE), rtol=1e-4, atol=1e-5)
