@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,22 @@ def counts_of(chosen: Tensor, experts: int) -> Tensor:
     return ones.new_zeros(experts).index_add_(0, chosen.flatten(), ones)
 
 
+class _Moved(torch.autograd.Function):
+    """Take the rows `there`; the way back is given too, `each` times per row, so that gradients need no atomic sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, used: Tensor, each: int) -> Tensor:
+        ctx.save_for_backward(back, used)
+        ctx.each = each
+        return x.index_select(0, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back, used = ctx.saved_tensors
+        grad = grads[0].index_select(0, back) * used.unsqueeze(-1)
+        return grad.unflatten(0, (-1, ctx.each)).sum(1), None, None, None, None
+
+
 class Experts(nn.Module):
     """Two-layer networks side by side; what exceeds the capacity of an expert is dropped, later tokens first."""
 
@@ -107,16 +124,19 @@ class Experts(nn.Module):
         place = torch.arange(len(flat), device=x.device) - first[sorted_]
         kept = place < slots
         slot = torch.where(kept, sorted_ * slots + place, self.experts * slots)  # the last is for what is dropped
-        source = torch.arange(self.experts * slots + 1, device=x.device) % tokens  # an empty slot's output is not read
-        source[slot] = order // self.k
+        choice = torch.zeros(self.experts * slots + 1, dtype=torch.long, device=x.device)  # of a slot
+        filled = torch.zeros_like(choice, dtype=torch.bool)
+        choice[slot], filled[slot] = order, True
+        choice, filled = choice[:-1], filled[:-1]
         half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        taken = x.to(half).index_select(0, source[:-1]).view(self.experts, slots, width)
-        made = torch.bmm(F.gelu(torch.bmm(taken, self.into.to(half))), self.out.to(half)).flatten(0, 1)
-        read, counted = torch.empty_like(slot), torch.empty_like(kept)
-        read[order] = torch.where(kept, slot, order % (self.experts * slots))
+        read, counted = torch.zeros_like(slot), torch.empty_like(kept)
+        read[order] = torch.where(kept, slot, 0)
         counted[order] = kept
+        sent = _Moved.apply(x.to(half), choice // self.k, read, counted, self.k).view(self.experts, slots, width)
+        made = torch.bmm(F.gelu(torch.bmm(sent, self.into.to(half))), self.out.to(half)).flatten(0, 1)
+        returned = _Moved.apply(made, read, choice, filled, 1).view(tokens, self.k, width)
         weight = (weight * counted.view_as(weight)).unsqueeze(-1).to(half)
-        return (made.index_select(0, read).view(tokens, self.k, width) * weight).sum(1).view(shape)
+        return (returned * weight).sum(1).view(shape)
 
     @property
     def dropped(self) -> Tensor:

@@ -4,7 +4,7 @@
     python -m experiments.router.run --alone      # step times, with nothing else on the GPU
 
 Learning rate and strength (of the auxiliary loss, of the bias step; the temperature of LML) are chosen per method by
-short runs on validation text, the strength with 16 experts only.
+short runs on validation text: from the best so far to its neighbours, until none is better.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from experiments.router import texts
 from experiments.router.model import ByteModel, Experts, Router
 
 HERE = Path(__file__).parent
-STRENGTHS = {  # the first is that of the grid of rates
-    "softmax": (0.01, 0.003, 0.03, 0.1),
-    "sigmoid": (0.01, 0.001, 0.003, 0.03),
-    "lml": (0.5, 0.25, 1.0),
+STRENGTHS = {
+    "softmax": (0.003, 0.01, 0.03, 0.1, 0.3),
+    "sigmoid": (0.001, 0.003, 0.01, 0.03),
+    "lml": (0.25, 0.5, 1.0),
     "balanced lml": (0.25, 0.5, 1.0),
 }
+FIRST = {"softmax": 0.01, "sigmoid": 0.01, "lml": 0.5, "balanced lml": 0.25}  # the strength at which the search begins
 NAMES = {
     "softmax": "softmax, auxiliary loss",
     "sigmoid": "sigmoid, bias updates",
@@ -189,32 +190,32 @@ def best(rows: Sequence[common.Row], experts: int, method: str) -> dict[str, flo
     return {"rate": found["rate"], "strength": found["strength"]}
 
 
-def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setting, Any]]]:
-    """Yield rates, strengths at the best rate, then all seeds with the best of both; each where it is missing.
+def near(value: float, values: Sequence[float]) -> list[float]:
+    """Return a value of a sorted list and its neighbours there."""
+    i = list(values).index(value)
+    return list(values[max(0, i - 1) : i + 2])
 
-    More experts take over the strength that is best so far with the fewest. Once there is a final run nothing is chosen
-    any more.
+
+def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setting, Any]]]:
+    """Yield short runs about the best so far until all its neighbours are tried, then all seeds; only what is missing.
+
+    More experts begin with the rate and the strength that are best with the fewest.
     """
+    asked: list[Setting] = []
 
     def open_(settings: list[Setting]) -> list[tuple[Setting, Any]]:
-        return [(setting, arguments) for setting in settings if results.missing(**setting)]
+        found = [setting for setting in settings if results.missing(**setting) and setting not in asked]
+        asked.extend(found)
+        return [(setting, arguments) for setting in found]
 
-    def short(experts: int, method: str, rate: float, strength: float) -> Setting:
-        found = {"part": "grid", "experts": experts, "method": method, "rate": rate, "strength": strength}
-        return found | {"seed": 0, "steps": arguments.short}
-
-    few, *more = arguments.experts
-
-    def so_far(method: str) -> float:
-        known = grid(results.rows, few, method)
-        return best(known, few, method)["strength"] if known else STRENGTHS[method][0]
-
-    def rates(experts: int) -> list[Setting]:
-        return [short(experts, m, rate, so_far(m)) for rate in arguments.rates for m in arguments.methods]
-
-    def strengths(experts: int) -> list[Setting]:
-        known = {m: best(results.rows, experts, m)["rate"] for m in arguments.methods}
-        return [short(experts, m, known[m], strength) for m in arguments.methods for strength in STRENGTHS[m]]
+    def about(experts: int, method: str) -> list[Setting]:
+        known = grid(results.rows, experts, method) or grid(results.rows, arguments.experts[0], method)
+        middle = list(arguments.rates)[len(arguments.rates) // 2]
+        centre = best(known, known[0]["experts"], method) if known else {"rate": middle, "strength": FIRST[method]}
+        rates, strengths = near(centre["rate"], arguments.rates), near(centre["strength"], STRENGTHS[method])
+        pairs = [(rate, centre["strength"]) for rate in rates] + [(centre["rate"], strength) for strength in strengths]
+        shared = {"part": "grid", "experts": experts, "method": method, "seed": 0, "steps": arguments.short}
+        return [shared | {"rate": rate, "strength": strength} for rate, strength in dict.fromkeys(pairs)]
 
     def final() -> list[Setting]:
         return [
@@ -227,12 +228,14 @@ def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setti
             if grid(results.rows, experts, m)
         ]
 
-    begun = [row["steps"] for row in results.rows if row["part"] == "final"]
-    if not begun:
-        yield open_(rates(few))
-        yield open_(strengths(few) + [setting for n in more for setting in rates(n)])
+    few, *more = arguments.experts
+    begun = [n for n in more if any(grid(results.rows, n, m) for m in arguments.methods)]
+    for several in ([few, *begun], more):
+        while jobs := open_([s for n in several for m in arguments.methods for s in about(n, m)]):
+            yield jobs
     if arguments.fit:
-        arguments.steps = begun[0] if begun else fitting(results.rows, arguments)
+        steps = [row["steps"] for row in results.rows if row["part"] == "final"]
+        arguments.steps = steps[0] if steps else fitting(results.rows, arguments)
     yield open_(final())
 
 
@@ -258,7 +261,7 @@ def step_times(results: common.Results, arguments: Any) -> None:
             setting = {"part": "time", "experts": experts, "method": method}
             if not results.missing(**setting):
                 continue
-            net = model_of(setting | {"strength": STRENGTHS[method][0]}, arguments)
+            net = model_of(setting | {"strength": FIRST[method]}, arguments)
             training = Training(net, 1e-3, 100)
             generator = torch.Generator(arguments.device).manual_seed(0)
 
@@ -324,6 +327,15 @@ def columns(rows: Sequence[common.Row], names: dict[str, str], *, digits: int = 
     return common.table(long, "router", "value", "number", scale=1, digits=digits) if long else "(not run)"
 
 
+def finals(rows: Sequence[common.Row], experts: int, length: str = "final") -> list[common.Row]:
+    """Return the runs with all seeds that have the most steps, or the fewest ("early") if these are others."""
+    found = [row for row in rows if row["part"] == "final" and row["experts"] == experts]
+    steps = sorted({row["steps"] for row in found})
+    if not steps or (length == "early" and len(steps) == 1):
+        return []
+    return [row for row in found if row["steps"] == steps[-1 if length == "final" else 0]]
+
+
 def differences(final: Sequence[common.Row], value: str) -> str:
     """Return a table of how much more each router has than balanced LML, seed by seed, and of Student's paired test."""
     bits = {(row["method"], row["seed"]): row[value] for row in final}
@@ -348,9 +360,10 @@ def differences(final: Sequence[common.Row], value: str) -> str:
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     found = {}
     for experts in SIZES:
-        final = [r for r in rows if r["part"] == "final" and r["experts"] == experts]
-        found[f"final {experts}"] = columns(final, COLUMNS)
-        found[f"test {experts}"] = differences(final, "test_bits")
+        for length in ("early", "final"):
+            final = finals(rows, experts, length)
+            found[f"{length} {experts}"] = columns(final, COLUMNS)
+            found[f"test {length} {experts}"] = differences(final, "test_bits")
         tried = [r for m in NAMES for r in grid(rows, experts, m)]
         chosen = [min(grid(tried, experts, m), key=validation) for m in NAMES if grid(tried, experts, m)]
         found[f"short {experts}"] = columns(chosen, SHORT)
@@ -378,11 +391,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
     figure, axes = plt.subplots(1, len(SIZES), figsize=(8, 3.2), sharey=True)
     for axis, experts in zip(axes, SIZES, strict=True):
         for method, name in NAMES.items():
-            loads = [
-                r["test_loads"]
-                for r in rows
-                if r["part"] == "final" and r["experts"] == experts and r["method"] == method
-            ]
+            loads = [r["test_loads"] for r in finals(rows, experts) if r["method"] == method]
             if loads:
                 mean = torch.tensor(loads).mean(0).clamp_min(1e-2)
                 axis.plot(range(1, experts + 1), mean, label=name, marker=".", markersize=4)

@@ -41,7 +41,8 @@ def test_experts_are_those_of_a_loop(model, method, capacity):
     expected = one_by_one(layer, x, layer.slots)
     torch.testing.assert_close(found, expected)
     ask = torch.randn_like(found)
-    got, wanted = (torch.autograd.grad((y * ask).sum(), x, retain_graph=True)[0] for y in (found, expected))
+    leaves = x, layer.into, layer.out
+    got, wanted = (torch.autograd.grad((y * ask).sum(), leaves, retain_graph=True) for y in (found, expected))
     torch.testing.assert_close(got, wanted)
     assert (layer.dropped > 0) == (capacity is not None)
 
@@ -70,36 +71,27 @@ def test_bias_is_that_of_the_dual_variables(model):
     torch.testing.assert_close(router.bias, expected.detach(), atol=1e-3, rtol=1e-3)
 
 
-def settings(**changed):
-    chosen = {"methods": METHODS, "experts": [16, 64], "rates": [0.003, 0.006], "seeds": 2, "short": 150, "steps": 500}
-    return argparse.Namespace(**chosen, **({"fit": False} | changed))
-
-
-def test_runs_are_chosen_by_those_that_ended_and_compared_seed_by_seed(module, tmp_path):
+def test_settings_are_searched_among_runs_that_ended_and_seeds_come_one_by_one(module, tmp_path):
     run, results = module("router.run"), module("common").Results(tmp_path / "results.json")
+    shared = {"methods": METHODS, "rates": [0.0015, 0.003, 0.006], "seeds": 2, "short": 150, "steps": 500, "fit": False}
+    arguments = argparse.Namespace(experts=[16, 64], **shared)
 
-    def valid(setting):  # the higher rate would be the better one, but softmax does not end with it
+    def valid(setting):  # more is better in both, but softmax does not end with the highest rate
         slow = setting["method"] == "softmax" and setting["rate"] == 0.006
         return {"taken": 75 if slow else setting["steps"], "valid": 2 - setting["rate"] - setting["strength"] / 100}
 
-    stages = []
-    for jobs in run.stages(results, settings()):
-        stages.append([setting for setting, _ in jobs])
-        if jobs[0][0]["part"] == "grid":
-            results.extend([setting | valid(setting) for setting in stages[-1]])
-    first, second, final = stages
-    assert len(first) == 4 * 2
-    assert len(second) == (3 + 3 + 2 + 2) + 4 * 2
-    assert {s["strength"] for s in second if s["experts"] == 64 and s["method"] == "lml"} == {0.5}
-    assert [(s["seed"], s["experts"], s["method"]) for s in final] == [
-        (seed, n, m) for seed in (0, 1) for n in (16, 64) for m in METHODS
+    for jobs in run.stages(results, arguments):
+        final = [setting for setting, _ in jobs]
+        if final[0]["part"] == "grid":
+            results.extend([setting | valid(setting) for setting in final])
+    chosen = {"softmax": (0.003, 0.3), "sigmoid": (0.006, 0.03), "lml": (0.006, 1.0), "balanced lml": (0.006, 1.0)}
+    assert [(s["seed"], s["experts"], s["method"], s["rate"], s["strength"]) for s in final] == [
+        (seed, n, m, *chosen[m]) for seed in (0, 1) for n in (16, 64) for m in METHODS
     ]
-    assert {(s["rate"], s["strength"]) for s in final if s["method"] == "softmax" and s["experts"] == 16} == {
-        (0.003, 0.1)
-    }
-    assert {s["rate"] for s in final if s["method"] != "softmax"} == {0.006}
+    tried = run.grid(results.rows, 64, "lml")  # begins where 16 experts ended
+    assert sorted((row["rate"], row["strength"]) for row in tried) == [(0.003, 1.0), (0.006, 0.5), (0.006, 1.0)]
     results.add(**final[0], taken=500, valid=1.0)
-    (again,) = run.stages(results, settings(fit=True))  # no other choice once final runs have begun
+    (again,) = run.stages(results, arguments)  # nothing is searched again
     assert [setting for setting, _ in again] == final[1:]
 
 
