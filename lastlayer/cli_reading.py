@@ -100,7 +100,7 @@ def training_parts(arguments: argparse.Namespace, images: str = "") -> dict[str,
     parts = read_parts(arguments.data, **options)
     first = next(iter(parts.values()))
     extra = {k: v for k, v in options.items() if k != "xml"}
-    if first.source.get("format") == "svm":
+    if first.source.get("format") == "svm" and first.features is not None:
         extra["n_features"] = first.features.shape[1]
     for name in ("valid", "test"):
         if path := getattr(arguments, name, None):

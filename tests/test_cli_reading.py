@@ -135,7 +135,9 @@ def test_train_without_labels_names_the_flag(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("one, two\nthree\n")
     argv = ["train", str(tmp_path / "a.txt"), "--out", str(tmp_path / "run"), *FAST]
     (tmp_path / "b.csv").write_text("text,labels\n")
-    assert "b.csv: has no rows" in error_of(capsys, ["train", str(tmp_path / "b.csv"), *argv[2:]])
+    (tmp_path / "b.svm").write_text("\n")
+    for name in ("b.csv", "b.svm"):
+        assert f"{name}: has no rows" in error_of(capsys, ["train", str(tmp_path / name), *argv[2:]])
     assert "a.txt: no row has a label. Name the column of labels (--label-column)" in error_of(capsys, argv)
 
 

@@ -34,9 +34,11 @@ def svm_rows(source: Source, limits: Limits, problems: Problems, options: dict[s
     """Read the file; a line of three whole numbers at its head is the header "rows features labels".
 
     With a header, features and labels count from 0. Without one, labels are names, and features count from 1 unless a
-    0 occurs; ``zero_based`` says it explicitly.
+    0 occurs; ``zero_based`` says it explicitly. Lines that start with "#" and a space are comments, as scikit-learn
+    writes them at the head of a file.
     """
-    numbered = lines(source, limits, problems, options.get("encoding"))
+    every = lines(source, limits, problems, options.get("encoding"))
+    numbered = (one for one in every if one[1].split(maxsplit=1)[:1] != ["#"])
     first = list(islice(numbered, 1))
     header = None if not first else _header(source, first[0][1], limits)
     zero_based = options.get("zero_based")

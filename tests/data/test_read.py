@@ -8,6 +8,7 @@ import lzma
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from sklearn.datasets import dump_svmlight_file
 
 from lastlayer.data import DataError, LabelData, Limits, read, read_parts, stream
 from lastlayer.data.lines import Problems, lines
@@ -100,6 +101,17 @@ def test_svm_counts_from_1_without_header_and_from_0_with_one(tmp_path):
     assert data.n_labels == 9
     assert data.names(0) == ["0", "8"]
     assert data.row_counts().tolist() == [2, 0, 1]
+
+
+def test_svm_comments_at_the_head_are_left_out(tmp_path):
+    file = tmp_path / "a.svm"
+    y = sp.csr_matrix([[1, 0, 1], [0, 0, 0], [0, 1, 0]])
+    dump_svmlight_file(np.eye(3), y, str(file), multilabel=True, comment="about\nthese rows")
+    data = read(file)
+    np.testing.assert_array_equal(data.features.toarray(), np.eye(3))
+    assert data.row_counts().tolist() == [2, 0, 1]
+    file.write_text("#\n#red,2 1:1\n")
+    assert read(file).names(0) == ["#red", "2"]
 
 
 def test_svm_zero_based_can_be_forced(tmp_path):
