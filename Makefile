@@ -50,6 +50,9 @@ sanitize:  ## the C code under the address and undefined-behaviour sanitizers
 	$(CC) -std=gnu11 -g -O1 -Wall -Wextra -Werror -fno-math-errno -fno-trapping-math -fopenmp-simd -pthread \
 		-fsanitize=address,undefined -fno-sanitize-recover=all tests/_native/sanitize.c -o $(SANITIZED) -lm
 	$(SANITIZED)
+	$(CC) -std=gnu11 -O0 -Wall -Wextra -Werror -fno-math-errno -fno-trapping-math -fopenmp-simd -pthread \
+		-fsanitize=address,undefined -fno-sanitize-recover=all tests/_native/sanitize_fused.c -o $(SANITIZED)_fused -lm
+	$(SANITIZED)_fused
 
 MINUTES ?= 1
 

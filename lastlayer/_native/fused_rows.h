@@ -862,7 +862,7 @@ FN void NAME(marginals)(const struct fused *call, int64_t row, struct fused_spac
    upstream gradient, which is `each`, less its mean: a constant changes nothing, and would cancel. first: the mean. */
 FN void NAME(marginals_backward)(const struct fused *call, int64_t row, struct fused_space *s) {
     NAME(subsets) f;
-    REAL *restrict slope = s->g, mean = call->first[row];
+    REAL *restrict slope = s->g, mean = call->first[row * call->step];
     const REAL *restrict up = call->each + row * call->each_stride;
     for (int64_t i = 0; i < call->n; i++) slope[i] = up[i] - mean;
     if (!NAME(read_subsets)(call, row, s, &f, slope)) return;

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer import _native
 from lastlayer._check import Labels
-from lastlayer._threshold.dispatch import differentiated, direct, recorded, transformed
+from lastlayer._threshold.compiled import compiled
+from lastlayer._threshold.dispatch import differentiated, recorded
 from lastlayer.loss import _rows
 from lastlayer.shard import ClassShard
 
@@ -21,13 +21,6 @@ class Rows(NamedTuple):
     loss: Tensor
     counts: Tensor
     extra: Tensor
-
-
-def compiled(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the compiled losses apply: plain float32 or half precision on the CPU, a gradient for `x` at most."""
-    if not x.is_cpu or _native.missing or x.itemsize > 4 or x.numel() == 0 or recorded(*others):
-        return False
-    return direct(x, *others) and not transformed() and not torch.jit.is_tracing()
 
 
 def at_once(

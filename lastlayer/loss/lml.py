@@ -14,6 +14,7 @@ from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer._threshold import search
 from lastlayer._threshold.autograd import apply_directly, without_transforms
+from lastlayer._threshold.compiled import compiled
 from lastlayer._threshold.dispatch import (
     Impl,
     Problem,
@@ -28,7 +29,7 @@ from lastlayer._threshold.dispatch import (
     transformed,
 )
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once, compiled
+from lastlayer.loss._gradient import at_once
 from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, local_part, reduce, replicate, total, unwrap
 

@@ -8,9 +8,10 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
+from lastlayer._threshold.compiled import compiled
 from lastlayer._threshold.dispatch import direct, recorded
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once, compiled
+from lastlayer.loss._gradient import at_once
 from lastlayer.shard import ClassShard, Ranks, reduce, total, unwrap
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import broken_rows, mapped, nestable
-from lastlayer._threshold.dispatch import enter
+from lastlayer._threshold.compiled import compiled, projected
+from lastlayer._threshold.dispatch import Problem, enter
 from lastlayer._threshold.search import feasible, finite_part, kinds, scores, sizes
 from lastlayer.shard import ClassShard, kth_largest, reduce
 
@@ -44,7 +45,7 @@ def capped_softmax(
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
         shard: This rank's slice, when the classes are split over processes.
-        impl: ``"auto"`` or ``"torch"``; both are the same.
+        impl: ``"auto"`` takes a compiled kernel on the CPU, and plain torch elsewhere; ``"torch"`` is plain torch.
 
     Returns:
         Probabilities, of the shape and dtype of `logits`. Half precision is computed in float32.
@@ -81,7 +82,7 @@ def capped_sparsemax(
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
         shard: This rank's slice, when the classes are split over processes.
-        impl: ``"auto"`` or ``"torch"``; both are the same.
+        impl: ``"auto"`` takes a compiled kernel on the CPU, and plain torch elsewhere; ``"torch"`` is plain torch.
 
     Returns:
         Probabilities, of the shape and dtype of `logits`. Half precision is computed in float32.
@@ -106,7 +107,29 @@ def _project(
 ) -> Tensor:
     _check.choice(op, "impl", impl, ("auto", "torch"))
     problem, back = enter(op, logits, k, dim, temperature, mask, shard, "torch")
-    return back(_apply(*problem[:5], kind)[0])
+    y = _by_kernel(problem, kind) if impl == "auto" else None
+    return back(_apply(*problem[:5], kind)[0] if y is None else y)
+
+
+def _by_kernel(problem: Problem, kind: Kind) -> Tensor | None:
+    """Return the projection by the compiled operation, None where plain torch must."""
+    logits, k, mask, temperature, shard, _ = problem
+    if shard is not None or not compiled(logits, k, mask):
+        return None
+    from lastlayer._native import fused
+
+    x = logits.to(torch.float32)
+    sizes = k.squeeze(-1) if isinstance(k, Tensor) else x.new_full((), k)
+    found = fused.run(f"capped_{kind}", x.detach(), None, (temperature,), mask=mask, first=sizes)
+    if found is None:
+        return None
+
+    def pull(x: Tensor, y: Tensor, upstream: Tensor) -> Tensor | None:
+        back = fused.run(f"capped_{kind}_backward", y, None, (temperature,), each=upstream)
+        return None if back is None else back.out
+
+    y = projected(x, found.out, pull, lambda x: _apply(x, k, mask, temperature, None, kind)[0])
+    return y.to(logits.dtype)
 
 
 def _apply(

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
+from lastlayer._threshold.compiled import compiled, projected
 from lastlayer.project._symmetric import Tree, balance, log_counts, split, tilt
+
+_FEW = 16  # classes of a subset for which the compiled operation divides polynomials
 
 
 def sample_subset(logits: Tensor, k: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -66,6 +69,30 @@ def subset_marginals(logits: Tensor, k: int) -> Tensor:
         tensor([0.8808, 0.6944, 0.3056, 0.1192])
     """
     x, k = _enter("subset_marginals", logits, k)
+    pi = _marginals_by_kernel(x, k)
+    return (_marginals(x, k) if pi is None else pi).to(logits.dtype)
+
+
+def _marginals_by_kernel(x: Tensor, k: int) -> Tensor | None:
+    """Return the marginals by the compiled operation, None where plain torch must."""
+    if not 0 < k <= min(_FEW, x.shape[-1] - 1) or not compiled(x):
+        return None
+    from lastlayer._native import fused
+
+    found = fused.run("marginals", x.detach(), None, (k,))
+    if found is None:
+        return None
+
+    def pull(x: Tensor, pi: Tensor, upstream: Tensor) -> Tensor | None:
+        mean = (pi * upstream).sum(-1) / k  # a constant in the upstream gradient changes nothing
+        back = fused.run("marginals_backward", x, None, (k,), each=upstream, first=mean)
+        return None if back is None else back.out
+
+    return projected(x, found.out, pull, lambda x: _marginals(x, k))
+
+
+def _marginals(x: Tensor, k: int) -> Tensor:
+    """Return the marginals by differentiable operations."""
     nu = balance(x, k)
     tilted = tilt(x, nu)
     tree = Tree(tilted, k, k)
@@ -73,7 +100,7 @@ def subset_marginals(logits: Tensor, k: int) -> Tensor:
     # Rounding, mostly that of the Fourier transform, may leave -1e-17 for 0, or the next number after 1.
     pi = (tilted.present * tree.gradient([k], weight)).to(x.dtype).clamp(0, 1)
     pi = torch.where(x == torch.inf, 1, pi)
-    return torch.where(nu.isnan(), torch.nan, pi).to(logits.dtype)
+    return torch.where(nu.isnan(), torch.nan, pi)
 
 
 def subset_log_prob(logits: Tensor, k: int, subset: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 import lastlayer as ll
 from lastlayer import _native as native
 from lastlayer.loss import _gradient
+from lastlayer.project import capped, subset
 
 pytestmark = pytest.mark.skipif(bool(native.missing), reason="the compiled kernel was not built")
 SETS = ("baseline", "AVX2", "AVX-512")
@@ -66,7 +67,8 @@ def isa(request):
 def scores(rows, n, kind):
     """Return float32 scores of a kind; some classes are ruled out."""
     x = torch.randn(rows, n)
-    x = {"normal": 2 * x, "wide": 40 * x, "offset": x + 1e4, "ties": (2 * x).round()}[kind]
+    gap = torch.where(torch.arange(n) % 20 == 3, 200.0, 0.0)  # more classes far above than any k here
+    x = {"normal": 2 * x, "wide": 40 * x, "offset": x + 1e4, "ties": (2 * x).round(), "gap": x + gap}[kind]
     x[:, 1] = torch.where(torch.rand(rows) < 0.5, -torch.inf, x[:, 1])
     return x
 
@@ -105,6 +107,11 @@ def results(function, x, more, dtype, upstream):
     return out.detach().double(), grad.double()
 
 
+def plain_only(monkeypatch):
+    for module in (_gradient, capped, subset):
+        monkeypatch.setattr(module, "compiled", lambda *_: False)
+
+
 def check_as_accurate(monkeypatch, function, x, positional, options, upstream, name=""):
     """Assert that the error is at most twice that of plain torch in float32, and 2 eps; return what ran compiled."""
     from lastlayer._native import fused
@@ -121,7 +128,7 @@ def check_as_accurate(monkeypatch, function, x, positional, options, upstream, n
     found = results(function, x, more, torch.float32, upstream)
     monkeypatch.undo()
     exact = results(function, x, more, DOUBLE, upstream)
-    monkeypatch.setattr(_gradient, "compiled", lambda *_: False)
+    plain_only(monkeypatch)
     plain = results(function, x, more, torch.float32, upstream)
     monkeypatch.undo()
     for what, value, right, other in zip(("value", "gradient"), found, exact, plain, strict=True):
@@ -164,7 +171,7 @@ def test_odd_rows_are_left_to_plain_torch(monkeypatch, name):
         target[2, 5] = target[3, 5] = 1.0
         x[place] = value
         found = results(function, x, ((target,), given), torch.float32, torch.tensor(1.0))
-        monkeypatch.setattr(_gradient, "compiled", lambda *_: False)
+        plain_only(monkeypatch)
         plain = results(function, x, ((target,), given), torch.float32, torch.tensor(1.0))
         monkeypatch.undo()
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -186,3 +193,27 @@ def test_further_derivatives_go_through_plain_torch(monkeypatch, name):
         return grad.detach().double(), second.double(), forward.detach().double()
 
     torch.testing.assert_close(derivatives(torch.float32), derivatives(DOUBLE), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_projections_are_as_accurate_as_plain_torch(monkeypatch, name):
+    function, options = PROJECTIONS[name]
+    for rows, n, scale in (
+        (9, 100, "normal"),
+        (7, 130, "wide"),
+        (5, 100, "ties"),
+        (3, 1000, "offset"),
+        (4, 300, "gap"),
+    ):
+        x = scores(rows, n, scale)
+        upstream = torch.randn(x.shape)
+        ran = check_as_accurate(monkeypatch, function, x, (), options, upstream, scale)
+        assert ran == [True, True], scale
+
+
+def test_capped_projections_of_rows_with_their_own_k_and_mask(monkeypatch):
+    x, k = scores(6, 90, "normal"), torch.tensor([0.3, 1.0, 2.0, 7.5, 60.0, 33.0])
+    mask = torch.rand(6, 90) < 0.8
+    for function in (ll.capped_softmax, ll.capped_sparsemax):
+        ran = check_as_accurate(monkeypatch, function, x, (k,), {"mask": mask}, torch.randn(x.shape))
+        assert ran == [True, True]
