@@ -1,6 +1,6 @@
 """Time and peak memory of `linear_lml_loss` against the number of classes, beside the ways that hold the logits.
 
-    python -m benchmarks.linear [--rows 1024] [--features 512] [--dtype float32] [--classes 10000 100000 1000000]
+    python -m benchmarks.linear [--rows 1024] [--features 512] [--dtype float32] [--classes 10000 1000000] [--trained]
 
 Memory is what a step needs at its peak beyond features, weight and, in backward, their gradients: on a GPU by the
 allocator, on a CPU by the resident set of a process that runs nothing else (some 20 MB of it is the first call of a
@@ -27,17 +27,22 @@ import lastlayer as ll
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     "linear_lml_loss": lambda x, w, t, k: ll.linear_lml_loss(x, w, t, k),
+    "linear_lml_loss, filter": lambda x, w, t, k: ll.linear_lml_loss(x, w, t, k, filter=2**-12),
     "F.linear + lml_loss": lambda x, w, t, k: ll.lml_loss(F.linear(x, w), t, k),
     "F.linear + F.cross_entropy": lambda x, w, t, k: F.cross_entropy(F.linear(x, w), t[:, 0]),
 }
 
 
-def measure(way: str, n: int, rows: int, size: int, dtype: str, k: float, repeats: int) -> dict[str, float]:
+def measure(
+    way: str, n: int, rows: int, size: int, dtype: str, k: float, repeats: int, trained: bool
+) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     features = torch.randn(rows, size, device=device).to(getattr(torch, dtype)).requires_grad_()
     weight = (torch.randn(n, size, device=device) / size**0.5).to(features.dtype).requires_grad_()
     target = torch.randint(n, (rows, 5), device=device)
+    if trained:  # the labels score about 20, other classes up to 10
+        features = (20 * weight.detach()[target].float().sum(1)).to(features.dtype).requires_grad_()
 
     def step() -> Tensor:
         features.grad = weight.grad = None
@@ -123,6 +128,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--k", type=float, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="timed steps after the first; 0 times the first")
+    parser.add_argument("--trained", action="store_true", help="features that fit their labels, as after training")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of such a file instead")
@@ -149,6 +155,7 @@ def main() -> None:
     if options.json:
         threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
         shape = {**threads, "rows": options.rows, "features": options.features, "dtype": options.dtype, "k": options.k}
+        shape["trained"] = options.trained
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(
             json.dumps({"device": device, "torch": torch.__version__, **shape, "cases": found}, indent=1)
@@ -156,7 +163,7 @@ def main() -> None:
 
 
 def _measured(way: str, n: int, options: argparse.Namespace) -> dict[str, float]:
-    return measure(way, n, options.rows, options.features, options.dtype, options.k, options.repeats)
+    return measure(way, n, options.rows, options.features, options.dtype, options.k, options.repeats, options.trained)
 
 
 def _on_the_gpu(way: str, n: int, options: argparse.Namespace) -> dict[str, float]:
@@ -171,6 +178,7 @@ def _on_the_gpu(way: str, n: int, options: argparse.Namespace) -> dict[str, floa
 def _in_a_process(way: str, n: int, options: argparse.Namespace) -> dict[str, float]:
     given = {"rows": options.rows, "features": options.features, "dtype": options.dtype, "k": options.k}
     words = [w for name, value in {**given, "repeats": options.repeats}.items() for w in (f"--{name}", str(value))]
+    words += ["--trained"] * options.trained
     command = [sys.executable, "-m", "benchmarks.linear", "--case", way, "--classes", str(n), *words]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -25,6 +25,7 @@ PASSES = 10  # bounds the search; a row that needs more is solved from all its l
 STEP = ("y2(1-y)", "y(1-y)2", "y", "bend", "h2")  # what a step of the search sums, by the names of their series
 UNSEEN = ("silent", "leak")  # and with `observed`
 _WHOLE = 1024  # up to this number of classes all logits of a row are kept
+_DEEPER = 4  # how many times as long the lists are where they tell which classes have a gradient
 _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
 
@@ -52,6 +53,12 @@ class Layer:
         temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
         mask = None if self.mask is None else self.mask[rows]
         return Layer(self.features[rows], self.weight, self.bias, self.dtype, temperature, mask)
+
+    def of_classes(self, classes: Tensor) -> Layer:
+        """Return the same layer for some of the classes."""
+        mask = None if self.mask is None else self.mask[:, classes]
+        bias = None if self.bias is None else self.bias[classes]
+        return Layer(self.features, self.weight[classes], bias, self.dtype, self.temperature, mask)
 
     def logits(self, classes: slice, out: Tensor | None = None) -> Tensor:
         weight = self.weight[classes].to(self.dtype).T
@@ -159,10 +166,13 @@ class Scan:
     classes of any smooth function of ``x + nu`` follows from them for every nu with the floor below ``-nu``.
     """
 
-    def __init__(self, layer: Layer, index: Tensor, limit: int) -> None:
+    def __init__(self, layer: Layer, index: Tensor, limit: int, mark: bool = False) -> None:
+        """Scan all logits; with `mark` lower floors, and note which classes are above the floor of any row."""
         self.index, self.terms = index, 16 if layer.work == torch.float64 else 8
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
-        self.floor, room = _floor(layer, limit)
+        mark = mark and list_sizes(layer.n, _DEEPER * limit)[2] <= layer.n // 8
+        self.marked = torch.zeros(layer.n, dtype=torch.bool, device=index.device) if mark else None
+        self.floor, room = _floor(layer, _DEEPER * limit if mark else limit)
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
         self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
@@ -172,12 +182,14 @@ class Scan:
         self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=index.device)
         for classes, x in layer.blocks():
             if layer.kernels is not None:
-                lists = (self.top, self.fill, index, self.labels)
+                lists = (self.top, self.fill, index, self.labels, self.marked)
                 layer.kernels.scan_block(x, self.floor, self.sums, *lists, classes.start)
                 continue
             inside, place = within(index, classes)
             self.labels = torch.where(inside, x.gather(-1, place).to(layer.work), self.labels)
-            self._add(x.to(layer.work))
+            above = self._add(x.to(layer.work))
+            if self.marked is not None:
+                self.marked[classes] = above.any(0)
 
     def add_up(self, limit: int) -> None:
         """Sort the lists and add up the sums, for the search in plain torch."""
@@ -189,7 +201,8 @@ class Scan:
         self.top = self.top[:, : min(room, filled)].sort(-1, descending=True).values
         self.few = self.held < n.clamp(max=limit)
 
-    def _add(self, x: Tensor) -> None:
+    def _add(self, x: Tensor) -> Tensor:
+        """Add a block; return which of its logits are above the floor."""
         finite = x.isfinite()
         above = finite & (x > self.floor)
         for i, flag in enumerate((finite, x == torch.inf, x.isnan())):
@@ -205,6 +218,7 @@ class Scan:
         kept = slot < self.top.shape[-1]
         self.top[row[kept], slot[kept]] = x[row, place][kept]
         self.fill += count.to(torch.int32)
+        return above
 
     def tail(self, names: tuple[str, ...], depth: Tensor, unit: Tensor | float = 0.0, rho: float = 0.0) -> list[Tensor]:
         """Return the sums of functions over the classes below the floor, divided by exp(unit); depth is floor + nu."""
@@ -258,6 +272,11 @@ class Rows:
 
     def __post_init__(self) -> None:
         self.silent = self.leak = torch.zeros_like(self.center)
+
+    def of_rows(self, which: Tensor) -> Rows:
+        """Return what is known of some of the rows; not the last two."""
+        center, delta, log_mass = self.center[which], self.delta[which], self.log_mass[which]
+        return Rows(center, delta, log_mass, self.index[which], self.labels[which], self.rho)
 
 
 def find(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,7 @@ def linear_lml_loss(
     mask: Tensor | None = None,
     negatives: int | tuple[Tensor, Tensor] | None = None,
     generator: torch.Generator | None = None,
+    filter: float = 0.0,
     sample_weight: Tensor | None = None,
     shard: ClassShard | None = None,
     reduction: Reduction = "mean",
@@ -85,6 +87,10 @@ def linear_lml_loss(
             not linear in these sums and have a bias of the order of one over the number drawn. The sampled logits are
             held in memory; classes that were not drawn have gradient 0.
         generator: The source of randomness; with `shard`, each rank draws from its own classes.
+        filter: Leave classes out of the backward pass where, in every row, the derivative of that row's loss by the
+            logit is smaller than this. Each such derivative is then taken as 0; the loss and all others are exact. For
+            trained weights 2**-12, what bfloat16 rounds away beside a label, spares most of the work. Rows that are
+            still undecided have many classes above it, and are computed in full. The default computes all.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows that contribute, 0 if there is none.
@@ -104,6 +110,9 @@ def linear_lml_loss(
     _check_layer(op, features, weight, bias, shard)
     _check.choice(op, "reduction", reduction, ("none", "mean", "sum"))
     rho = _check.number(op, "observed", observed, 0, 1)
+    least = _check.number(op, "filter", filter, 0, 1)
+    if least > 0 and negatives is not None:
+        raise ValueError(f"{op}: `filter` must be 0 with `negatives`, got {filter}. A sample has few classes as it is.")
     batch, n = features.shape[:-1], weight.shape[0]
     rows = batch.numel()
     dtype = _dot_dtype(features)
@@ -137,7 +146,7 @@ def linear_lml_loss(
         dtype,
     )
     if negatives is None:
-        loss, count = _LinearLML.apply(*arguments, _largest_rank(k), shard)
+        loss, count = _LinearLML.apply(*arguments, _largest_rank(k), shard, least)
     else:
         drawn, counts_for = draw(op, negatives, n, features.device, generator, 0 if shard is None else shard.start)
         loss, count = sampled(*arguments, drawn, counts_for, shard)
@@ -313,17 +322,20 @@ class _LinearLML(torch.autograd.Function):
         dtype: torch.dtype,
         limit: int,
         shard: ClassShard | None,
+        least: float,
     ) -> tuple[Tensor, Tensor]:
         layer = Layer(features, weight, bias, dtype, temperature, mask)
         with torch.autocast(features.device.type, enabled=False):
-            scan = Scan(layer, index, limit)
+            scan = Scan(layer, index, limit, least > 0)
             by_kernels = layer.kernels is not None and shard is None
             settle = _settle_by_kernels if by_kernels else _settle
             rows, loss, pull, count, toward = settle(layer, scan, k, limit, labels, rho, shard)
         scale = temperature if isinstance(temperature, Tensor) else None
-        saved = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward)
+        floor = None if scan.marked is None else scan.floor
+        saved = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward, floor, scan.marked)
         ctx.save_for_backward(features, weight, bias, mask, scale, index, *saved)
         ctx.dtype, ctx.rho, ctx.temperature = dtype, rho, None if scale is not None else temperature
+        ctx.least = least
         ctx.mark_non_differentiable(count)
         return loss.squeeze(-1), count.squeeze(-1)
 
@@ -332,16 +344,38 @@ class _LinearLML(torch.autograd.Function):
         gradients = _first_derivatives(ctx, grad.detach())
         if torch.is_grad_enabled():
             gradients = FirstOnly.apply(FIRST_ONLY, 3, grad, *ctx.saved_tensors[:2], *gradients)
-        return (*gradients, *(None,) * 7)
+        return (*gradients, *(None,) * 8)
+
+
+class _Wanted(NamedTuple):
+    """Which gradients are asked for, or the gradients themselves."""
+
+    features: Any
+    weight: Any
+    bias: Any
+    temperature: Any
+
+
+class _Upstream(NamedTuple):
+    """One number per row, and per label: what the gradient of a block is made of."""
+
+    pulled: Tensor
+    toward: Tensor
+    scale: Tensor
+
+    def of_rows(self, which: Tensor) -> _Upstream:
+        return _Upstream(*(value[which] for value in self))
 
 
 def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of features, weight, bias, k and temperature, block by block."""
-    features, weight, bias, mask, scale, index, center, delta, log_mass, labels, pull, toward = ctx.saved_tensors
+    features, weight, bias, mask, scale, index, *saved = ctx.saved_tensors
+    center, delta, log_mass, labels, pull, toward, floor, marked = saved
     temperature = ctx.temperature if scale is None else scale
     with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
         layer = Layer(features, weight, bias, ctx.dtype, temperature, mask)
         wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
+        wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
         grad = grad.unsqueeze(-1).to(layer.work)
         pulled, toward = grad * pull, grad * toward
         # A row without an upstream gradient has none.
@@ -350,27 +384,85 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows = Rows(center, delta, log_mass, index, labels, ctx.rho)
         if scale is not None or temperature != 1.0:
             pulled, toward, grad = (t / temperature for t in (pulled, toward, grad))
-        pulled, toward, grad = (t.contiguous() for t in (pulled, toward, grad))
-        grad_features = torch.zeros_like(features, dtype=layer.work) if wants_features else None
-        grad_weight = torch.empty_like(weight) if wants_weight else None
-        grad_bias = torch.empty_like(bias) if wants_bias else None
-        grad_temperature = torch.zeros_like(center) if wants_temperature else None
-        for classes, x in layer.blocks():
-            dx = layer.grad(x, classes.start, rows, pulled, toward, grad, keep=wants_temperature)
-            if grad_temperature is not None:
-                grad_temperature -= (dx * torch.where(x.isfinite(), x, 0)).sum(-1, keepdim=True, dtype=layer.work)
-            if grad_bias is not None:
-                grad_bias[classes] = dx.sum(0)
-            if grad_features is not None and ctx.dtype == layer.work:
-                grad_features.addmm_(dx, layer.weight[classes].to(ctx.dtype))
-            elif grad_features is not None:
-                grad_features += dx @ layer.weight[classes].to(ctx.dtype)
-            if grad_weight is not None and grad_weight.dtype == ctx.dtype:
-                torch.mm(dx.T, layer.features, out=grad_weight[classes])
-            elif grad_weight is not None:
-                grad_weight[classes] = dx.T @ layer.features
-        if grad_features is not None:
-            grad_features = grad_features.to(features.dtype)
+        upstream = _Upstream(pulled.contiguous(), toward.contiguous(), grad.contiguous())
+        if marked is None:
+            found = _gradients(layer, rows, upstream, wanted)
+        else:
+            undecided = ~(_slope_at(floor, rows, pull) < ctx.least).squeeze(-1)
+            found = _gradients_of_some(layer, rows, upstream, wanted, undecided, marked)
+        if found.features is not None:
+            found = found._replace(features=found.features.to(features.dtype))
+        if found.temperature is not None:
+            found = found._replace(temperature=found.temperature.to(scale.dtype))
+    return found.features, found.weight, found.bias, grad_k, found.temperature
+
+
+def _gradients(layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted) -> _Wanted:
+    """Return the gradients that are wanted, from all classes, block by block."""
+    dtype, weight = layer.dtype, layer.weight
+    grad_features = torch.zeros_like(layer.features, dtype=layer.work) if wanted.features else None
+    grad_weight = torch.empty_like(weight) if wanted.weight else None
+    grad_bias = None if layer.bias is None or not wanted.bias else torch.empty_like(layer.bias)
+    grad_temperature = torch.zeros_like(rows.center) if wanted.temperature else None
+    for classes, x in layer.blocks():
+        dx = layer.grad(x, classes.start, rows, *upstream, keep=wanted.temperature)
         if grad_temperature is not None:
-            grad_temperature = grad_temperature.to(scale.dtype)
-    return grad_features, grad_weight, grad_bias, grad_k, grad_temperature
+            grad_temperature -= (dx * torch.where(x.isfinite(), x, 0)).sum(-1, keepdim=True, dtype=layer.work)
+        if grad_bias is not None:
+            grad_bias[classes] = dx.sum(0)
+        if grad_features is not None and dtype == layer.work:
+            grad_features.addmm_(dx, weight[classes].to(dtype))
+        elif grad_features is not None:
+            grad_features += dx @ weight[classes].to(dtype)
+        if grad_weight is not None and grad_weight.dtype == dtype:
+            torch.mm(dx.T, layer.features, out=grad_weight[classes])
+        elif grad_weight is not None:
+            grad_weight[classes] = dx.T @ layer.features
+    return _Wanted(grad_features, grad_weight, grad_bias, grad_temperature)
+
+
+def _slope_at(floor: Tensor, rows: Rows, pull: Tensor) -> Tensor:
+    """Return a bound of the derivative at the logits below the floor, which it grows with up to there."""
+    z = (floor - rows.center) + rows.delta
+    depth = -z.abs()
+    bound = (depth - 2 * depth.exp().log1p() - rows.log_mass).exp() * pull.abs()
+    if rows.rho > 0:
+        bound = bound + absence_slope(z, rows.rho)
+    return torch.where(z < 0, bound, torch.inf)
+
+
+def _gradients_of_some(
+    layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted, undecided: Tensor, marked: Tensor
+) -> _Wanted:
+    """As `_gradients`, where only the marked classes have a gradient in all rows but the undecided ones."""
+    inside = (rows.index >= 0) & (rows.index < layer.n)
+    marked = marked.index_fill(0, torch.where(inside, rows.index, 0).flatten(), True)
+    classes = marked.nonzero().squeeze(-1)
+    if len(classes) > layer.n // 2:
+        return _gradients(layer, rows, upstream, wanted)
+    full, rest = undecided.nonzero().squeeze(-1), (~undecided).nonzero().squeeze(-1)
+    found = _Wanted(
+        torch.zeros_like(layer.features, dtype=layer.work) if wanted.features else None,
+        torch.zeros_like(layer.weight) if wanted.weight and not len(full) else None,
+        torch.zeros_like(layer.bias) if wanted.bias and layer.bias is not None and not len(full) else None,
+        torch.zeros_like(rows.center) if wanted.temperature else None,
+    )
+    if len(full):
+        part = _gradients(layer.of_rows(full), rows.of_rows(full), upstream.of_rows(full), wanted)
+        found = found._replace(weight=part.weight, bias=part.bias)
+        _add_rows(found, part, full)
+    place = torch.where(inside, (marked.cumsum(0) - 1)[torch.where(inside, rows.index, 0)], -1)
+    some = replace(rows, index=place).of_rows(rest)
+    part = _gradients(layer.of_rows(rest).of_classes(classes), some, upstream.of_rows(rest), wanted)
+    _add_rows(found, part, rest)
+    for whole, piece in ((found.weight, part.weight), (found.bias, part.bias)):
+        if whole is not None:
+            whole.index_add_(0, classes, piece)
+    return found
+
+
+def _add_rows(found: _Wanted, part: _Wanted, which: Tensor) -> None:
+    """Put the gradients that some rows have for themselves in their place."""
+    for whole, piece in ((found.features, part.features), (found.temperature, part.temperature)):
+        if whole is not None:
+            whole[which] = piece

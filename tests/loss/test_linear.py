@@ -1,3 +1,4 @@
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -150,11 +151,12 @@ def test_kernels_are_plain(shape, dtype, rho):
     kernels, found = layer.kernels, []
     toward = torch.where(index < 0, 0, torch.randn(index.shape, device=DEVICE))
     for layer.kernels in (kernels, None):
-        scan = _scan.Scan(layer, index, 4)
+        scan = _scan.Scan(layer, index, 4, mark=True)
         lines = _scan.Rows(center, delta, mass, index, scan.labels, rho)
         dx = [layer.grad(x, c.start, lines, pull, toward, mass) for c, x in layer.blocks()]
         scan.add_up(4)
-        found.append([scan.powers, scan.n, scan.n_top, scan.n_nan, scan.top, scan.labels, scan.held, *dx])
+        marked = scan.fill if scan.marked is None else scan.marked.float()
+        found.append([scan.powers, scan.n, scan.n_top, scan.n_nan, scan.top, scan.labels, scan.held, marked, *dx])
     for actual, expected in zip(*found, strict=True):
         limit = 2e-5 if actual.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(actual, expected, rtol=limit, atol=1e-5, equal_nan=True)
@@ -420,6 +422,48 @@ def test_a_sample_of_ones_own():
     assert losses.std() < 0.2
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.4, 1.0])
+def test_filter_drops_small_derivatives_only(rho):
+    """One sure row, then one that is undecided: the gradient of the bias is the derivative by the logit."""
+    n, least = 20_000, 2.0**-12
+    weight = torch.randn(n, SIZE, dtype=torch.float64, device=DEVICE)
+    target = torch.tensor([[3, 7_000, -1, 19_999]], device=DEVICE)
+    sure = weight[target[0, [0, 1, 3]]].sum(0, keepdim=True)
+    bias = torch.zeros(n, dtype=torch.float64, device=DEVICE)
+    for size, drops in ((4.0, True), (0.1, False)):
+        exact, filtered = (
+            results(partial(linear_lml_loss, observed=rho, filter=f), size * sure, weight, bias, target, 3)
+            for f in (0.0, least)
+        )
+        assert_same(filtered[:1], exact[:1])
+        dropped = (filtered[3] == 0) & (exact[3] != 0)
+        assert bool(dropped.any()) == drops
+        assert bool((exact[3][dropped].abs() < least).all())
+        assert_same([filtered[3][~dropped], filtered[2][~dropped]], [exact[3][~dropped], exact[2][~dropped]])
+
+
+def test_filter_computes_undecided_rows_in_full():
+    """A batch of both kinds, with a label list that is empty and a temperature per row."""
+    n = 20_000
+    weight = torch.randn(n, SIZE, dtype=torch.float64, device=DEVICE)
+    target = torch.randint(n, (5, 3), device=DEVICE)
+    features = 4 * weight[target].sum(1)
+    features[1] *= 0.02
+    target[3] = -1
+    divisor = torch.linspace(0.8, 1.2, 5, dtype=torch.float64, device=DEVICE)
+    found = []
+    for least in (0.0, 1e-5):
+        leaves = [t.clone().requires_grad_() for t in (features, weight, divisor)]
+        loss = linear_lml_loss(*leaves[:2], target, 3, temperature=leaves[2], filter=least, reduction="none")
+        loss.sum().backward()
+        found.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    exact, filtered = found
+    assert_same([filtered[0], filtered[1][1], filtered[3][1]], [exact[0], exact[1][1], exact[3][1]])
+    assert not torch.equal(filtered[1][0], exact[1][0])
+    for a, e in zip(filtered[1:], exact[1:], strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=5e-3)
+
+
 def test_second_derivatives_are_an_error():
     features, weight, _, target = problem(300)
     features.requires_grad_()
@@ -507,6 +551,8 @@ def test_logits_of_one_block_are_held(reduction, monkeypatch):
         ({"negatives": 0}, ValueError, "`negatives` must be at least 1, got 0"),
         ({"negatives": "all"}, TypeError, "`negatives` must be a number or a pair of tensors"),
         ({"negatives": (torch.zeros(2), torch.ones(2))}, ValueError, "`negatives` must be class ids and probab"),
+        ({"filter": -1}, ValueError, "`filter` must be between 0 and 1, got -1"),
+        ({"filter": 0.1, "negatives": 3}, ValueError, "`filter` must be 0 with `negatives`, got 0.1"),
         ({"observed": 2}, ValueError, "`observed` must be between 0 and 1, got 2"),
         ({"temperature": 0}, ValueError, "`temperature` must be positive and finite, got 0"),
         ({"mask": torch.ones(4)}, TypeError, "`mask` must be a boolean tensor"),
