@@ -22,7 +22,7 @@ def compiled(x: Tensor, *others: Any) -> bool:
 
 
 def projected(x: Tensor, y: Tensor, pull: Pull, plain: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `y`, the projection of `x`, with the gradient ``pull(x, y, upstream)``, or that of plain torch where it is None.
+    """Return the projection `y` of `x`; its gradient is ``pull(x, y, upstream)``, or that of `plain` if that is None.
 
     `plain` computes the same by differentiable operations: for second derivatives, and for batches of gradients.
     """
