@@ -212,7 +212,7 @@ def times(results: common.Results, arguments: Any) -> None:
         print(results.rows[-1], flush=True)
 
 
-def measured(call: Callable[[], None], device: str, repeats: int = 5) -> float:
+def measured(call: Callable[[], None], device: str, repeats: int = 9) -> float:
     """Return the median time of some calls, after two that are not counted."""
 
     def once() -> float:
