@@ -18,7 +18,7 @@ from lastlayer.shard import ClassShard, reduce, replicate, spread
 _ALTERNATIONS = 3  # exact row and column thresholds in turn; then Newton's method, which ends quadratically
 _STEPS = 60  # bounds the search; the hardest case of the tests' grid takes 20
 _FAR = 8.0  # Newton steps that move a logit by more than this are taken every other time only
-_HALVINGS = 12  # of the logits, before a second search
+_HALVINGS = 20  # of the logits, before a second search
 _TOLERANCE = 1e-11  # of a column's sum, relative to its capacity
 _ACCEPTED = 1e-6  # columns that are further off than this mean that there is no solution
 _AGREEMENT = 1e-5  # how far the two totals may be apart: float32 capacities do not add up exactly
