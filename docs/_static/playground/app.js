@@ -378,8 +378,9 @@ function renderBudgets() {
   const spent = total(y.map((p, i) => cost[i] * p));
   const expected = number(total(y), 2);
   part("costs-text").textContent =
-    `The logits above with a cost per class: σ(x + cost · ν). The costs add up to ${number(spent, 2)}, and ${expected} labels are ` +
-    "expected. A dear label loses more than a cheap one; a label without a cost keeps its sigmoid.";
+    `The logits above with a cost per class, which you can change: σ(x + cost · ν). The costs times the probabilities add up to ` +
+    `${number(spent, 2)}, and ${expected} labels are expected. An expensive label is shifted further than a cheap one; a label ` +
+    "without a cost keeps its sigmoid.";
   const rows = budgets.matrix.map((row) => lml(row, budgets.k));
   const table = balanced(budgets.matrix, budgets.k);
   const nodes = [...part("matrix").children];
@@ -393,8 +394,9 @@ function renderBudgets() {
   part("share").value = budgets.k;
   part("share-value").textContent = number(budgets.k, 2);
   part("matrix-text").textContent =
-    `lml_balanced: every row has the sum k, every column the same sum, and no entry is above 1. Row by row, lml would give the ` +
-    `columns ${[0, 1, 2, 3].map((j) => column(rows, j)).join(", ")}.`;
+    "The upper numbers are scores, which you can change; the lower ones are lml_balanced of them. Every row has the sum k, every " +
+    "column has the same sum, and no entry is above 1. With lml, row by row, the columns would have the sums " +
+    `${[0, 1, 2, 3].map((j) => column(rows, j)).join(", ")}.`;
   root.budgets = { cost, budget, weighted: y, scores, matrix: budgets.matrix, k: budgets.k, balanced: table }; // for the tests
 }
 
