@@ -3,7 +3,7 @@
     python -m benchmarks.training [--data MULAN] [--json benchmarks/results/training-cpu.json]
     python -m benchmarks.training --flat FOLDER [--peers PYTHON] [--json benchmarks/results/training-cpu.json]
 
-Both get the same sparse rows in one run, and one thread; rows a second are training rows over the processor time of
+Both get the same sparse rows in one run, and one thread; rows per second are training rows over the processor time of
 one `fit`, which other programs of the machine disturb less than the time of the clock. P@1 on held-out rows stands
 beside it: a model that is fast because it learned nothing would show.
 

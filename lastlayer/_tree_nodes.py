@@ -1,6 +1,6 @@
 """Values that climb a label tree, from the classes to the root, one level at a time.
 
-A level at a time costs O(nodes) a row whatever the shape of the tree, and keeps what matters exact: a sum of numbers
+This costs O(nodes) per row, whatever the shape of the tree, and keeps what matters exact: a sum of numbers
 that are not negative is never below one of them.
 """
 

@@ -80,7 +80,7 @@ def cuts(op: str, k: Any, batch: torch.Size, device: torch.device) -> Cuts:
 
 
 def chunks(rows: int, width: int) -> Iterator[slice]:
-    """Slices of the rows, each of at most `BUDGET` entries of `width` a row."""
+    """Slices of the rows, each of at most `BUDGET` entries, `width` per row."""
     size = max(BUDGET // max(width, 1), 1)
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))

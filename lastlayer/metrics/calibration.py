@@ -20,7 +20,7 @@ Norm = Literal["l1", "l2", "max"]
 class ReliabilityBins(NamedTuple):
     """A reliability diagram: the pairs in each bin of confidence, their mean confidence, the share that is right.
 
-    ``edges`` is ``(n_bins + 1,)``; the others are ``(n_bins,)``, or ``(n_classes, n_bins)`` for one diagram a class.
+    ``edges`` is ``(n_bins + 1,)``; the others are ``(n_bins,)``, or ``(n_classes, n_bins)`` for one diagram per class.
     A bin that no pair falls into has 0 pairs, and 0 for confidence and accuracy.
     """
 
