@@ -466,6 +466,24 @@ class LML(_Projection):
 
     function = staticmethod(lml)
 
+    def __init__(
+        self,
+        k: float | Tensor,
+        *,
+        dim: Dim = -1,
+        temperature: float | Tensor = 1.0,
+        weight: float | Tensor | None = None,
+        lower: float | Tensor | None = None,
+        upper: float | Tensor | None = None,
+        groups: Tensor | None = None,
+        group_limit: float | Tensor | None = None,
+        impl: Impl = "auto",
+    ) -> None:
+        FunctionModule.__init__(
+            self, k=k, dim=dim, temperature=temperature, weight=weight, lower=lower, upper=upper, groups=groups,
+            group_limit=group_limit, impl=impl,
+        )  # fmt: skip
+
 
 class LogLML(_Projection):
     """Module form of :func:`log_lml`, which documents the arguments."""

@@ -565,6 +565,11 @@ def test_autocast_meta_and_modules():
     module = ll.LML(4.0, weight=weight, upper=0.9)
     assert list(module.state_dict()) == ["weight"]
     torch.testing.assert_close(module(x), ll.lml(x, 4.0, weight=weight, upper=0.9))
+    groups = torch.tensor([0, 0, 1, 1, 1])
+    grouped = ll.LML(2.0, groups=groups, group_limit=1.2)
+    assert "groups" in grouped.state_dict()
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(grouped(x), ll.lml(x, 2.0, groups=groups, group_limit=1.2))
 
 
 def test_the_backward_keeps_one_tensor_of_the_size_of_the_input():
