@@ -33,10 +33,24 @@ INLINE VEC NAME(fill)(REAL value) {
     return value - zero;
 }
 
+/* 1 / d for the search, to a unit in the last place: from the processor's estimate, which takes a fraction of a division,
+   by one step of Newton's. */
+INLINE VEC NAME(reciprocal)(VEC d) {
+#if REAL_BYTES == 4 && VECTOR == 64
+    VEC y = __builtin_ia32_rcp14ps512_mask(d, (VEC){0}, (unsigned short)-1);
+    return y + y * (R(1.0) - d * y);
+#elif REAL_BYTES == 4 && VECTOR == 32
+    VEC y = __builtin_ia32_rcpps256(d);
+    return y + y * (R(1.0) - d * y);
+#else
+    return R(1.0) / d;
+#endif
+}
+
 /* What a pass sums at a point with q = (1 - y) / y: f = sum a y or, on the side where that is the smaller, sum a (1 - y);
    and the first two derivatives of sum a y. */
 #define WEIGH(q, a, w, part)                                \
-    VEC y = R(1.0) / (R(1.0) + q), v = q * y;               \
+    VEC y = NAME(reciprocal)(R(1.0) + q), v = q * y;        \
     VEC t = w * (a * (y * v));                              \
     f += a * (part);                                        \
     s1 += t;                                                \
