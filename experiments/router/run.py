@@ -328,7 +328,7 @@ def columns(rows: Sequence[common.Row], names: dict[str, str], *, digits: int = 
 
 
 def finals(rows: Sequence[common.Row], experts: int, length: str = "final") -> list[common.Row]:
-    """Return the final runs with the chosen settings and the most steps, or if "early" the fewest, where they differ."""
+    """Return the final runs with the chosen settings and the most steps; if "early" the fewest, where they differ."""
     final = [row for row in rows if row["part"] == "final" and row["experts"] == experts]
     found = [row for row in final if best(rows, experts, row["method"]).items() <= row.items()]
     steps = sorted({row["steps"] for row in found})
