@@ -4,7 +4,7 @@
     python -m experiments.autoencoders.run --alone      # times at 4,096 x 65,536, with nothing else on the GPU
 
 The language model is trained first, one per seed (its code is in `experiments/router`). The learning rate, and for LML
-the temperature and the share of soft steps, are chosen per method by short runs on validation rows.
+the temperature and the share of soft steps, are chosen per method and size by short runs on validation rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from experiments.router import texts
 from experiments.router.model import ByteModel, Dense
 
 HERE = Path(__file__).parent
-RATES = (1e-3, 2.5e-3, 6e-3, 1.5e-2)
-WAYS = ((0.1, 0.0), (0.3, 0.0), (0.1, 0.5))  # of LML: last temperature, share of soft steps
+RATES = (1e-3, 2.5e-3, 6e-3, 1.5e-2, 3e-2)
+WAYS = ((0.1, 0.5), (0.1, 0.0), (0.3, 0.0), (1.0, 0.0))  # of LML: last temperature, share of soft steps
+FIRST = {"rate": 6e-3, "cold": 0.3, "soft": 0.0}  # where the search begins
 SIZES = (8, 24, 64)
-MIDDLE = 24  # at which rates are chosen
+MIDDLE = 24  # whose best setting is the first to be tried at the other sizes
 SLOWER = 0.1  # the rate of the predicted sizes, times that of the rest
 Setting = dict[str, Any]
 
@@ -137,35 +138,31 @@ def ways(kind: str) -> Sequence[tuple[float, float]]:
 
 
 def best(rows: Sequence[common.Row], kind: str, k: int) -> dict[str, float]:
-    """Return the rate with the least error on the validation rows at the middle size, and the way at this size."""
+    """Return rate and way with the least error on the validation rows at this size, else at the middle one."""
     some = [r for r in rows if r["part"] == "grid" and r["kind"] == kind]
-    first = [r for r in some if r["k"] == MIDDLE and (r["cold"], r["soft"]) == ways(kind)[0]]
-    found = min(first, key=lambda row: row["valid_error"])
-    here = [r for r in some if r["k"] == k and r["rate"] == found["rate"]]
-    found = min(here, key=lambda row: row["valid_error"], default=found)
-    return {name: found[name] for name in ("rate", "cold", "soft")}
+    here = [r for r in some if r["k"] == k] or [r for r in some if r["k"] == MIDDLE]
+    begin = FIRST if "LML" in kind else FIRST | {"cold": 1.0}
+    found = min(here, key=lambda row: row["valid_error"], default=begin)
+    return {name: found[name] for name in FIRST}
 
 
 def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setting, Any]]]:
-    """Yield rates, then ways at the best rate, then all sizes, seed by seed; each where it is missing."""
+    """Yield short runs about the best so far until all its neighbours are tried, then all sizes, seed by seed."""
 
     def open_(settings: list[Setting]) -> list[tuple[Setting, Any]]:
         return [(setting, arguments) for setting in settings if results.missing(**setting)]
 
-    def short(kind: str, k: int, rate: float, way: tuple[float, float]) -> Setting:
-        found = {"part": "grid", "kind": kind, "k": k, "rate": rate, "cold": way[0], "soft": way[1]}
-        return found | {"seed": 0, "steps": arguments.short}
+    def about(kind: str, k: int) -> list[Setting]:
+        centre = best(results.rows, kind, k)
+        way = centre["cold"], centre["soft"]
+        pairs = [(rate, way) for rate in router.near(centre["rate"], arguments.rates)]
+        pairs += [(centre["rate"], other) for other in router.near(way, ways(kind))]
+        shared = {"part": "grid", "kind": kind, "k": k, "seed": 0, "steps": arguments.short}
+        return [shared | {"rate": r, "cold": w[0], "soft": w[1]} for r, w in dict.fromkeys(pairs)]
 
-    yield open_([short(kind, MIDDLE, rate, ways(kind)[0]) for kind in arguments.kinds for rate in arguments.rates])
-    yield open_(
-        [
-            short(kind, k, best(results.rows, kind, k)["rate"], way)
-            for kind in arguments.kinds
-            if len(ways(kind)) > 1
-            for k in arguments.sizes
-            for way in ways(kind)
-        ]
-    )
+    for sizes in ([k for k in arguments.sizes if k == MIDDLE], arguments.sizes):
+        while jobs := open_([s for k in sizes for kind in arguments.kinds for s in about(kind, k)]):
+            yield jobs
     yield open_(
         [
             {"part": "final", "kind": kind, "k": k}
@@ -227,27 +224,25 @@ def measured(call: Callable[[], None], device: str, repeats: int = 9) -> float:
     return sorted(once() for _ in range(repeats))[repeats // 2]
 
 
+def finals(rows: Sequence[common.Row]) -> list[common.Row]:
+    """Return the final runs with the chosen settings."""
+    final = [r for r in rows if r["part"] == "final" and best(rows, r["kind"], r["k"]).items() <= r.items()]
+    return sorted(final, key=lambda r: (model.KINDS.index(r["kind"]), r["k"]))
+
+
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
-    final = [r for r in rows if r["part"] == "final"]
-    final.sort(key=lambda r: (model.KINDS.index(r["kind"]), r["k"]))
-    named = [r | {"method": r["kind"], "explained": 1 - r["error"], "k": f"k = {r['k']}"} for r in final]
+    named = [r | {"method": r["kind"], "explained": 1 - r["error"], "k": f"k = {r['k']}"} for r in finals(rows)]
     found = {}
     for name, scale, digits in (("explained", 100, 2), ("dead", 100, 2), ("active", 1, 2)):
         found[name] = common.table(named, "method", "k", name, scale=scale, digits=digits) if named else "(not run)"
-    short = [dict(r) for r in rows if r["part"] == "grid"]
-    for row in short:
-        way = f", T = {row['cold']:g}, {100 * row['soft']:g} % soft" if "LML" in row["kind"] else ""
-        row |= {"method": row["kind"] + way, "explained": 1 - row["valid_error"]}
-        place = ways(row["kind"]).index((row["cold"], row["soft"]))
-        row |= {"first": place == 0 and row["k"] == MIDDLE, "order": (model.KINDS.index(row["kind"]), place)}
-    short.sort(key=lambda row: (row["order"], row["rate"], row["k"]))
-    rates = [row for row in short if row["first"]]
-    found["rates"] = common.table(rates, "method", "rate", "explained") if rates else "(not run)"
-    chosen = {kind: best(rows, kind, MIDDLE)["rate"] for kind in {row["kind"] for row in rates}}
-    other = [row for row in short if len(ways(row["kind"])) > 1 and row["rate"] == chosen[row["kind"]]]
-    other = [row | {"k": f"k = {row['k']}"} for row in sorted(other, key=lambda row: row["k"])]
-    other.sort(key=lambda row: row["order"])
-    found["ways"] = common.table(other, "method", "k", "explained") if other else "(not run)"
+    for k in SIZES:
+        short = [dict(r) for r in rows if r["part"] == "grid" and r["k"] == k]
+        for row in short:
+            way = f", T = {row['cold']:g}, {100 * row['soft']:g} % soft" if "LML" in row["kind"] else ""
+            row |= {"method": row["kind"] + way, "explained": 1 - row["valid_error"]}
+        short.sort(key=lambda r: (model.KINDS.index(r["kind"]), ways(r["kind"]).index((r["cold"], r["soft"]))))
+        heads = sorted({row["rate"] for row in short})
+        found[f"grid {k}"] = common.table(short, "method", "rate", "explained", heads=heads) if short else "(not run)"
     timed = [r | {"method": r["kind"]} for r in rows if r["part"] == "time"]
     long = [
         {"method": r["method"], "ms": name, "number": r[of]}
@@ -262,7 +257,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
     """Draw the error and the share of dead latents against the number of active ones."""
     import matplotlib.pyplot as plt
 
-    final = [r for r in rows if r["part"] == "final"]
+    final = finals(rows)
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.2))
     for axis, value in zip(axes, ("error", "dead"), strict=True):
         for kind in model.KINDS:
@@ -309,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     end = time.monotonic() + 60 * arguments.minutes
     if arguments.smoke:
-        arguments.sizes, arguments.rates, arguments.seeds, arguments.timed = [MIDDLE], [1e-3], 1, [8, 64, 4]
+        arguments.sizes, arguments.rates, arguments.seeds, arguments.timed = [MIDDLE], [FIRST["rate"]], 1, [8, 64, 4]
         arguments.latents, arguments.rows, arguments.batch, arguments.steps, arguments.short = 64, 400, 40, 5, 5
         arguments.text_steps, arguments.text_batch, arguments.length = 2, 4, 32
         arguments.features, arguments.layers, arguments.heads = 16, 2, 2

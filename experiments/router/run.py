@@ -190,7 +190,7 @@ def best(rows: Sequence[common.Row], experts: int, method: str) -> dict[str, flo
     return {"rate": found["rate"], "strength": found["strength"]}
 
 
-def near(value: float, values: Sequence[float]) -> list[float]:
+def near(value: Any, values: Sequence[Any]) -> list[Any]:
     """Return a value of a sorted list and its neighbours there."""
     i = list(values).index(value)
     return list(values[max(0, i - 1) : i + 2])
