@@ -197,7 +197,7 @@ def _over_dimensions(
     """Flatten several dimensions into one, project, and unflatten."""
     logits = _check.logits(op, logits)
     if not dim:
-        raise ValueError(f"{op}: `dim` must name at least one dimension, got {dim!r}.")
+        raise ValueError(f"{op}: `dim` must name at least one dimension, got {dim!r}. The usual one is -1.")
     if shard is not None:
         raise ValueError(f"{op}: `shard` needs one class dimension, got `dim={tuple(dim)}`.")
     places = [_check.dim(op, d, logits.ndim) for d in dim]

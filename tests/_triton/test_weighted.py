@@ -68,6 +68,24 @@ def test_agrees_with_plain_torch(kind, rows, n, per_row, scale):
             assert off.max() < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["positive", "signs", "wide"])
+def test_long_rows(kind, monkeypatch):
+    from lastlayer._triton import weighted
+
+    monkeypatch.setattr(weighted, "LONGEST", 16)
+    monkeypatch.setattr(weighted, "STREAM", {"C": 32, "num_warps": 1})
+    x, k, options = problem(4, 70, kind, 2.0)
+    x[1, 3], x[2, 4] = -torch.inf, torch.inf
+    k[2] += options["weight"][4].clamp(max=0).double()
+    wide = {name: None if value is None else value.double() for name, value in options.items()}
+    for function in (ll.lml, ll.lml_at_most):
+        found = results(function, x, k, options, "triton")
+        exact = results(function, x.double(), k, wide, "torch")
+        for value, expected in zip(found, exact, strict=True):
+            room = 2e-5 * float(1 + expected.abs().nan_to_num().max())
+            torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=room, equal_nan=True)
+
+
 def test_masked_infinite_and_half_precision_rows():
     x, k, options = problem(6, 30, "signs", 2.0)
     mask = torch.rand(6, 30, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE) > 0.2
@@ -111,6 +129,6 @@ def test_messages():
     x = torch.zeros(2, 4, device=DEVICE)
     with pytest.raises(RuntimeError, match="weights and bounds must be float32, bfloat16 or float16"):
         ll.lml(x, 1, weight=torch.ones(4, dtype=DOUBLE), impl="triton")
-    with pytest.raises(RuntimeError, match="rows of weights have at most 16384 classes"):
-        ll.lml(torch.zeros(1, 16385, device=DEVICE), 1, weight=2.0, impl="triton")
+    with pytest.raises(RuntimeError, match="rows of weights have at most 4194304 classes"):
+        ll.lml(torch.zeros(1, 4194305, device=DEVICE), 1, weight=2.0, impl="triton")
     torch.testing.assert_close(ll.lml(x, 1.0, weight=torch.ones(4, dtype=DOUBLE)), torch.full_like(x, 0.25))

@@ -1,0 +1,203 @@
+"""Rows with weights and bounds that are too long for registers: one program streams a row, from the cache if it can.
+
+The search is that of `weighted`, with points that are computed anew in each pass. A row that it does not solve is left
+to the same second kernel.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+from lastlayer._triton.device import LN2, LOG2E, exp, exp2, is_finite, log2, rcp, scaled, sum3, sum5
+from lastlayer._triton.weighted_parts import (
+    DIGITS,
+    PASSES,
+    careful_share,
+    exact_sums,
+    log_step,
+    normal_start,
+    scores,
+    term,
+    two_floats,
+    unit_above,
+)
+
+
+@triton.jit
+def _classes(
+    x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, cols, inv_t, inv_unit, MASKED: tl.constexpr,
+    WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+):  # fmt: skip
+    """Scores, weights and shares of some classes, all turned positive; the last two are 0 where there is no class."""
+    x = scores(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+    weight = term(w_ptr, row, n if WEIGHT == 2 else 0, cols, n, WEIGHT > 0, 1.0)
+    lower = term(l_ptr, row, n if LOWER == 2 else 0, cols, n, LOWER > 0, 0.0)
+    upper = term(u_ptr, row, n if UPPER == 2 else 0, cols, n, UPPER > 0, 1.0)
+    live = is_finite(x) & (cols < n)
+    w = tl.where(live, tl.abs(weight) * inv_unit, 0.0)
+    return tl.where(live, tl.where(weight < 0, -x, x), 0.0), w, w * (upper - lower)
+
+
+@triton.jit(do_not_specialize=["units"])
+def forward_row(
+    x_ptr, m_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, units, m_row, m_col, k_row, inv_t, ALIGN: tl.constexpr,
+    C: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+    AT_MOST: tl.constexpr, TOL: tl.constexpr,
+):  # fmt: skip
+    """One row per program. One that is not solved has a nu of nan, and nothing else is written that stays."""
+    n = units * ALIGN
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.load(k_ptr + row * k_row)
+    largest = tl.zeros([C], tl.float32)
+    for start in range(0, n, C):
+        cols = start + tl.arange(0, C)
+        weight = term(w_ptr, row, n if WEIGHT == 2 else 0, cols, n, WEIGHT > 0, 1.0)
+        largest = tl.maximum(largest, tl.where(cols < n, tl.abs(weight), 0.0))
+    inv_unit = 1 / unit_above(tl.max(largest, 0))
+    sure, exact, bad = exact_sums(
+        x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row + tl.zeros([1], tl.int64), m_row, m_col, n, inv_t, C, MASKED, WEIGHT,
+        LOWER, UPPER,
+    )  # fmt: skip
+    sure = tl.sum(sure, 0)
+    exact = tl.sum(exact, 0)
+    bad = tl.sum(bad, 0)
+    c = ((k - sure) * inv_unit.to(tl.float64)).to(tl.float32)
+    rest = ((exact - (k - sure)) * inv_unit.to(tl.float64)).to(tl.float32)
+    few = c <= rest
+    goal = tl.minimum(c, rest)
+    nu = goal * 0.0
+    low = nu
+    lost = (goal > 0) == 0
+    lost = lost | (bad > 0)
+    if lost == 0:
+        z1 = tl.zeros([C], tl.float32)
+        z2 = tl.zeros([C], tl.float32)
+        zw = tl.zeros([C], tl.float32)
+        w1 = tl.zeros([C], tl.float32)
+        w2 = tl.zeros([C], tl.float32)
+        for start in range(0, n, C):
+            z, w, a = _classes(
+                x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, start + tl.arange(0, C), inv_t, inv_unit,
+                MASKED, WEIGHT, LOWER, UPPER,
+            )  # fmt: skip
+            z1 += a * z
+            z2 += a * z * z
+            zw += a * z * w
+            w1 += a * w
+            w2 += a * w * w
+        z1, z2, zw, w1, w2 = sum5(z1, z2, zw, w1, w2, 0)
+        over = rcp(c + rest)
+        side = tl.where(few, 1.0, -1.0)
+        logit = (log2(goal) - log2(tl.maximum(c, rest))) * LN2
+        nu = side * normal_start(logit, side * z1 * over, z2 * over, side * zw * over, w1 * over, w2 * over)
+        lost = (tl.abs(nu) < 1e30) == 0
+        nu = tl.where(lost, 0.0, nu)
+        left = tl.where(lost, 0, PASSES)
+        lost = lost | True
+        while left > 0:
+            f = tl.zeros([C], tl.float32)
+            s1 = tl.zeros([C], tl.float32)
+            s2 = tl.zeros([C], tl.float32)
+            for start in range(0, n, C):
+                z, w, a = _classes(
+                    x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, start + tl.arange(0, C), inv_t, inv_unit,
+                    MASKED, WEIGHT, LOWER, UPPER,
+                )  # fmt: skip
+                t = tl.fma(w, nu, z) + w * low
+                y = rcp(1 + exp2(t * (side * -LOG2E)))
+                h = w * a * (y - y * y)
+                f += a * y
+                s1 += h
+                s2 += w * h * (1 - 2 * y)
+            f, s1, s2 = sum3(f, s1, s2, 0)
+            inverse = rcp(s1)
+            r = (f - goal) * inverse
+            step = -r * rcp(1 - 0.5 * r * s2 * inverse)  # Halley's
+            size = tl.abs(r)
+            if size > 0.3:
+                step = log_step(f, goal, s1, s2)
+            step = low + side * step
+            moved = nu + step
+            low = step - (moved - nu)
+            nu = moved
+            done = size <= TOL
+            lost = (done & (s1 > goal * DIGITS)) == 0
+            left = tl.where(done | ((size >= 0) == 0), 0, left - 1)
+    exact_nu = (nu.to(tl.float64) + low.to(tl.float64)) * inv_unit.to(tl.float64)
+    if AT_MOST:
+        free = ((exact_nu > 0) & (lost == 0)) | ((rest <= 0) & (bad <= 0))
+        exact_nu = tl.where(free, 0.0, exact_nu)
+        lost = lost & (free == 0)
+    exact_nu = tl.where(lost, float("nan"), exact_nu)
+    tl.store(nu_ptr + row, exact_nu)
+    if lost == 0:
+        high, low = two_floats(exact_nu)
+        for start in range(0, n, C):
+            cols = start + tl.arange(0, C)
+            x = scores(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+            weight = term(w_ptr, row, n if WEIGHT == 2 else 0, cols, n, WEIGHT > 0, 1.0)
+            lower = term(l_ptr, row, n if LOWER == 2 else 0, cols, n, LOWER > 0, 0.0)
+            upper = term(u_ptr, row, n if UPPER == 2 else 0, cols, n, UPPER > 0, 1.0)
+            t = tl.where(is_finite(x), tl.fma(weight, high, x) + weight * low, x)
+            y = tl.minimum(tl.fma(upper - lower, rcp(1 + exp(-t)), lower), upper)
+            tl.store(out_ptr + row * n + cols, y.to(out_ptr.dtype.element_ty), mask=cols < n)
+
+
+@triton.jit(do_not_specialize=["units"])
+def backward_row(
+    x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, nu_ptr, g_ptr, gx_ptr, gk_ptr, gw_ptr, gl_ptr, gu_ptr, units, m_row, m_col,
+    inv_t, ALIGN: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
+    UPPER: tl.constexpr, AT_MOST: tl.constexpr, BY_W: tl.constexpr, BY_L: tl.constexpr, BY_U: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one row: once over it for the sums, and once more."""
+    n = units * ALIGN
+    row = tl.program_id(0).to(tl.int64)
+    exact = tl.load(nu_ptr + row)
+    high, low = two_floats(exact)
+    asked = tl.zeros([C], tl.float32)
+    for start in range(0, n, C):
+        cols = start + tl.arange(0, C)
+        asked += tl.abs(tl.load(g_ptr + row * n + cols, mask=cols < n, other=0.0).to(tl.float32))
+    asked = tl.sum(asked, 0)
+    ends = tl.abs(exact) == float("inf")
+    fixed = ends | (exact != exact)
+    share = asked * 0.0
+    if fixed == 0:
+        share = tl.sum(
+            careful_share(
+                x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, g_ptr, row + tl.zeros([1], tl.int64),
+                exact + tl.zeros([1], tl.float64), m_row, m_col, n, inv_t, C, MASKED, WEIGHT, LOWER, UPPER,
+            ),
+            0,
+        )  # fmt: skip
+    if AT_MOST:
+        share = tl.where(exact == 0, 0.0, share)
+    gone = tl.where((exact != exact) & ((asked == 0) == 0), float("nan"), 0.0)
+    tl.store(gk_ptr + row, share.to(tl.float64) + gone.to(tl.float64))
+    for start in range(0, n, C):
+        cols = start + tl.arange(0, C)
+        inside = cols < n
+        x = scores(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+        weight = term(w_ptr, row, n if WEIGHT == 2 else 0, cols, n, WEIGHT > 0, 1.0)
+        lower = term(l_ptr, row, n if LOWER == 2 else 0, cols, n, LOWER > 0, 0.0)
+        upper = term(u_ptr, row, n if UPPER == 2 else 0, cols, n, UPPER > 0, 1.0)
+        g = tl.load(g_ptr + row * n + cols, mask=inside, other=0.0).to(tl.float32)
+        t = tl.where(is_finite(x), tl.fma(weight, high, x) + weight * low, x)
+        at_end = tl.where(weight * tl.where(exact > 0, 1.0, -1.0) > 0, float("inf"), float("-inf"))
+        t = tl.where(ends, tl.where(is_finite(x) & (weight != 0), at_end, t), t)  # no `&` of a number and a tensor
+        tail = exp(-tl.abs(t))
+        over = rcp(1 + tail)
+        small = tail * over
+        width = upper - lower
+        v = tl.where(fixed, g, g - weight * share)
+        by_x = tl.where(fixed, 0.0, tl.where(is_finite(x), small * over * width * v, 0.0))
+        at = row * n + cols
+        tl.store(gx_ptr + at, (scaled(by_x, inv_t) + gone).to(gx_ptr.dtype.element_ty), mask=inside)
+        if BY_W:
+            y = tl.where(t > 0, upper - width * small, lower + width * small)
+            tl.store(gw_ptr + at, high * by_x - share * y + gone, mask=inside)
+        if BY_L:
+            tl.store(gl_ptr + at, tl.where(t > 0, small, over) * v + gone, mask=inside)
+        if BY_U:
+            tl.store(gu_ptr + at, tl.where(t > 0, over, small) * v + gone, mask=inside)
