@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,10 +70,12 @@ def lml_balanced(
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
-    found = None if at_most or mask is not None or shard is not None else _by_kernel(logits, k, capacity, temperature)
-    if found is not None:
-        return found
-    x, nu, mu, fixed = _duals("lml_balanced", logits, k, capacity, at_most, mask, temperature, shard)
+    op = "lml_balanced"
+    if not at_most and mask is None and shard is None:
+        found = _by_kernel(op, logits, k, capacity, temperature)
+        if found is not None:
+            return _Assignment.apply(*found.inputs(), *found.output) if found.recorded else found.output.y
+    x, nu, mu, fixed = _duals(op, logits, k, capacity, at_most, mask, temperature, shard)
     return torch.where(nu.isnan(), nu, _points(x, nu, mu, fixed).sigmoid()).to(logits.dtype)
 
 
@@ -112,7 +114,16 @@ def lml_balanced_duals(
         >>> mu
         tensor([-1.,  1.])
     """
-    _, nu, mu, _ = _duals("lml_balanced_duals", logits, k, capacity, at_most, mask, temperature, shard)
+    op = "lml_balanced_duals"
+    if not at_most and mask is None and shard is None:
+        found = _by_kernel(op, logits, k, capacity, temperature)
+        if found is not None:
+            mean = found.output.mu.mean()
+            nu, mu = found.output.nu + mean, found.output.mu - mean
+            if found.recorded:
+                nu, mu = _FoundDuals.apply(*found.inputs(), nu, mu)
+            return nu.squeeze(-1).to(logits.dtype), mu.squeeze(-2).to(logits.dtype)
+    _, nu, mu, _ = _duals(op, logits, k, capacity, at_most, mask, temperature, shard)
     nu = replicate(nu, shard)
     return nu.squeeze(-1).to(logits.dtype), mu.squeeze(-2).to(logits.dtype)
 
@@ -130,7 +141,9 @@ def _duals(
     """Check the arguments; return scores, nu ``(..., rows, 1)``, mu ``(..., 1, columns)`` and the fixed pairs."""
     logits = _check.logits(op, logits)
     if logits.ndim < 2:
-        raise ValueError(f"{op}: `logits` must have rows and columns, got shape {tuple(logits.shape)}.")
+        raise ValueError(
+            f"{op}: `logits` must have rows and columns, got shape {tuple(logits.shape)}. Use `lml` for one row."
+        )
     mask = _check.mask(op, mask, logits)
     divisor = _check.temperature(op, temperature)
     rows, columns = logits.shape[-2:]
@@ -147,9 +160,36 @@ def _duals(
     return x, *function.apply(x, live, sums, limits, at_most, shard)
 
 
-def _by_kernel(logits: Any, k: Any, capacity: Any, temperature: Any) -> Tensor | None:
-    """Return the assignment from the GPU kernel; None where it is not for it, or has not found one."""
-    op = "lml_balanced"
+class _Output(NamedTuple):
+    """What the kernel found: y, and in float64 nu ``(rows, 1)`` and mu ``(1, columns)``."""
+
+    y: Tensor
+    nu: Tensor
+    mu: Tensor
+
+
+class _Found(NamedTuple):
+    """A solution of the kernel with what it is the solution of."""
+
+    logits: Tensor
+    sums: Tensor | float
+    limits: Tensor | float
+    temperature: float
+    output: _Output
+    recorded: bool
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, float]:
+        """Return logits, row sums ``(rows, 1)``, column sums ``(1, columns)`` and temperature."""
+        rows, columns = self.logits.shape
+        sums, limits = (
+            value if isinstance(value, Tensor) else self.output.nu.new_full((), value).expand(shape)
+            for value, shape in ((self.sums, (rows, 1)), (self.limits, (1, columns)))
+        )
+        return self.logits, sums, limits, self.temperature
+
+
+def _by_kernel(op: str, logits: Any, k: Any, capacity: Any, temperature: Any) -> _Found | None:
+    """Return the solution from the GPU kernel; None where it is not for it, or has not found one."""
     if not isinstance(logits, Tensor) or not isinstance(temperature, float | int) or transformed():
         return None
     if not direct(logits, k, capacity) or _triton.unavailable(logits.device) or not logits.is_floating_point():
@@ -161,16 +201,22 @@ def _by_kernel(logits: Any, k: Any, capacity: Any, temperature: Any) -> Tensor |
     divisor = float(_check.temperature(op, temperature))
     rows, columns = logits.shape
     _check_sums(op, k, capacity, rows, columns, False, None)
-    sums = _check.cardinality(op, k, logits).double()
-    limits = _column_sums(op, capacity, sums, logits, None)
-    limits = limits if capacity is None else _agreeing(sums, limits, None)
-    y, nu, mu, wrong = balanced.solve(logits.detach(), sums.detach(), limits.detach(), divisor)
+    sums: Tensor | float
+    limits: Tensor | float
+    given: tuple[Tensor | float, Tensor | float]
+    if isinstance(k, Tensor) or isinstance(capacity, Tensor):
+        sums = _check.cardinality(op, k, logits).double()
+        limits = _column_sums(op, capacity, sums, logits, None)
+        limits = limits if capacity is None else _agreeing(sums, limits, None)
+        given = sums.detach(), limits.detach()
+    else:  # numbers stay numbers: a small tensor takes as long to make as the kernel to run
+        sums = _check.cardinality_of_all(op, k, columns, columns)
+        limits = rows * sums / columns
+        given = sums, limits
+    y, nu, mu, wrong = balanced.solve(logits.detach(), given[0], given[1], divisor)
     if int(wrong):  # which waits for the device
         return None
-    if not recorded(logits, sums, limits):
-        return y
-    out: Tensor = _Assignment.apply(logits, sums, limits, divisor, y, nu, mu)
-    return out
+    return _Found(logits, sums, limits, divisor, _Output(y, nu, mu), recorded(logits, sums, limits))
 
 
 def _agreeing(sums: Tensor, limits: Tensor, shard: ClassShard | None) -> Tensor:
@@ -188,9 +234,13 @@ def _check_sums(
     if capacity is None or isinstance(capacity, Tensor):
         return
     if isinstance(capacity, bool) or not isinstance(capacity, numbers.Real):
-        raise TypeError(f"{op}: `capacity` must be a number or a tensor, got {type(capacity).__name__}.")
+        raise TypeError(
+            f"{op}: `capacity` must be a number or a tensor, got {type(capacity).__name__}. Use `torch.tensor`."
+        )
     if not 0 <= float(capacity) < float("inf"):
-        raise ValueError(f"{op}: `capacity` must be at least 0 and finite, got {capacity}.")
+        raise ValueError(
+            f"{op}: `capacity` must be at least 0 and finite, got {capacity}. Give the sum that a column can take."
+        )
     if isinstance(k, Tensor) or not isinstance(k, numbers.Real) or shard is not None:
         return
     have, need = columns * float(capacity), rows * float(k)
@@ -201,7 +251,9 @@ def _check_sums(
             + ("Raise it." if at_most else "Leave it out for equal shares, or use `at_most=True`.")
         )
     if not at_most and float(capacity) > rows:
-        raise ValueError(f"{op}: `capacity` must be at most the number of rows, {rows}, got {capacity}.")
+        raise ValueError(
+            f"{op}: `capacity` must be at most the number of rows, {rows}, got {capacity}. An entry is at most 1."
+        )
 
 
 def _column_sums(op: str, capacity: Any, sums: Tensor, logits: Tensor, shard: ClassShard | None) -> Tensor:
@@ -213,15 +265,15 @@ def _column_sums(op: str, capacity: Any, sums: Tensor, logits: Tensor, shard: Cl
     if not isinstance(capacity, Tensor):
         return torch.full((), float(capacity), dtype=torch.float64, device=logits.device).expand(shape)
     if capacity.is_complex() or capacity.dtype == torch.bool:
-        raise TypeError(f"{op}: `capacity` must be real, got a tensor of {capacity.dtype}.")
+        raise TypeError(f"{op}: `capacity` must be real, got a tensor of {capacity.dtype}. Use a float.")
     wide = capacity.to(device=logits.device, dtype=torch.float64)
     try:
         wide = wide if wide.ndim == 0 else wide.unsqueeze(-2)
         return wide.expand(shape)
     except RuntimeError:
         raise ValueError(
-            f"{op}: `capacity` must broadcast to {(*shape[:-2], shape[-1])}, one number per column, "
-            f"got shape {tuple(capacity.shape)}."
+            f"{op}: `capacity` must broadcast to {(*shape[:-2], shape[-1])}, got shape {tuple(capacity.shape)}. "
+            "Give one number per column."
         ) from None
 
 
@@ -469,10 +521,8 @@ class _Duals(torch.autograd.Function):
         # A matrix without a solution that is not used has no part in the gradient of what it shares.
         used = (grad_nu != 0).any(-2, keepdim=True) | (reduce((grads[1] != 0).to(h.dtype), "max", ctx.shard) > 0)
         h = torch.where(used, h, 0)
-        if not ctx.at_most:  # the mean of mu was taken from mu and given to nu
-            surplus = grad_nu.sum(-2, keepdim=True) - reduce(grad_mu, "sum", ctx.shard)
-            n = reduce(finite.to(h.dtype), "sum", ctx.shard).clamp(min=1)
-            grad_mu = grad_mu + torch.where(finite, surplus / n, 0)
+        if not ctx.at_most:
+            grad_mu = grad_mu + _share_of_mean(grad_nu, grad_mu, finite, ctx.shard)
         a, b = _system(h, grad_nu, grad_mu, bound, ctx.shard)
         return -h * (a + b), None, a, b, None, None
 
@@ -505,6 +555,35 @@ class _DualsForwardMode(_Duals):
         return nu_t + mean, torch.where(finite, mu_t - mean, 0), None
 
 
+def _share_of_mean(grad_nu: Tensor, grad_mu: Tensor, finite: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return what each mu gets of the gradient of its mean, which was taken from mu and given to nu."""
+    surplus = grad_nu.sum(-2, keepdim=True) - reduce(grad_mu, "sum", shard)
+    n = reduce(finite.to(grad_mu.dtype), "sum", shard).clamp(min=1)
+    return torch.where(finite, surplus / n, 0)
+
+
+class _FoundDuals(torch.autograd.Function):
+    """``(logits, k, capacity) -> (nu, mu)`` for a solution that is there; like `_Assignment`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        logits, sums, limits, ctx.temperature, nu, mu = inputs
+        ctx.save_for_backward(logits, sums, limits, nu, mu)
+        return nu.clone(), mu.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, sums, limits, nu, mu = ctx.saved_tensors
+        if differentiated(*grads):
+            return *_plain_gradients(ctx, logits, sums, limits, *grads), None, None, None
+        z = logits.double() / ctx.temperature + nu + mu
+        h = z.sigmoid() * (-z).sigmoid()
+        bound = torch.ones_like(mu, dtype=torch.bool)
+        grad_nu, grad_mu = grads
+        a, b = _system(h, grad_nu, grad_mu + _share_of_mean(grad_nu, grad_mu, bound, None), bound, None)
+        return (-h * (a + b) / ctx.temperature).to(logits.dtype), a, b, None, None, None
+
+
 class _Assignment(torch.autograd.Function):
     """``(logits, k, capacity) -> y`` for a solution that is there; further derivatives are those of plain torch."""
 
@@ -529,16 +608,16 @@ class _Assignment(torch.autograd.Function):
         return grad_x.to(logits.dtype), a, b, None, None, None, None
 
 
-def _plain_gradients(ctx: Any, logits: Tensor, sums: Tensor, limits: Tensor, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of logits, k and capacity in differentiable operations."""
+def _plain_gradients(ctx: Any, logits: Tensor, sums: Tensor, limits: Tensor, *grads: Tensor) -> list[Tensor | None]:
+    """Return the gradients of logits, k and capacity in differentiable operations, from that of y or of both duals."""
     inputs = zip((logits, sums, limits), ctx.needs_input_grad, strict=False)
     wanted = [value for value, asked in inputs if asked]
     with torch.enable_grad():
         x = logits.double() / ctx.temperature
         live = torch.ones_like(x, dtype=torch.bool)
         nu, mu, fixed = _DualsForwardMode.apply(x, live, sums, limits, False, None)
-        y = _points(x, nu, mu, fixed).sigmoid().to(logits.dtype)
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=torch.is_grad_enabled()))
+        outputs = (nu, mu) if len(grads) == 2 else (_points(x, nu, mu, fixed).sigmoid().to(logits.dtype),)
+    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=torch.is_grad_enabled()))
     return [next(found) if asked else None for asked in ctx.needs_input_grad[:3]]
 
 

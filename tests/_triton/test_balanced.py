@@ -63,6 +63,38 @@ def test_is_plain_torch(tried, rows, columns, k, scale, bias):
         torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_in_turn(tried, monkeypatch):
+    from lastlayer._triton import balanced
+
+    monkeypatch.setattr(balanced, "MOST", 0)
+    monkeypatch.setattr(balanced, "PER_THREAD", 1)
+    balanced._plan.cache_clear()
+    x = matrix(100, 20, 3.0, 2.0)
+    y = ll.lml_balanced(x, 3.5, temperature=0.5)
+    balanced._plan.cache_clear()
+    assert tried == [True]
+    torch.testing.assert_close(y.double(), ll.lml_balanced(x.double(), 3.5, temperature=0.5), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("rows", "columns", "k", "scale"), [(40, 20, 3.5, 2.0), (300, 16, 2, 1.0), (64, 16, 2, 10.0)])
+def test_duals_are_plain_torch(tried, rows, columns, k, scale):
+    x = matrix(rows, columns, scale, 1.0)
+    sizes, leaf = torch.full((rows,), float(k), device=DEVICE).requires_grad_(), x.clone().requires_grad_()
+    for sums in (k, sizes):
+        duals = ll.lml_balanced_duals(leaf, sums, temperature=1.25)
+        exact = ll.lml_balanced_duals(leaf.double(), sums, temperature=1.25)
+        grads = [torch.linspace(-1, 2, d.numel(), device=DEVICE).reshape(d.shape) for d in duals]
+        for found, right in zip(duals, exact, strict=True):
+            torch.testing.assert_close(found.double(), right, rtol=2e-6, atol=2e-5)
+        leaves = (leaf,) if sums is k else (leaf, sizes)
+        found = torch.autograd.grad(duals, leaves, grads)
+        expected = torch.autograd.grad(exact, leaves, [g.double() for g in grads])
+        for value, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, right.to(value.dtype), rtol=1e-4, atol=1e-4)
+    assert tried == [True, True]
+    assert abs(float(duals[1].detach().mean())) < 1e-5
+
+
 def test_half_precision_and_one_number(tried):
     x = matrix(64, 16, 1.0, 1.0).bfloat16()
     y = ll.lml_balanced(x, 2)
@@ -79,7 +111,7 @@ def test_what_has_no_solution_is_left_to_plain_torch(tried):
     ll.lml_balanced(x, 2.0, 4.0, at_most=True)
     ll.lml_balanced(x[None], 2.0)
     assert len(tried) == 2
-    assert plain._by_kernel(x.double(), 2.0, None, 1.0) is None
+    assert plain._by_kernel("lml_balanced", x.double(), 2.0, None, 1.0) is None
 
 
 def test_second_derivatives(tried):

@@ -242,7 +242,7 @@ def test_one_column_and_empty_batches():
         ),
         ({"k": 1, "capacity": -1.0}, ValueError, "`capacity` must be at least 0 and finite, got -1"),
         ({"k": 1, "capacity": "1"}, TypeError, "`capacity` must be a number or a tensor, got str"),
-        ({"k": 1, "capacity": torch.ones(3)}, ValueError, "one number per column, got shape \\(3,\\)"),
+        ({"k": 1, "capacity": torch.ones(3)}, ValueError, "got shape \\(3,\\). Give one number per column"),
         ({"k": 1, "capacity": torch.ones(4, dtype=torch.bool)}, TypeError, "`capacity` must be real"),
         ({"k": 5}, ValueError, "`k` must be between 0 and n_classes=4, got 5"),
     ],
