@@ -62,6 +62,9 @@ struct call {
     void *weight; /* of each row in the reduced loss; 0 where it does not contribute */
     void *total;  /* the reduced loss: the mean over the rows that contribute, or their sum */
     int64_t mean;
+    void *slope;  /* the gradient of the sum over the rows that contribute, times `unit`, written with the loss */
+    double *over; /* what turns it into that of the reduced loss; 0 where a row is nan, which upstream 0 must hide */
+    double unit;
 };
 
 /* The memory of one thread: `copy` and `e` have room for all rows that are solved at once, in whole vectors. */
@@ -269,17 +272,48 @@ static int classes_exist(const struct call *call) {
         double over = call->mean && count > 0 ? 1 / count : 1;                                               \
         for (int64_t i = 0; i < call->rows; i++) weight[i] = weight[i] > 0 ? (real)over : 0;                 \
         *(real *)call->total = (real)(sum * over);                                                           \
+        if (call->over) *call->over = sum == sum ? over / call->unit : 0;                                    \
     }
 
 REDUCE_LOSS(float)
 REDUCE_LOSS(double)
 
+/* One over the number of rows with a label, where index lists tell that before the rows are solved. */
+static double unit_of_mean(const struct call *call) {
+    int64_t count = call->observed > 0 ? call->rows : 0;
+    if (!call->index || !call->mean) return 1;
+    for (int64_t i = 0; i < call->rows && call->observed == 0; i++) {
+        int found = 0;
+        for (int64_t j = 0; j < call->m; j++) found |= call->index[i * call->m + j] >= 0;
+        count += found;
+    }
+    return count > 0 ? 1 / (double)count : 1;
+}
+
 static size_t round_up(size_t bytes) { return (bytes + 127) / 64 * 64; }
 
-/* Run a call; 0, or 1 where there is no memory, or 2 where a class does not exist. */
+static int run(const struct call *call, int type, int operation);
+
+/* Run a call; 0, or 1 where there is no memory, or 2 where a class does not exist. The numbers of the rows of a reduced
+   loss are dropped where there is no place for them. */
 EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
     if (call->total && !classes_exist(call)) return 2;
     if (call->rows == 0) return 0;
+    if (!call->total) return run(call, type, operation);
+    struct call own = *call;
+    size_t size = (size_t)call->rows * (type ? 8 : 4);
+    char *memory = call->weight ? 0 : malloc(6 * size);
+    if (memory) {
+        own.out = memory, own.center = memory + size, own.delta = memory + 2 * size;
+        own.log_mass = memory + 3 * size, own.pull = memory + 4 * size, own.weight = memory + 5 * size;
+    }
+    own.unit = call->slope ? unit_of_mean(call) : 1;
+    int problem = own.weight ? run(&own, type, operation) : 1;
+    free(memory);
+    return problem;
+}
+
+static int run(const struct call *call, int type, int operation) {
     int64_t n = call->n, threads = call->threads > POOL_MAX ? POOL_MAX : call->threads;
     if (threads < 1 || call->rows * n < SERIAL_BELOW) threads = 1;
     int split = threads > 1 && n >= 4 * PART && call->rows < 4 * threads; /* rows one by one, each over all threads */

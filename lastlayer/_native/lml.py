@@ -139,16 +139,37 @@ def reduced_loss(
     index: Tensor | None,
     dense: Tensor | None,
     mean: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of all rows, their mean or sum, and what the backward pass needs: one tensor ``(6, rows)``.
+) -> tuple[Tensor, Tensor, float]:
+    """Return the loss of all rows, their mean or sum, and its gradient in two factors.
+
+    The second is 0 where a row is nan: what becomes of its gradient depends on the upstream one.
+    """
+    x = logits if logits.itemsize > 3 and logits.is_contiguous() else _read(logits)
+    slope, total, over = torch.empty_like(x), x.new_zeros(()), ctypes.c_double(1.0)
+    _run_reduced(
+        _LOSS_FORWARD, x, k, mask, temperature, observed, index, dense, None, None, None, None, total, mean, slope, over
+    )
+    return total, slope, over.value
+
+
+def reduced_loss_rows(
+    logits: Tensor,
+    k: Tensor | float,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    mean: bool,
+) -> Tensor:
+    """Return what describes the rows of the reduced loss, as one tensor ``(6, rows)``.
 
     It holds the loss, ``center``, ``delta``, ``log_mass``, ``pull`` and the weight of each row.
     """
     x = logits if logits.itemsize > 3 and logits.is_contiguous() else _read(logits)
-    rows = x.new_empty((6, *x.shape[:-1]))
-    total = x.new_zeros(())
+    rows, total = x.new_empty((6, *x.shape[:-1])), x.new_zeros(())
     _run_reduced(_LOSS_FORWARD, x, k, mask, temperature, observed, index, dense, rows, rows, None, None, total, mean)
-    return total, rows
+    return rows
 
 
 def reduced_loss_backward(
@@ -230,7 +251,7 @@ def _run(
         0 if grad is None else grad.data_ptr(), 0 if grad_delta is None else grad_delta.data_ptr(),
         0 if grad_k is None else grad_k.data_ptr(), observed, 0 if index is None else index.data_ptr(), labels,
         0 if dense is None else dense.data_ptr(), dense_type, 0 if log_mass is None else log_mass.data_ptr(),
-        0 if pull is None else pull.data_ptr(), 0, 0, 0,
+        0 if pull is None else pull.data_ptr(), 0, 0, 0, 0, 0, 1.0,
     )  # fmt: skip
     if _RUN(call, double, operation):
         raise MemoryError(_NO_MEMORY)
@@ -258,7 +279,7 @@ def _run_short(
     call = CALL.pack(
         count, n, x.data_ptr(), ctypes.addressof(number), 0, 0 if mask is None else mask.data_ptr(), mask_stride,
         temperature, 0, torch.get_num_threads(), out.data_ptr(), center, center and center + count * x.itemsize,
-        0 if grad is None else grad.data_ptr(), 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+        0 if grad is None else grad.data_ptr(), 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0,
     )  # fmt: skip
     if _RUN(call, double, operation):
         raise MemoryError(_NO_MEMORY)
@@ -273,16 +294,19 @@ def _run_reduced(
     observed: float,
     index: Tensor | None,
     dense: Tensor | None,
-    rows: Tensor,
-    out: Tensor,
+    rows: Tensor | None,
+    out: Tensor | None,
     grad: Tensor | None,
     grad_k: Tensor | None,
     total: Tensor | None,
     mean: bool,
+    slope: Tensor | None = None,
+    over: ctypes.c_double | None = None,
 ) -> None:
     """Run a pass of the reduced loss; the numbers of the rows stand one behind the other in `rows`."""
     n, double = x.shape[-1], x.dtype == torch.float64
-    size = rows.numel() // 6 * x.itemsize
+    count = x.numel() // n if n else x.shape[:-1].numel()
+    size = count * x.itemsize
     mask_stride = k_stride = labels = dense_type = 0
     if size == 0:
         return
@@ -298,13 +322,14 @@ def _run_reduced(
         labels, index = index.shape[-1], index.contiguous()
     if dense is not None:
         dense, dense_type = _read_dense(dense)
-    first = rows.data_ptr()
+    first, place = (0, 0) if rows is None else (rows.data_ptr(), size)
     call = CALL.pack(
-        size // x.itemsize, n, x.data_ptr(), k_address, k_stride, 0 if mask is None else mask.data_ptr(), mask_stride,
-        temperature, 0, torch.get_num_threads(), out.data_ptr(), first + size, first + 2 * size,
+        count, n, x.data_ptr(), k_address, k_stride, 0 if mask is None else mask.data_ptr(), mask_stride,
+        temperature, 0, torch.get_num_threads(), 0 if out is None else out.data_ptr(), first + place, first + 2 * place,
         0 if grad is None else grad.data_ptr(), 0, 0 if grad_k is None else grad_k.data_ptr(), observed,
         0 if index is None else index.data_ptr(), labels, 0 if dense is None else dense.data_ptr(), dense_type,
-        first + 3 * size, first + 4 * size, first + 5 * size, 0 if total is None else total.data_ptr(), mean,
+        first + 3 * place, first + 4 * place, first + 5 * place, 0 if total is None else total.data_ptr(), mean,
+        0 if slope is None else slope.data_ptr(), 0 if over is None else ctypes.addressof(over), 1.0,
     )  # fmt: skip
     problem = _RUN(call, double, operation)
     if problem:

@@ -38,6 +38,8 @@ typedef struct {
     int state, passes;
     double k, top, at, lo, hi, low, high, step, sum_h;
     struct sums m;
+    double pull; /* of the loss: the sum of its derivatives in x + nu */
+    REAL *h;     /* room for h */
 } NAME(row);
 
 /* The same for a vector, without limits. */
@@ -336,23 +338,48 @@ FN void NAME(spread_part)(NAME(row) * row, int64_t first, int64_t last, struct s
     d = NAME(finite)(x[i]) ? d : R(0.0);
 
 /* b = sum dz, f = the loss. */
+#define SUM_LOSS(STORE)                                                                                \
+    PRAGMA(omp simd reduction(+ : b, f))                                                               \
+    for (int64_t i = first; i < last; i++) {                                                           \
+        POINT_LOSS                                                                                     \
+        (void)h;                                                                                       \
+        REAL soft = NAME(log1p)(e), log_y = (z < 0 ? z : R(0.0)) - soft;                               \
+        REAL minus = -rho * y, sum = R(1.0) + minus;                                                   \
+        REAL log_keep = NAME(log)(z < 0 ? sum : keep, z < 0 ? minus - (sum - R(1.0)) : R(0.0));        \
+        log_keep = rest == 0 ? (z < 0 ? R(0.0) : -z) - soft : log_keep;                                \
+        b += d;                                                                                        \
+        f -= (hit == 0 ? R(0.0) : hit * log_y) + (rest_of == 0 ? R(0.0) : rest_of * log_keep);         \
+        STORE                                                                                          \
+    }
+
 FN void NAME(loss_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict x = row->x;
     const REAL *restrict label = row->label;
     REAL c = row->c, t = row->t, rho = row->rho, rest = row->rest;
     double b = 0, f = 0;
-    PRAGMA(omp simd reduction(+ : b, f))
-    for (int64_t i = first; i < last; i++) {
-        POINT_LOSS
-        (void)h;
-        REAL soft = NAME(log1p)(e), log_y = (z < 0 ? z : R(0.0)) - soft;
-        REAL minus = -rho * y, sum = R(1.0) + minus;
-        REAL log_keep = NAME(log)(z < 0 ? sum : keep, z < 0 ? minus - (sum - R(1.0)) : R(0.0));
-        log_keep = rest == 0 ? (z < 0 ? R(0.0) : -z) - soft : log_keep;
-        b += d;
-        f -= (hit == 0 ? R(0.0) : hit * log_y) + (rest_of == 0 ? R(0.0) : rest_of * log_keep);
-    }
+    SUM_LOSS()
     *sums = (struct sums){.b = b, .f = f};
+}
+
+/* The same, with dz to `out` and h to `h`. */
+FN void NAME(loss_store_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    const REAL *restrict label = row->label;
+    REAL *restrict out = row->out, *restrict kept = row->h;
+    REAL c = row->c, t = row->t, rho = row->rho, rest = row->rest;
+    double b = 0, f = 0;
+    SUM_LOSS(out[i] = d; kept[i] = h;)
+    *sums = (struct sums){.b = b, .f = f};
+}
+
+/* From these (dz - h weight) scale. */
+FN void NAME(loss_stored_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict h = row->h;
+    REAL *restrict out = row->out;
+    REAL weight = row->weight, scale = row->scale;
+    (void)sums;
+    PRAGMA(omp simd)
+    for (int64_t i = first; i < last; i++) out[i] = (out[i] - h[i] * weight) * scale;
 }
 
 /* (dz - h weight) scale; without `label` no class has a dz. */
@@ -769,9 +796,11 @@ FN void NAME(write_loss)(const struct call *call, NAME(row) * row, int64_t index
             if (list[i] >= 0 && list[i] < call->n) loss += NAME(loss_term)(row, list[i], 1, &d), pull += d;
     } else {
         row->label = label;
+        row->out = call->slope ? (REAL *)call->slope + index * row->n : 0;
+        row->h = (REAL *)space->workspace;
         if (call->index) NAME(mark)(call, index, label, 1);
         if (row->state == CLOSE) {
-            struct sums m = NAME(pass)(row, NAME(loss_part));
+            struct sums m = NAME(pass)(row, call->slope ? NAME(loss_store_part) : NAME(loss_part));
             loss = m.f, pull = m.b;
         } else {
             for (int64_t i = 0; i < row->n; i++) loss += NAME(loss_term)(row, i, label[i], &d), pull += d;
@@ -791,21 +820,13 @@ FN void NAME(write_loss)(const struct call *call, NAME(row) * row, int64_t index
             row->sum_h = m.a + m.b;
         }
         log_mass = log(row->sum_h);
+        row->pull = pull;
         pull *= 1 + ((double)(REAL)log_mass - log_mass); /* what rounding takes from pull / sum h */
     }
     NAME(write_point)(call, row, index);
     ((REAL *)call->out)[index] = (REAL)loss;
     ((REAL *)call->log_mass)[index] = (REAL)log_mass;
     ((REAL *)call->pull)[index] = (REAL)pull;
-}
-
-FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
-    for (int i = 0; i < count; i++) {
-        NAME(row) row;
-        NAME(load)(&row, call, index + i, space);
-        NAME(solve)(&row, (double)((const REAL *)call->k)[(index + i) * call->k_stride], space);
-        NAME(write_loss)(call, &row, index + i, space);
-    }
 }
 
 /* (dz - pull h / sum h) / temperature for one class, in double. */
@@ -816,16 +837,16 @@ FN double NAME(loss_slope)(const NAME(row) * row, int64_t i, double label, struc
     return (d - pull * (scaled_h(z, mass.peak) / mass.sum)) / (double)row->temperature;
 }
 
-FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct space *space) {
+/* The gradient of a row times `grad`, to `out`. */
+FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct space *space, double grad, REAL *out) {
     NAME(row) row;
     double log_mass = ((const REAL *)call->log_mass)[index], pull = ((const REAL *)call->pull)[index];
-    const REAL *weight = (const REAL *)call->weight; /* then one gradient is that of all rows */
-    double grad = ((const REAL *)call->grad)[weight ? 0 : index] * (weight ? (double)weight[index] : 1);
+    const REAL *weight = (const REAL *)call->weight;
     REAL unused, *grad_k = call->grad_k ? (REAL *)call->grad_k + index : &unused;
     NAME(load)(&row, call, index, space);
     row.c = ((const REAL *)call->center)[index];
     row.t = ((const REAL *)call->delta)[index];
-    row.out = (REAL *)call->out + index * row.n;
+    row.out = out;
     if (!NAME(finite)(row.t) || (weight && weight[index] == 0)) {
         REAL fill = row.t != row.t && grad != 0 ? row.t : R(0.0); /* as in backward_row */
         for (int64_t i = 0; i < row.n; i++) row.out[i] = fill;
@@ -857,8 +878,47 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
     if (call->index) NAME(mark)(call, index, label, 0);
 }
 
+/* The gradient of a row, after its loss was written: of the rows that a search in plain sums has solved, all but the
+   labels of index lists is there, or follows from `e`. */
+FN void NAME(write_slope)(const struct call *call, NAME(row) * row, int64_t index, struct space *space, int done) {
+    REAL *out = (REAL *)call->slope + index * row->n;
+    double weight = ((const REAL *)call->weight)[index] * call->unit;
+    if (row->state != CLOSE || weight == 0) {
+        NAME(loss_backward_row)(call, index, space, weight, out);
+        return;
+    }
+    row->out = out;
+    row->weight = (REAL)(row->pull / row->sum_h);
+    row->scale = (REAL)(call->unit / (double)row->temperature);
+    if (!call->index || call->observed > 0) {
+        NAME(pass)(row, NAME(loss_stored_part));
+        return;
+    }
+    row->label = 0;
+    if (!done) NAME(pass)(row, NAME(loss_spread_part));
+    struct mass mass = {0, row->sum_h};
+    for (int64_t i = 0; i < call->m; i++) {
+        int64_t j = call->index[index * call->m + i];
+        if (j >= 0 && j < row->n) out[j] = (REAL)(weight * NAME(loss_slope)(row, j, 1, mass, row->pull));
+    }
+}
+
+FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    for (int i = 0; i < count; i++) {
+        NAME(row) row;
+        NAME(load)(&row, call, index + i, space);
+        NAME(solve)(&row, (double)((const REAL *)call->k)[(index + i) * call->k_stride], space);
+        NAME(write_loss)(call, &row, index + i, space);
+        if (call->slope) NAME(write_slope)(call, &row, index + i, space, 0);
+    }
+}
+
 FN void NAME(loss_backward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
-    for (int i = 0; i < count; i++) NAME(loss_backward_row)(call, index + i, space);
+    const REAL *weight = (const REAL *)call->weight; /* then one gradient is that of all rows */
+    for (int64_t i = index; i < index + count; i++) {
+        double grad = ((const REAL *)call->grad)[weight ? 0 : i] * (weight ? (double)weight[i] : 1);
+        NAME(loss_backward_row)(call, i, space, grad, (REAL *)call->out + i * call->n);
+    }
 }
 
 #undef FN
@@ -868,4 +928,5 @@ FN void NAME(loss_backward_rows)(const struct call *call, int64_t index, int cou
 #undef LIMITS
 #undef POINT_H
 #undef POINT_LOSS
+#undef SUM_LOSS
 #undef LABELS

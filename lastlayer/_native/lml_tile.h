@@ -131,24 +131,31 @@ FN void NAME(tile_search)(NAME(tile) * tile) {
     SUM_TILE(e[j] * s, SUM_EXACT)
 }
 
-/* y, row by row, for the rows of the tile that have a place. */
-FN void NAME(tile_write)(NAME(tile) * tile, REAL *const *rows) {
+/* y, or h times a factor, row by row, for the rows of the tile that have a place. */
+INLINE void NAME(tile_spread)(NAME(tile) * tile, REAL *const *rows, int slopes, VEC factor) {
     int64_t n = tile->n, whole = n / LANES * LANES;
     const VEC *restrict e = tile->e;
     VEC s = tile->s;
     for (int64_t j = 0; j < whole; j += LANES) {
         VEC part[LANES];
-        for (int i = 0; i < LANES; i++) part[i] = R(1.0) / (R(1.0) + e[j + i] * s);
+        for (int i = 0; i < LANES; i++) {
+            VEC q = e[j + i] * s, y = R(1.0) / (R(1.0) + q);
+            part[i] = slopes ? q * y * y * factor : y;
+        }
         NAME(transpose)(part);
         for (int i = 0; i < LANES; i++)
             if (rows[i]) memcpy(rows[i] + j, part + i, sizeof *part);
     }
     for (int64_t j = whole; j < n; j++) {
-        VEC y = R(1.0) / (R(1.0) + e[j] * s);
+        VEC q = e[j] * s, y = R(1.0) / (R(1.0) + q), part = slopes ? q * y * y * factor : y;
         for (int i = 0; i < LANES; i++)
-            if (rows[i]) rows[i][j] = y[i];
+            if (rows[i]) rows[i][j] = part[i];
     }
 }
+
+FN void NAME(tile_write)(NAME(tile) * tile, REAL *const *rows) { NAME(tile_spread)(tile, rows, 0, tile->s); }
+
+FN void NAME(tile_slopes)(NAME(tile) * tile, REAL *const *rows, VEC factor) { NAME(tile_spread)(tile, rows, 1, factor); }
 
 /* ---- The search, all rows in step. ---- */
 
@@ -275,15 +282,30 @@ FN void NAME(forward_tile)(const struct call *call, int64_t index, int count, st
 
 FN void NAME(loss_forward_tile)(const struct call *call, int64_t index, int count, struct space *space) {
     NAME(tile) tile;
+    NAME(row) row[LANES];
+    REAL *out[LANES] = {0}, factor[LANES] = {0};
+    int listed = call->slope && call->index && call->observed == 0;
     NAME(tile_solve)(&tile, call, index, count, space, 1);
     for (int i = 0; i < count; i++) {
+        if (tile.state[i] != CLOSE) continue;
+        NAME(row_of_lane)(row + i, &tile, i, call, index + i, space);
+        NAME(write_loss)(call, row + i, index + i, space);
+        if (call->slope && !listed) NAME(write_slope)(call, row + i, index + i, space, 0);
+        if (listed) out[i] = (REAL *)call->slope + (index + i) * call->n;
+        factor[i] = (REAL)(-row[i].pull / row[i].sum_h / (double)row[i].temperature * call->unit);
+    }
+    if (listed) {
+        VEC factors;
+        memcpy(&factors, factor, sizeof factors);
+        NAME(tile_slopes)(&tile, out, factors);
+    }
+    for (int i = 0; i < count; i++) { /* those that are solved alone take the tile's memory */
         if (tile.state[i] != CLOSE) {
             NAME(loss_forward_rows)(call, index + i, 1, space);
-            continue;
+        } else if (listed) {
+            NAME(prepare)(row + i); /* its scores again */
+            NAME(write_slope)(call, row + i, index + i, space, 1);
         }
-        NAME(row) row;
-        NAME(row_of_lane)(&row, &tile, i, call, index + i, space);
-        NAME(write_loss)(call, &row, index + i, space);
     }
 }
 

@@ -495,22 +495,29 @@ class _LMLReducedLoss(torch.autograd.Function):
 
 
 class _LMLSummedLoss(torch.autograd.Function):
-    """The mean or sum of the loss by the compiled CPU kernel, in one call each way."""
+    """The mean or sum of the loss by the compiled CPU kernel, which writes the gradient together with the loss."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, k: Any, problem: Problem, rho: float, labels: Labels, mean: bool) -> Tensor:
         _, _, mask, temperature, _, impl = problem
         index, dense = labels.index, labels.dense
-        loss, rows = kernels(impl).reduced_loss(logits, k, mask, temperature, rho, index, dense, mean)
-        ctx.temperature, ctx.rho, ctx.impl = temperature, rho, impl
-        _save(ctx, logits, k, mask, index, dense, rows)
+        loss, ctx.slope, ctx.over = kernels(impl).reduced_loss(logits, k, mask, temperature, rho, index, dense, mean)
+        ctx.temperature, ctx.rho, ctx.impl, ctx.mean, ctx.dtype = temperature, rho, impl, mean, logits.dtype
+        _save(ctx, logits, k, mask, index, dense)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        problem, labels, (rows,) = _saved(ctx)
         (grad,), with_k = grads, ctx.needs_input_grad[1]
-        x, _, mask, temperature, _, impl = problem
+        slope, ctx.slope = ctx.slope, None  # handed over once; a second backward pass computes it again
+        if slope is not None and ctx.over and not with_k and not differentiated(grad) and direct(grad):
+            factor = float(grad) * ctx.over
+            slope = slope if factor == 1 else slope.mul_(factor)
+            return slope if slope.dtype == ctx.dtype else slope.to(ctx.dtype), None, None, None, None, None
+        problem, labels, _ = _saved(ctx)
+        x, k, mask, temperature, _, impl = problem
+        given = (x.detach(), k, mask, temperature, ctx.rho, labels.index, labels.dense, ctx.mean)
+        rows = kernels(impl).reduced_loss_rows(*given)
         if differentiated(grad):
             grad_logits, grad_k = _plain_gradients(ctx, problem, labels, grad * rows[5])
         elif direct(grad):

@@ -440,3 +440,26 @@ def test_half_precision_goes_through_float32(dtype):
     for ours, wanted in zip(found, exact, strict=True):
         assert ours.dtype == dtype
         assert torch.equal(ours, wanted.to(dtype))  # the same arithmetic, rounded once
+
+
+@built
+@pytest.mark.parametrize("observed", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["lists", "dense"])
+def test_the_gradient_that_comes_with_the_loss_is_that_of_plain_torch(observed, kind):
+    x = torch.randn(37, 50, dtype=torch.float64)
+    x[3, 4], x[5] = -torch.inf, 1e4 * x[5]  # a row that leaves the tile, and a hard one
+    target = torch.randint(-1, 50, (37, 3))
+    target[7] = -1  # does not contribute
+    if kind == "dense":
+        target = torch.where(torch.rand(37, 50) < 0.1, torch.rand(37, 50), 0.0)
+    for reduction in ("mean", "sum"):
+        found = []
+        for impl in ("native", "torch"):
+            leaf = x.clone().requires_grad_()
+            options = {"observed": observed, "temperature": 0.7, "reduction": reduction, "impl": impl}
+            loss = 3 * lml_loss(leaf, target, 2.5, **options)
+            loss.backward(retain_graph=True)
+            first, leaf.grad = leaf.grad, None
+            loss.backward()  # the gradient was handed over, and is computed again
+            found.append((loss.detach(), first, leaf.grad))
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
