@@ -64,10 +64,10 @@ struct task {
     int64_t problem, first, last;
 };
 
-/* The rows of a problem. Sparse rows of a part of all rows have their features renumbered. */
+/* The rows of a problem. Sparse rows of a small part of all rows have their features renumbered. */
 struct rows {
     int64_t n, n_features;
-    const int64_t *indptr;
+    const int64_t *start, *end; /* of each row in `indices` and `values`; 0: dense rows */
     const int32_t *indices;
     const void *values;
     const int32_t *feature; /* the name of each local feature, or 0: the same */

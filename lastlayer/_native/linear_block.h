@@ -70,7 +70,7 @@ INLINE V NAME(score)(const BLOCK *b, int64_t i) {
     const V *w = b->w;
     const REAL *x = b->rows.values;
     V sum[4] = {w[b->rows.n_features] * (REAL)b->call->bias, {0}, {0}, {0}};
-    if (!b->rows.indptr) {
+    if (!b->rows.start) {
         int64_t n = b->rows.n_features, t = 0;
         x += (b->rows.origin ? b->rows.origin[i] : i) * n;
         for (; t + 4 <= n; t += 4)
@@ -78,7 +78,7 @@ INLINE V NAME(score)(const BLOCK *b, int64_t i) {
         for (; t < n; t++) sum[0] += w[t] * x[t];
     } else {
         const int32_t *index = b->rows.indices;
-        int64_t t = b->rows.indptr[i], end = b->rows.indptr[i + 1];
+        int64_t t = b->rows.start[i], end = b->rows.end[i];
         for (; t + 4 <= end; t += 4)
             for (int u = 0; u < 4; u++) sum[u] += w[index[t + u]] * x[t + u];
         for (; t < end; t++) sum[0] += w[index[t]] * x[t];
@@ -89,14 +89,14 @@ INLINE V NAME(score)(const BLOCK *b, int64_t i) {
 INLINE void NAME(add_row)(BLOCK *b, int64_t i, V d) {
     V *w = b->w;
     const REAL *x = b->rows.values;
-    if (!b->rows.indptr) {
+    if (!b->rows.start) {
         int64_t n = b->rows.n_features;
         x += (b->rows.origin ? b->rows.origin[i] : i) * n;
         for (int64_t t = 0; t < n; t++) w[t] += d * x[t];
     } else {
         const int32_t *index = b->rows.indices;
-        int64_t end = b->rows.indptr[i + 1];
-        for (int64_t t = b->rows.indptr[i]; t < end; t++) w[index[t]] += d * x[t];
+        int64_t end = b->rows.end[i];
+        for (int64_t t = b->rows.start[i]; t < end; t++) w[index[t]] += d * x[t];
     }
     w[b->rows.n_features] += d * (REAL)b->call->bias;
 }
@@ -104,18 +104,19 @@ INLINE void NAME(add_row)(BLOCK *b, int64_t i, V d) {
 /* Rows come in random order, and neither they nor their weights are in a cache: fetch the weights of the next row, the
    features of the one after it, and where those of a later one begin. */
 INLINE void NAME(prefetch)(const BLOCK *b, int64_t s) {
-    if (!b->rows.indptr || s + 1 >= b->n_active) return;
+    if (!b->rows.start || s + 1 >= b->n_active) return;
     const int32_t *index = b->rows.indices;
-    int64_t i = b->list[s + 1], t = b->rows.indptr[i], end = b->rows.indptr[i + 1];
+    int64_t i = b->list[s + 1], t = b->rows.start[i], end = b->rows.end[i];
     if (end - t > 64) end = t + 64;
     for (; t < end; t++) __builtin_prefetch(b->w + index[t], 1);
     __builtin_prefetch(b->alpha + i, 1);
     if (s + AHEAD >= b->n_active) return;
-    __builtin_prefetch(b->rows.indptr + b->list[s + AHEAD]);
+    __builtin_prefetch(b->rows.start + b->list[s + AHEAD]);
+    __builtin_prefetch(b->rows.end + b->list[s + AHEAD]);
     i = b->list[s + AHEAD / 2];
-    const char *values = (const char *)((const REAL *)b->rows.values + b->rows.indptr[i]);
-    const char *features = (const char *)(index + b->rows.indptr[i]);
-    int64_t n = b->rows.indptr[i + 1] - b->rows.indptr[i];
+    const char *values = (const char *)((const REAL *)b->rows.values + b->rows.start[i]);
+    const char *features = (const char *)(index + b->rows.start[i]);
+    int64_t n = b->rows.end[i] - b->rows.start[i];
     if (n > 64) n = 64;
     for (int64_t at = 0; at < n * (int64_t)sizeof *index; at += LINE) __builtin_prefetch(features + at);
     for (int64_t at = 0; at < n * (int64_t)sizeof(REAL); at += LINE) __builtin_prefetch(values + at);
@@ -346,7 +347,9 @@ static int NAME(judge)(BLOCK *b) {
     return changed;
 }
 
-/* Copy the rows of a problem with their features renumbered, so that the weights lie close together. */
+/* Copy the rows of a problem with their features renumbered, so that the weights lie close together. Where a problem has
+   more than a quarter of all values they are used where they are: a copy would take as much memory as the rows, which may
+   be on disk (mapped), and its features would be nearly all. */
 static int NAME(gather)(BLOCK *b, const struct task *task, struct space *space, int32_t **place) {
     const struct call *call = b->call;
     const int32_t *list = call->row_list + call->row_start[task->problem];
@@ -362,6 +365,17 @@ static int NAME(gather)(BLOCK *b, const struct task *task, struct space *space, 
 
     int64_t total = 0, distinct = 0;
     for (int64_t i = 0; i < n; i++) total += call->indptr[list[i] + 1] - call->indptr[list[i]];
+    if (total > call->indptr[call->n_rows] / 4) {
+        int64_t *start = room(space, INDPTR, (size_t)(2 * n) * sizeof *start);
+        if (space->failed) return 0;
+        for (int64_t i = 0; i < n; i++) {
+            start[i] = call->indptr[list[i]];
+            start[n + i] = call->indptr[list[i] + 1];
+        }
+        b->rows.start = start;
+        b->rows.end = start + n;
+        return 1;
+    }
     held = space->size[MAP];
     int32_t *map = room(space, MAP, (size_t)call->n_features * sizeof *map);
     int64_t *indptr = room(space, INDPTR, (size_t)(n + 1) * sizeof *indptr);
@@ -389,7 +403,7 @@ static int NAME(gather)(BLOCK *b, const struct task *task, struct space *space, 
     }
     indptr[n] = at;
     for (int64_t j = 0; j < distinct; j++) map[features[j]] = 0;
-    b->rows = (struct rows){n, distinct, indptr, indices, values, features, list};
+    b->rows = (struct rows){n, distinct, indptr, indptr + 1, indices, values, features, list};
     return 1;
 }
 
@@ -398,8 +412,8 @@ static void NAME(measure_rows)(BLOCK *b) {
     double bias = b->call->bias * b->call->bias;
     for (int64_t i = 0; i < b->rows.n; i++) {
         int64_t row = b->rows.origin ? b->rows.origin[i] : i;
-        int64_t from = b->rows.indptr ? b->rows.indptr[i] : row * b->rows.n_features;
-        int64_t to = b->rows.indptr ? b->rows.indptr[i + 1] : from + b->rows.n_features;
+        int64_t from = b->rows.start ? b->rows.start[i] : row * b->rows.n_features;
+        int64_t to = b->rows.start ? b->rows.end[i] : from + b->rows.n_features;
         double sum = bias;
         for (int64_t t = from; t < to; t++) sum += (double)x[t] * (double)x[t];
         b->norm[i] = (REAL)sum;
@@ -410,7 +424,8 @@ static void NAME(measure_rows)(BLOCK *b) {
 TARGET static void NAME(solve_task)(const struct call *call, const struct task *task, struct space *space) {
     BLOCK block = {.call = call}, *b = &block;
     int32_t *place = 0;
-    b->rows = (struct rows){call->n_rows, call->n_features, call->indptr, call->indices, call->values, 0, 0};
+    const int64_t *end = call->indptr ? call->indptr + 1 : 0;
+    b->rows = (struct rows){call->n_rows, call->n_features, call->indptr, end, call->indices, call->values, 0, 0};
     if (call->row_start && !NAME(gather)(b, task, space, &place)) return;
     size_t n = (size_t)b->rows.n, w_bytes = (size_t)(b->rows.n_features + 1) * sizeof(V);
     b->w = room(space, W, w_bytes);

@@ -32,6 +32,13 @@ class LabelRows(NamedTuple):
         """Return the labels of each row as ``(start, labels)``."""
         return flip_lists(self.start, self.rows, n_rows)
 
+    def keep(self, rows: np.ndarray, n_rows: int) -> LabelRows:
+        """Return the labels without all rows but the given ones, which keep their numbers."""
+        kept = np.zeros(n_rows, bool)
+        kept[rows] = True
+        left = kept[self.rows]
+        return LabelRows(np.concatenate([[0], np.cumsum(left)])[self.start], self.rows[left])
+
     def among(self, rows: np.ndarray, n_rows: int) -> LabelRows:
         """Return the labels of the given rows (increasing), which are then numbered from 0."""
         place = np.full(n_rows, -1, np.int32)
@@ -78,8 +85,7 @@ def check_rows(op: str, x: Any, n_features: int | None = None) -> Any:
     else:
         x = np.ascontiguousarray(x, dtype=dtype)
     values = x.data if sparse else x
-    if not np.isfinite(values).all():
-        bad = np.flatnonzero(~np.isfinite(values.ravel()))[0]
+    if (bad := _not_finite(values.ravel())) is not None:
         row = int(np.searchsorted(x.indptr, bad, side="right")) - 1 if sparse else int(bad) // x.shape[1]
         column = int(x.indices[bad]) if sparse else int(bad) % x.shape[1]
         raise ValueError(
@@ -87,6 +93,15 @@ def check_rows(op: str, x: Any, n_features: int | None = None) -> Any:
             "Replace such values or leave these rows out."
         )
     return x
+
+
+def _not_finite(values: np.ndarray, size: int = 1 << 20) -> int | None:
+    """Return the place of the first value that is not finite."""
+    for at in range(0, len(values), size):
+        finite = np.isfinite(values[at : at + size])
+        if not finite.all():
+            return at + int(finite.argmin())
+    return None
 
 
 def check_labels(op: str, y: Any, n_rows: int, n_labels: int | None = None) -> LabelRows:

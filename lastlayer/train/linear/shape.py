@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from lastlayer.train.linear.solver import Problems
 
 FEATURES = 2048  # the largest number of features in the vector of one label
 PRODUCTS = 1 << 24  # label vectors are summed over about this many feature values at a time
+BLOCK = 1 << 20  # values of a sparse matrix that are looked at together
 ROUNDS = 20  # of 2-means at most
 GAIN = 1e-4  # of 2-means, below which it stops
 
@@ -40,8 +41,11 @@ class TreeShape:
         """Return the node that each child belongs to."""
         return np.repeat(np.arange(self.n_nodes), np.diff(self.child_start))
 
-    def node_rows(self, labels: LabelRows, n_rows: int) -> LabelRows:
-        """Return the rows that reach each node: all rows for the root, else the rows with a label below the node."""
+    def node_rows(self, labels: LabelRows, n_rows: int, rows: np.ndarray | None = None) -> LabelRows:
+        """Return the rows that reach each node: all rows for the root, else the rows with a label below the node.
+
+        `rows` are all rows, if they are a part of those that `labels` counts; only these carry labels then.
+        """
         owner, inner = self.owner(), self.child < 0
         parent = np.full(self.n_nodes, -1)
         parent[~self.child[inner]] = owner[inner]
@@ -57,16 +61,17 @@ class TreeShape:
         carried = sp.csr_matrix((np.ones(len(labels.rows), bool), labels.rows, labels.start), (labels.n_labels, n_rows))
         reach = (above @ carried).tocsr()
         reach.sort_indices()
-        start = np.append(0, reach.indptr[1:].astype(np.int64) + n_rows)
-        return LabelRows(start, np.concatenate([np.arange(n_rows, dtype=np.int32), reach.indices.astype(np.int32)]))
+        every = np.arange(n_rows, dtype=np.int32) if rows is None else rows.astype(np.int32)
+        start = np.append(0, reach.indptr[1:].astype(np.int64) + len(every))
+        return LabelRows(start, np.concatenate([every, reach.indices.astype(np.int32)]))
 
-    def problems(self, labels: LabelRows, n_rows: int) -> Problems:
+    def problems(self, labels: LabelRows, n_rows: int, rows: np.ndarray | None = None) -> Problems:
         """Return one problem per node: its rows, and for each child the rows that carry the label or reach the node."""
-        reach = self.node_rows(labels, n_rows)
+        reach = self.node_rows(labels, n_rows, rows)
         start = np.concatenate([labels.start, reach.start[1:] + len(labels.rows)])
         lists = np.where(self.child >= 0, self.child, labels.n_labels + ~self.child)
-        rows = LabelRows(*take_lists(start, np.concatenate([labels.rows, reach.rows]), lists))
-        return Problems(self.child_start, rows, reach.start, reach.rows)
+        below = LabelRows(*take_lists(start, np.concatenate([labels.rows, reach.rows]), lists))
+        return Problems(self.child_start, below, reach.start, reach.rows)
 
     @staticmethod
     def from_parents(parents: Sequence[int]) -> TreeShape:
@@ -112,18 +117,38 @@ def label_vectors(x: Any, labels: LabelRows) -> Any:
 
 
 def unit_rows(x: Any) -> Any:
-    """Return the rows at unit length, rows of zeros as they are; a sparse matrix shares its indices with the answer."""
+    """Return the rows at unit length, rows of zeros as they are; a sparse matrix shares its indices with the answer.
+
+    Rows that all have unit length are returned as they are.
+    """
+    lengths = _lengths(x)
+    if x.dtype == np.float32 and (np.abs(lengths - 1) < 1e-6).all():
+        return x
     if not sp.issparse(x):
-        return (x / _lengths(x)[:, None]).astype(np.float32)
-    values = x.data / np.repeat(_lengths(x), np.diff(x.indptr))
-    return sp.csr_matrix((values.astype(np.float32), x.indices, x.indptr), shape=x.shape)
+        return (x / lengths[:, None]).astype(np.float32)
+    values = np.empty(len(x.data), np.float32)
+    for rows in _blocks(x):
+        part = slice(x.indptr[rows.start], x.indptr[rows.stop])
+        values[part] = x.data[part] / np.repeat(lengths[rows], np.diff(x.indptr[rows.start : rows.stop + 1]))
+    return sp.csr_matrix((values, x.indices, x.indptr), shape=x.shape)
+
+
+def _blocks(x: Any) -> Iterator[slice]:
+    """Yield runs of the rows of a sparse matrix with about a million values each."""
+    cuts = np.searchsorted(x.indptr, np.arange(0, x.indptr[-1], BLOCK), side="right") - 1
+    for first, last in itertools.pairwise(np.unique([*cuts, 0, x.shape[0]]).tolist()):
+        yield slice(first, last)
 
 
 def _lengths(x: Any) -> np.ndarray:
     """Return the length of each row, in float64; 1 for rows of zeros."""
     if sp.issparse(x):
-        row = np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
-        squares = np.bincount(row, np.square(x.data, dtype=np.float64), x.shape[0])
+        squares = np.zeros(x.shape[0])
+        for rows in _blocks(x):
+            start = x.indptr[rows.start : rows.stop + 1]
+            row = np.repeat(np.arange(len(start) - 1), np.diff(start))
+            square = np.square(x.data[start[0] : start[-1]], dtype=np.float64)
+            squares[rows] = np.bincount(row, square, len(start) - 1)
     else:
         squares = np.square(x, dtype=np.float64).sum(1)
     lengths = np.sqrt(squares)

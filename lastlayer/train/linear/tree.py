@@ -28,6 +28,8 @@ from lastlayer.train.linear.solver import (
 
 FORMAT = 1
 FEW_ROWS = 5000  # below this many rows every row is held out once for the calibration
+GROUPED_ROWS = 10_000  # that are held out, part by part, where rows have groups: a few large groups may say much
+BLOCK = 8192  # held-out rows that are scored at a time
 LISTED = 10  # labels of each held-out row that the calibration uses
 NEVER = -25.0  # log-odds of a child that no row reaches
 
@@ -195,11 +197,11 @@ class LinearTree:
         scores, hits = [], []
         for out in held:
             kept = np.setdiff1d(np.arange(x.shape[0]), out)
-            weight = None if row_weight is None else row_weight[kept]
-            trees = fitter.fit(x[kept], labels.among(kept, x.shape[0]), weight, shapes)
-            score, hit = _score_held_out(trees, x[out], labels.among(out, x.shape[0]), settings)
-            scores.append(score)
-            hits.append(hit)
+            trees = fitter.fit(x, labels.keep(kept, x.shape[0]), row_weight, shapes, kept)
+            for some in np.array_split(out, -(-len(out) // BLOCK)):
+                score, hit = _score_held_out(trees, x[some], labels.among(some, x.shape[0]), settings)
+                scores.append(score)
+                hits.append(hit)
         knots, quality = _calibrate(scores, hits)
         return cls(fitter.fit(x, labels, row_weight, shapes), settings, labels.n_labels, knots, quality)
 
@@ -366,17 +368,19 @@ def _groups(op: str, groups: Any, n_rows: int) -> np.ndarray:
 
 
 def _held_out(group: np.ndarray, settings: TreeSettings) -> list[np.ndarray]:
-    """Return the sets of rows that are held out: one, or with few rows so many that each row is in one."""
+    """Return the sets of rows that are held out: one, or as many as it takes to hold out enough rows."""
     n_rows, sizes = len(group), np.bincount(group)
     if round(settings.calibration * n_rows) < 2 or len(sizes) < 2:
         return []
     order = np.random.default_rng(settings.seed).permutation(len(sizes))
     before = np.empty(len(sizes), np.int64)  # rows of the groups that come before, in random order
     before[order] = np.cumsum(sizes[order]) - sizes[order]
-    if n_rows >= FEW_ROWS:
+    if len(sizes) == n_rows and n_rows >= FEW_ROWS:
         return [np.flatnonzero(before[group] < round(settings.calibration * n_rows))]
     part = before[group] * max(2, round(1 / settings.calibration)) // n_rows
-    return [np.flatnonzero(part == number) for number in np.unique(part)]
+    held = [np.flatnonzero(part == number) for number in np.unique(part)]
+    ends = np.cumsum([len(rows) for rows in held])
+    return held[: 1 + int(np.searchsorted(ends, GROUPED_ROWS))]
 
 
 def _score_held_out(
@@ -443,14 +447,20 @@ class _Fitter:
     report: _Progress
 
     def fit(
-        self, x: Any, labels: LabelRows, row_weight: np.ndarray | None, shapes: list[TreeShape]
+        self,
+        x: Any,
+        labels: LabelRows,
+        row_weight: np.ndarray | None,
+        shapes: list[TreeShape],
+        rows: np.ndarray | None = None,
     ) -> list[FittedTree]:
-        """Fit all trees on the given rows."""
+        """Fit all trees on all rows, or on some, which alone carry labels then; nothing is copied."""
         settings, trees = self.settings, []
         solver = settings.solver() if self.parallel is None else replace(settings.solver(), threads=1)
         for shape in shapes:
-            problems = shape.problems(labels, x.shape[0])
-            weighting = Weighting(row_weight, self._positive_weight(shape, labels, x.shape[0]), 1.0)
+            problems = shape.problems(labels, x.shape[0], rows)
+            count = x.shape[0] if rows is None else len(rows)
+            weighting = Weighting(row_weight, self._positive_weight(shape, labels, count), 1.0)
             (weights,) = solve_problems(
                 x,
                 problems,

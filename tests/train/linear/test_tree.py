@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from sklearn.preprocessing import normalize
 
 import lastlayer as ll
 from lastlayer._native import linear as native
 from lastlayer.train.linear import LinearTree, TreeSettings, choose_tree, fit_linear, monotone
+from lastlayer.train.linear import tree as tree_module
 from lastlayer.train.linear.rows import check_labels
 from lastlayer.train.linear.shape import TreeShape, cluster, label_vectors
 from lastlayer.train.linear.tree import _held_out
@@ -271,15 +273,17 @@ def test_all_rows_with_the_same_labels(leaf):
     assert p.min() > 0.9
 
 
-@pytest.mark.parametrize("n", [60, 6000])
-def test_groups_are_held_out_together(n):
+@pytest.mark.parametrize(("n", "parts"), [(60, (5, 2)), (24_000, (3, 1)), (60_000, (1, 1))])
+def test_groups_are_held_out_together(n, parts):
     group = np.random.default_rng(0).integers(n // 6, size=n)
-    for settings in (TreeSettings(calibration=0.2), TreeSettings(calibration=0.5)):
+    for share, number in zip((0.2, 0.5), parts, strict=True):
+        settings = TreeSettings(calibration=share)
         held = _held_out(group, settings)
-        assert len(held) == (1 if n == 6000 else round(1 / settings.calibration))
+        assert len(held) == number
         for rows in held:
             assert np.isin(group[rows], group[np.setdiff1d(np.arange(n), rows)]).sum() == 0
             assert abs(len(rows) - settings.calibration * n) <= 15
+    assert len(_held_out(np.arange(n), settings)) == (2 if n < 5000 else 1)  # no groups
     assert _held_out(np.zeros(n, int), settings) == []
     with pytest.raises(ValueError, match=r"LinearTree.fit: `groups` must have one value per row, 30, got 2\."):
         LinearTree.fit(*made_up(rows=30), SMALL, groups=["a", "b"])
@@ -347,6 +351,28 @@ def test_auto_takes_trees_for_thousands_of_labels():
 
 @built
 @pytest.mark.slow
+def test_rows_on_disk_give_the_same_model_and_are_not_copied(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    x = normalize(sp.random(3000, 400, 0.05, "csr", np.float32, random_state=0)).astype(np.float32)
+    y = [rng.choice(40, 2, replace=False).tolist() for _ in range(3000)]
+    for name in ("data", "indices", "indptr"):
+        np.save(tmp_path / f"{name}.npy", getattr(x, name))
+    parts = [np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("data", "indices", "indptr")]
+    mapped = sp.csr_matrix(tuple(parts), shape=x.shape)
+    seen = []
+    solve = tree_module.solve_problems
+    monkeypatch.setattr(
+        tree_module, "solve_problems", lambda rows, *rest, **o: seen.append(rows) or solve(rows, *rest, **o)
+    )
+    settings = TreeSettings(trees=1, leaf=8, branching=4, threads=1)
+    found, expected = LinearTree.fit(mapped, y, settings), LinearTree.fit(x, y, settings)
+    for rows in seen[: len(seen) // 2]:  # the held-out parts and the final fit
+        assert np.shares_memory(rows.data, parts[0])
+        assert np.shares_memory(rows.indices, parts[1])
+    np.testing.assert_array_equal(found.trees[0].weights.values, expected.trees[0].weights.values)
+    np.testing.assert_array_equal(found.predict_proba(x[:9], k=3)[1], expected.predict_proba(mapped[:9], k=3)[1])
+
+
 @pytest.mark.parametrize("backend", ["loky", "dask"])
 def test_processes_of_joblib_and_dask_give_the_same_model(backend):
     joblib = pytest.importorskip("joblib")
