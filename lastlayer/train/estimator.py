@@ -29,7 +29,7 @@ from lastlayer.train.count import CountModel
 from lastlayer.train.decide import Decision
 from lastlayer.train.features import FeatureMap
 from lastlayer.train.fit_network import quiet
-from lastlayer.train.held_out import HeldOut, decided
+from lastlayer.train.held_out import HeldOut, decided, with_share
 from lastlayer.train.linear import LinearTree
 from lastlayer.train.linear.rows import check_row_weight
 from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
@@ -224,10 +224,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         pool = choose.Pool(x, labels, len(labels))
         choice = choose.choose(pool, config, self.resolved_, folds=True)
         self.network_ = choose.fit(choice.blend, x, labels, config, choice.resolved)
-        resolved = choice.resolved if self.multilabel_ else replace(choice.resolved, k=self.resolved_.k)
+        held = None if choice.scores is None else HeldOut(choice.scores, choice.labels)  # type: ignore[arg-type]
+        resolved = replace(choice.resolved, k=self.resolved_.k)
+        if self.multilabel_:
+            resolved = with_share(choice.resolved, held, config)
         self.resolved_, self.loss_, self.choice_, self.n_iter_ = resolved, resolved.loss, choice.line, 1
         if self.multilabel_ and len(labels.indices):  # rows without any label predict none
-            held = None if choice.scores is None else HeldOut(choice.scores, choice.labels)  # type: ignore[arg-type]
             self.calibration_, self.decision_ = decided(held, config, resolved)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> LabelSetClassifier:

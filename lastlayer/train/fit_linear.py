@@ -7,7 +7,7 @@ from dataclasses import replace
 from lastlayer.train import choose
 from lastlayer.train.config import Config
 from lastlayer.train.engine import Fitted, Job
-from lastlayer.train.held_out import HeldOut
+from lastlayer.train.held_out import HeldOut, with_share
 from lastlayer.train.network_scorer import NetworkScorer, check_size
 
 
@@ -38,7 +38,7 @@ def fit(job: Job) -> Fitted:
     if network is None or again:
         rows = (pool.x, pool.labels) if again else pool.train()
         network = choose.fit(choice.blend, *rows, config, choice.resolved)
-    resolved = replace(choice.resolved, monitor=job.resolved.monitor)
     held = None if choice.scores is None or choice.labels is None else HeldOut(choice.scores, choice.labels)
+    resolved = with_share(replace(choice.resolved, monitor=job.resolved.monitor), held, config)
     note = f"{choice.line[0].upper()}{choice.line[1:]}."
     return Fitted(NetworkScorer(network, job.placement), None, None, resolved, held, (note,))

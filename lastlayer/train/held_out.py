@@ -20,6 +20,7 @@ from lastlayer.train.serve import TrainedModel, odds, probabilities
 CELLS = 40_000_000  # pairs of row and label that are looked at; of more, some rows are drawn
 FEWEST = 20  # true labels of held-out rows below which nothing is calibrated or tuned
 SPOILT = 0.002  # of a ranking metric that calibration may cost
+SUREST = (0.01, 100, 0.1)  # pairs that tell the share of recorded labels: of the labels; at least; but at most of them
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,31 @@ def decided(held: HeldOut | None, config: Config, resolved: Resolved) -> tuple[C
             y = probabilities(torch.from_numpy(held.scores), resolved)[0].numpy()
     observed = resolved.observed if config.labels == "incomplete" else 0.0
     return calibration, Decision.tune(rule, y, hot, observed=observed)
+
+
+def with_share(resolved: Resolved, held: HeldOut | None, config: Config) -> Resolved:
+    """Estimate the share of the true labels that are written down, where they are incomplete and nobody said it.
+
+    The surest pairs of row and label are nearly all true, so the part of them that is written down is that share (Elkan
+    and Noto 2008); where no pair is sure it is less. Rows are expected to have as many labels as that makes of those
+    they carry.
+
+    Args:
+        resolved: The settings that the model was trained with.
+        held: Scores of rows that it had not seen; None if there are none.
+        config: The settings of the run.
+    """
+    given = config.labels != "incomplete" or config.observed != "auto" or config.k != "auto"
+    total = 0 if held is None else len(held.labels.indices)
+    count = int(max(SUREST[0] * total, min(SUREST[1], SUREST[2] * total)))
+    if given or held is None or count < FEWEST:
+        return resolved
+    hot = held.hot()
+    sure = Calibration.fit(held.scores, hot, weight=held.labels.weights).log_odds(held.scores)
+    surest = np.unravel_index(np.argpartition(-sure, count - 1, axis=None)[:count], sure.shape)
+    n, mean = held.labels.n_labels, resolved.mean_count * (resolved.observed or 1)
+    k = min(mean * count / max(float(hot[surest].sum()), 1.0), 0.5 * n if n > 1 else 0.5)
+    return replace(resolved, k=k, mean_count=k, observed=min(mean / k, 0.99))
 
 
 def not_enough(rule: str) -> str:

@@ -47,13 +47,16 @@ class Resolved:
         """Choose from the label counts.
 
         With complete labels, k is the mean number of labels per row. With incomplete labels that is too low: k is the
-        90th percentile of the counts, and the observed share is the mean count divided by k.
+        mean count divided by the observed share, if that is given, else the 90th percentile of the counts; the observed
+        share is then the mean count divided by k.
         """
         counts, n = data.row_counts(), data.n_labels
         loss = "lml" if config.loss == "auto" else config.loss  # the choice, if there is one, replaces it
         mean = float(counts.mean()) if len(counts) else 0.0
         incomplete = config.labels == "incomplete"
         guess = float(np.quantile(counts, 0.9)) if incomplete and len(counts) else mean
+        if incomplete and config.observed != "auto" and float(config.observed):
+            guess = mean / float(config.observed)
         guess = min(max(guess, mean, 0.5), 0.5 * n if n > 1 else 0.5)
         k = guess if config.k in ("auto", "predicted") else float(config.k)
         if k > n:

@@ -19,7 +19,7 @@ from lastlayer.train.choose import Candidate, Pool, _Race, _splits
 from lastlayer.train.decide import Decision
 from lastlayer.train.engine import prepare
 from lastlayer.train.export import Exported
-from lastlayer.train.held_out import HeldOut, decided
+from lastlayer.train.held_out import HeldOut, decided, with_share
 from lastlayer.train.linear import fit_linear
 from lastlayer.train.losses import LOSSES
 from lastlayer.train.module import LabelSetModule
@@ -192,6 +192,26 @@ def test_probabilities_are_those_of_the_true_labels_where_labels_are_missing_at_
     assert (y.diff() < 0).all()
     assert 0.999 < y[0, 3] < y.max() <= 1
     torch.testing.assert_close(y[0, 4], 2 * sure[0, 4].sigmoid())
+
+
+def test_the_share_of_recorded_labels_is_that_of_the_surest_pairs():
+    rng = np.random.default_rng(1)
+    true = rng.random((20_000, 8)) < 0.3
+    scores = (rng.normal(size=true.shape) + 3 * true).astype(np.float32)
+    hot = sp.csr_matrix(true & (rng.random(true.shape) < 0.4))
+    labels = LabelData(None, None, hot.indptr.astype(np.int64), hot.indices.astype(np.int64), list("abcdefgh"))
+    config, held = Config(loss="binary", labels="incomplete"), HeldOut(scores, labels)
+    before = Resolved.of(config, labels)
+    found = with_share(before, held, config)
+    assert abs(before.observed - 0.4) > 0.05
+    assert abs(found.observed - 0.4) < 0.05
+    assert found.k == found.mean_count
+    np.testing.assert_allclose(found.k * found.observed, labels.row_counts().mean(), rtol=1e-6)
+    assert decided(held, config, found)[0].observed == found.observed
+    for other in (replace(config, observed="0.7"), replace(config, k="3"), replace(config, labels="complete")):
+        assert with_share(before, held, other) == before
+    assert with_share(before, None, config) == before
+    assert with_share(before, HeldOut(scores[:20], labels.take(np.arange(20))), config) == before
 
 
 @pytest.mark.parametrize("observed", [0.0, 0.5])

@@ -161,6 +161,7 @@ def test_auto_follows_the_labels():
     assert (complete.k, complete.observed, complete.monitor) == (1.5, 0.0, "ndcg@3")
     incomplete = Resolved.of(Config(labels="incomplete"), data)
     assert (incomplete.k, incomplete.observed, incomplete.monitor) == (2.0, 0.75, "recall@3")
+    assert Resolved.of(Config(labels="incomplete", observed="0.8"), data).k == 1.5 / 0.8
     assert Resolved.of(Config(loss="binary"), data).probability == "sigmoid"
     assert Resolved.of(Config(loss="two_way"), data).probability == "lml"
 
