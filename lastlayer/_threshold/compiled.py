@@ -1,24 +1,40 @@
-"""Projections by the compiled operations of `_native/fused.py`, both ways; plain torch takes what they do not."""
+"""Losses and projections by compiled operations, both ways; plain torch takes what they do not.
+
+There are two doors of the same form: `_native/fused.py` for the CPU, and `_triton/fused.py` for the GPU.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lastlayer import _native
+from lastlayer import _native, _triton
 from lastlayer._threshold.dispatch import differentiated, direct, recorded, transformed
 
 Pull = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 
 def compiled(x: Tensor, *others: Any) -> bool:
-    """Whether the compiled operations apply: plain float32 or half precision on the CPU, a gradient for `x` at most."""
-    if not x.is_cpu or _native.missing or x.itemsize > 4 or x.numel() == 0 or recorded(*others):
+    """Whether the compiled operations apply: plain tensors of float32 or half precision, a gradient for `x` at most."""
+    if x.itemsize > 4 or x.numel() == 0 or recorded(*others):
+        return False
+    if not (on_gpu(x) if x.is_cuda or _triton.INTERPRETED else x.is_cpu and not _native.missing):
         return False
     return direct(x, *others) and not transformed() and not torch.jit.is_tracing()
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the compiled operations on `x` are those of the GPU."""
+    return not _triton.unavailable(x.device)
+
+
+def fused(x: Tensor) -> Any:
+    """Return the module whose ``run`` does the compiled operations on the device of `x`."""
+    return importlib.import_module("lastlayer._triton.fused" if on_gpu(x) else "lastlayer._native.fused")
 
 
 def projected(x: Tensor, y: Tensor, pull: Pull, plain: Callable[[Tensor], Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._check import Labels
-from lastlayer._threshold.compiled import compiled
+from lastlayer._threshold.compiled import compiled, fused
 from lastlayer._threshold.dispatch import differentiated, recorded
 from lastlayer.loss import _rows
 from lastlayer.shard import ClassShard
@@ -33,10 +33,8 @@ def at_once(
     """
     if not compiled(x, labels.dense, labels.index, *(t for t in more.values() if isinstance(t, Tensor))):
         return None
-    from lastlayer._native import fused
-
     wanted = recorded(x)
-    found = fused.run(name, x.detach(), labels, numbers, gradient=wanted, **more)
+    found = fused(x).run(name, x.detach(), labels, numbers, gradient=wanted, **more)
     if found is None:
         return None
     loss = with_gradient(x, found.loss, found.out, plain, name == "two_way_columns") if wanted else found.loss

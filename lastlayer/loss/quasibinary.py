@@ -63,7 +63,7 @@ def quasibinary_loss(
         if not isinstance(log_normalizer, Tensor):
             log_normalizer = x.new_full((), _check.number(op, "log_normalizer", log_normalizer))
         log_c = log_normalizer.to(x)
-        loss = _given_normalizer(x, labels, 0.0, log_c) if shard is None and direct(log_c) else None
+        loss = _given_normalizer(x, labels, torch.zeros_like(log_c), log_c) if shard is None and direct(log_c) else None
         if loss is None:
             x, live = _rows.taking_part(x, labels)
             loss = total(row_loss(x, labels, live, log_c), shard)
@@ -98,11 +98,11 @@ def _at_once(x: Tensor, labels: Labels, weight: Tensor | None) -> Tensor | None:
     mass, count = mass.sum(), count.sum()
     known = (count > 0) & (mass > 0)
     log_c = torch.where(known, mass, 1).log() - torch.where(known, count, 1).log()
-    loss = _given_normalizer(x, labels, float(peak), log_c)
+    loss = _given_normalizer(x, labels, peak, log_c)
     return None if loss is None else torch.where(known, loss, 0)
 
 
-def _given_normalizer(x: Tensor, labels: Labels, peak: float, log_c: Tensor) -> Tensor | None:
+def _given_normalizer(x: Tensor, labels: Labels, peak: Tensor, log_c: Tensor) -> Tensor | None:
     """Return one loss per row for scores less the peak, by a compiled operation, None where plain torch must."""
     fixed = log_c.detach()
 
@@ -112,10 +112,10 @@ def _given_normalizer(x: Tensor, labels: Labels, peak: float, log_c: Tensor) -> 
 
     if not compiled(x):
         return None
-    found = at_once("quasibinary", x, labels, (peak, float(fixed)), plain)
+    found = at_once("quasibinary", x, labels, (), plain, first=peak, second=fixed)
     if found is None:
         return None
-    return found.loss + found.extra.squeeze(-1) * (log_c - fixed)
+    return found.loss + found.extra.squeeze(-1) * (log_c - fixed).nan_to_num()  # 0, also where both are infinite
 
 
 def batch_log_normalizer(

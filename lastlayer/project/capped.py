@@ -10,7 +10,7 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import broken_rows, mapped, nestable
-from lastlayer._threshold.compiled import compiled, projected
+from lastlayer._threshold.compiled import compiled, fused, projected
 from lastlayer._threshold.dispatch import Problem, enter
 from lastlayer._threshold.search import feasible, finite_part, kinds, scores, sizes
 from lastlayer.shard import ClassShard, kth_largest, reduce
@@ -45,7 +45,7 @@ def capped_softmax(
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
         shard: This rank's slice, when the classes are split over processes.
-        impl: ``"auto"`` takes a compiled kernel on the CPU, and plain torch elsewhere; ``"torch"`` is plain torch.
+        impl: ``"auto"`` takes a compiled kernel where there is one; ``"torch"`` is plain torch.
 
     Returns:
         Probabilities, of the shape and dtype of `logits`. Half precision is computed in float32.
@@ -82,7 +82,7 @@ def capped_sparsemax(
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
         shard: This rank's slice, when the classes are split over processes.
-        impl: ``"auto"`` takes a compiled kernel on the CPU, and plain torch elsewhere; ``"torch"`` is plain torch.
+        impl: ``"auto"`` takes a compiled kernel where there is one; ``"torch"`` is plain torch.
 
     Returns:
         Probabilities, of the shape and dtype of `logits`. Half precision is computed in float32.
@@ -116,16 +116,15 @@ def _by_kernel(problem: Problem, kind: Kind) -> Tensor | None:
     logits, k, mask, temperature, shard, _ = problem
     if shard is not None or not compiled(logits, k, mask):
         return None
-    from lastlayer._native import fused
-
     x = logits.to(torch.float32)
     sizes = k.squeeze(-1) if isinstance(k, Tensor) else x.new_full((), k)
-    found = fused.run(f"capped_{kind}", x.detach(), None, (temperature,), mask=mask, first=sizes)
+    run = fused(x).run
+    found = run(f"capped_{kind}", x.detach(), None, (temperature,), mask=mask, first=sizes)
     if found is None:
         return None
 
     def pull(x: Tensor, y: Tensor, upstream: Tensor) -> Tensor | None:
-        back = fused.run(f"capped_{kind}_backward", y, None, (temperature,), each=upstream)
+        back = run(f"capped_{kind}_backward", y, None, (temperature,), each=upstream)
         return None if back is None else back.out
 
     y = projected(x, found.out, pull, lambda x: _apply(x, k, mask, temperature, None, kind)[0])

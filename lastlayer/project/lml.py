@@ -233,9 +233,12 @@ def lml_at_most(
         )
     problem, back = enter("lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False)
     x = scores(problem.x, problem.mask, problem.temperature)
-    free = reduce((x > -torch.inf).to(x.dtype), "sum", problem.shard)
-    tight, center, delta = apply(problem._replace(k=torch.minimum(sizes(problem.k, x), free)), "y")
-    return back(torch.where(delta - center >= 0, x.sigmoid().to(tight.dtype), tight))
+    if problem.shard is None and not isinstance(problem.k, Tensor):  # in fewer steps
+        size = (x > -torch.inf).sum(-1, keepdim=True, dtype=x.dtype).clamp(max=problem.k)
+    else:
+        size = torch.minimum(sizes(problem.k, x), reduce((x > -torch.inf).to(x.dtype), "sum", problem.shard))
+    tight, center, delta = apply(problem._replace(k=size), "y")
+    return back(torch.where(delta >= center, x.sigmoid().to(tight.dtype), tight))
 
 
 def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:

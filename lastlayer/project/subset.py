@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer._threshold.compiled import compiled, projected
+from lastlayer._threshold.compiled import compiled, fused, projected
 from lastlayer.project._symmetric import Tree, balance, log_counts, split, tilt
 
 _FEW = 16  # classes of a subset for which the compiled operation divides polynomials
@@ -77,15 +77,14 @@ def _marginals_by_kernel(x: Tensor, k: int) -> Tensor | None:
     """Return the marginals by the compiled operation, None where plain torch must."""
     if not 0 < k <= min(_FEW, x.shape[-1] - 1) or not compiled(x):
         return None
-    from lastlayer._native import fused
-
-    found = fused.run("marginals", x.detach(), None, (k,))
+    run = fused(x).run
+    found = run("marginals", x.detach(), None, (k,))
     if found is None:
         return None
 
     def pull(x: Tensor, pi: Tensor, upstream: Tensor) -> Tensor | None:
         mean = (pi * upstream).sum(-1) / k  # a constant in the upstream gradient changes nothing
-        back = fused.run("marginals_backward", x, None, (k,), each=upstream, first=mean)
+        back = run("marginals_backward", x, None, (k,), each=upstream, first=mean)
         return None if back is None else back.out
 
     return projected(x, found.out, pull, lambda x: _marginals(x, k))

@@ -29,12 +29,28 @@ def linear_loss(rows, n, observed):
     print("linear", rows, n, flush=True)
 
 
+def others(rows, n):
+    x = torch.randn(rows, n, device=DEVICE, requires_grad=True)
+    target = torch.rand(rows, n, device=DEVICE) < 0.05
+    loss = ll.two_way_loss(x, target) + ll.asymmetric_loss(x, target) + ll.binary_loss(x, target)
+    loss = loss + ll.lml_fenchel_young_loss(x, target) + ll.loss.quasibinary_loss(x, target)
+    loss = loss + ll.loss.truncated_entropy_loss(x, target, 5) + ll.loss.smooth_topk_svm_loss(x, target, 5)
+    loss = loss + ll.loss.warp_loss(x, target)
+    for y in (ll.capped_softmax(x, 3), ll.capped_sparsemax(x, 3), ll.subset_marginals(x, 3)):
+        loss = loss + y.square().sum()
+    loss.backward()
+    torch.cuda.synchronize()
+    print("other losses and projections", rows, n, flush=True)
+
+
 def main():
     from lastlayer._triton import lml_backward, plan  # here: doctests import this file where there is no triton
 
     torch.manual_seed(0)
     both_passes(4, 37, torch.tensor([1.0, 11.1, 36.5, 0.5], device=DEVICE))
     both_passes(4, 333, 3.0)
+    others(4, 37)
+    others(3, 333)
     plan.LONGEST = lml_backward.LONGEST = 1024
     plan.CHUNK = 8192
     for split in (False, True):

@@ -1,0 +1,318 @@
+"""The losses and projections of the GPU's fused kernels against plain torch: on a GPU, or in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+from tools import DEVICE
+
+import lastlayer as ll
+from lastlayer.loss import _gradient, lml, quasibinary
+from lastlayer.project import capped, subset
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(
+        not (INTERPRETED or DEVICE.type == "cuda"),
+        reason="needs a GPU, or TRITON_INTERPRET=1 (see test_interpreter.py)",
+    ),
+]
+EPS = torch.finfo(torch.float32).eps
+KINDS = ("hard", "soft", "unknown", "lists", "long lists", "one class", "bool")
+LOSSES = {
+    "binary": (ll.binary_loss, {}),
+    "binary, smoothed": (ll.binary_loss, {"label_smoothing": 0.2, "weight": "per class"}),
+    "binary, weighed": (ll.binary_loss, {"pos_weight": 3.0, "weight": "per entry"}),
+    "asymmetric": (ll.asymmetric_loss, {"pos_weight": "per class"}),
+    "asymmetric, not whole": (
+        ll.asymmetric_loss,
+        {"gamma_positive": 0.5, "gamma_negative": 2.5, "weight": "per class"},
+    ),
+    "asymmetric, detached": (ll.asymmetric_loss, {"gamma_negative": 0.5, "detach_weight": True}),
+    "asymmetric, no clip": (ll.asymmetric_loss, {"gamma_positive": 3, "gamma_negative": 1.5, "clip": 0}),
+    "two-way": (ll.two_way_loss, {}),
+    "two-way, rows": (ll.two_way_loss, {"per": "sample", "positive_temperature": 1.0, "margin": 0.5}),
+    "two-way, columns": (ll.two_way_loss, {"per": "class", "negative_temperature": 2.0, "sample_weight": "per row"}),
+    "truncated 1": (ll.loss.truncated_entropy_loss, {"k": 1}),
+    "truncated 4": (ll.loss.truncated_entropy_loss, {"k": 4, "weight": "per class"}),
+    "truncated 90": (ll.loss.truncated_entropy_loss, {"k": 90}),
+    "svm 1": (ll.loss.smooth_topk_svm_loss, {"k": 1}),
+    "svm 5": (ll.loss.smooth_topk_svm_loss, {"k": 5, "weight": "per class", "tau": 0.5, "alpha": 0.3}),
+    "warp": (ll.loss.warp_loss, {"weight": "per class"}),
+    "quasibinary": (ll.loss.quasibinary_loss, {"sample_weight": "per row"}),
+    "quasibinary, given": (ll.loss.quasibinary_loss, {"log_normalizer": 2.0}),
+    "Fenchel-Young": (ll.lml_fenchel_young_loss, {}),
+    "Fenchel-Young 2.5": (ll.lml_fenchel_young_loss, {"k": 2.5}),
+}
+
+PROJECTIONS = {
+    "capped softmax": (ll.capped_softmax, {}),
+    "capped softmax 3.7": (ll.capped_softmax, {"k": 3.7, "temperature": 0.7}),
+    "capped softmax 70": (ll.capped_softmax, {"k": 70}),
+    "capped sparsemax": (ll.capped_sparsemax, {}),
+    "capped sparsemax 3.7": (ll.capped_sparsemax, {"k": 3.7, "temperature": 2.0}),
+    "capped sparsemax 70": (ll.capped_sparsemax, {"k": 70}),
+    "marginals 1": (ll.subset_marginals, {"k": 1}),
+    "marginals 5": (ll.subset_marginals, {"k": 5}),
+    "marginals 16": (ll.subset_marginals, {"k": 16}),
+}
+QUICK = (
+    "binary",
+    "asymmetric",
+    "two-way",
+    "truncated 4",
+    "svm 5",
+    "warp",
+    "quasibinary",
+    "Fenchel-Young 2.5",
+    "capped softmax 3.7",
+    "capped sparsemax 3.7",
+    "marginals 5",
+)
+
+
+def scores(rows, n, kind):
+    """Return float32 scores of a kind; some classes are ruled out."""
+    x = torch.randn(rows, n)
+    x = {"normal": 2 * x, "wide": 40 * x, "offset": x + 1e4, "ties": (2 * x).round()}[kind]
+    x[:, 1] = torch.where(torch.rand(rows) < 0.5, -torch.inf, x[:, 1])
+    return x
+
+
+def labels(rows, n, kind):
+    """Return a target of a kind; some rows have no label, and no label is in column 1, which may be ruled out."""
+    hot = (torch.rand(rows, n) < 5 / n).float()
+    hot[:, 1] = 0
+    hot[0] = 0
+    width = min(n - 1, 20 if kind == "long lists" else 9)
+    if kind == "soft":
+        return hot * torch.rand(rows, n)
+    if kind == "unknown":
+        return torch.where(torch.rand(rows, n) < 0.2, -1.0, hot)
+    if kind in ("lists", "long lists"):
+        return hot.topk(width).indices.masked_fill(hot.topk(width).values == 0, -1)
+    if kind == "one class":
+        return torch.randint(2, n, (rows,))
+    return {"hard": hot, "bool": hot.bool()}[kind]
+
+
+def arguments(options, rows, n):
+    """Return the options with their weights drawn."""
+    shapes = {"per class": (n,), "per row": (rows,), "per entry": (rows, n)}
+    return {
+        name: torch.rand(shapes[v]).to(DEVICE) if isinstance(v, str) and v in shapes else v
+        for name, v in options.items()
+    }
+
+
+def results(function, x, positional, options, dtype, upstream):
+    """Return values and gradient for scores of a dtype, in float64."""
+
+    def cast(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+    leaf = x.to(dtype).requires_grad_()
+    out = function(leaf, *map(cast, positional), **{name: cast(v) for name, v in options.items()})
+    (grad,) = torch.autograd.grad(out, leaf, upstream.expand(out.shape).to(out.dtype))
+    return out.detach().double(), grad.double()
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """What the kernels were asked for, and whether they took it."""
+    from lastlayer._triton import fused
+
+    run, ran = fused.run, []
+
+    def watching(name, *given, **more):
+        found = run(name, *given, **more)
+        ran.append((name, found is not None))
+        return found
+
+    monkeypatch.setattr(fused, "run", watching)
+    return ran
+
+
+def three(monkeypatch, function, x, positional, options, upstream):
+    """Return the results of the kernels, those in float64, and those of plain torch in float32."""
+    given = function, x, positional, options
+    found = results(*given, torch.float32, upstream)
+    with monkeypatch.context() as patch:
+        for module in (_gradient, capped, subset, lml, quasibinary):
+            patch.setattr(module, "compiled", lambda *_: False)
+        exact = results(*given, torch.float64, upstream)
+        plain = results(*given, torch.float32, upstream)
+    return found, exact, plain
+
+
+def check_as_accurate(found, exact, plain, name):
+    """Assert that the error is at most twice that of plain torch in float32, and 2 eps."""
+    for what, value, right, other in zip(("value", "gradient"), found, exact, plain, strict=True):
+        assert torch.equal(value.isfinite(), right.isfinite()), f"{name}: {what}"
+        size = max(1.0, float(right.abs().max()))
+        error, allowed = float((value - right).abs().max()), 2 * float((other - right).abs().max())
+        assert error <= allowed + 2 * EPS * size, f"{name}, {what}: {error} > {allowed}"
+
+
+def case(function, options, rows, n, scale, kind):
+    x, target = scores(rows, n, scale).to(DEVICE), labels(rows, n, kind).to(DEVICE)
+    given = arguments(options, rows, n)
+    if function is not ll.two_way_loss or options.get("per") != "class":
+        given["reduction"] = "none"
+    upstream = torch.rand(rows) if given.get("reduction") == "none" else torch.tensor(1.0)
+    return x, (target,), given, upstream.to(DEVICE)
+
+
+def test_each_kernel_once(monkeypatch, watched):
+    for number, name in enumerate(QUICK):
+        function, options = (LOSSES | PROJECTIONS)[name]
+        if name in PROJECTIONS:
+            x = scores(2, 40, "normal").to(DEVICE)
+            given = x, (), options, torch.randn(x.shape).to(DEVICE)
+        else:
+            given = case(function, options, 2, 40, "normal", ("unknown", "lists")[number % 2])
+        check_as_accurate(*three(monkeypatch, function, *given), name)
+    assert all(done for _, done in watched), watched
+    assert len({name for name, _ in watched}) == 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_as_accurate_as_plain_torch(monkeypatch, watched, name):
+    function, options = LOSSES[name]
+    for number, kind in enumerate(KINDS):
+        shapes = ((4, 100, "normal"), (4, 130, "wide"), (3, 100, "ties"), (2, 300, "offset"))
+        rows, n, scale = shapes[number % 4]
+        if scale in ("ties", "offset") and function is ll.loss.truncated_entropy_loss:
+            scale = "normal"  # which of two equal rivals is spared is a matter of chance
+        given = case(function, options, rows, n, scale, kind)
+        check_as_accurate(*three(monkeypatch, function, *given), f"{kind}, {scale}")
+    assert watched
+    assert all(done for _, done in watched), watched
+
+
+@pytest.mark.slow
+def test_rows_longer_than_a_block(monkeypatch, watched):
+    for name in ("binary", "asymmetric", "two-way, rows", "quasibinary", "Fenchel-Young 2.5"):
+        function, options = LOSSES[name]
+        given = case(function, options, 2, 2500, "normal", "unknown")
+        check_as_accurate(*three(monkeypatch, function, *given), name)
+    assert all(done for _, done in watched), watched
+
+
+def check_odd(found, plain, place, name):
+    """Assert that the same values are finite, and equal; gradients too, but for the row and column of an odd score."""
+    near = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
+    fine = plain[0].isfinite()
+    assert torch.equal(found[0].isfinite(), fine), f"{name}: {found[0]} for {plain[0]}"
+    torch.testing.assert_close(found[0][fine], plain[0][fine], **near, msg=lambda text: f"{name}: {text}")
+    if not fine.all() and fine.any() == 0:
+        return  # one score spoils the whole batch
+    grads = [grad.clone() for grad in (found[1], plain[1])]
+    for grad in grads:
+        grad[place[0]], grad[:, place[1]] = 0, 0
+    torch.testing.assert_close(*grads, **near, msg=lambda text: f"{name}, gradient: {text}")
+    if found[0].isfinite().all():
+        both = found[1].isfinite() & plain[1].isfinite()
+        torch.testing.assert_close(found[1][both], plain[1][both], **near, msg=lambda text: f"{name}, beside: {text}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_odd_rows_are_those_of_plain_torch(monkeypatch, watched, name):
+    function, options = LOSSES[name]
+    for kind in ("hard", "bool"):
+        for place, value in (((2, 5), torch.nan), ((2, 5), torch.inf), ((2, 6), torch.inf), ((3, 5), -torch.inf)):
+            x, (target,), given, upstream = case(function, options, 4, 100 if "90" in name else 40, "normal", kind)
+            target[2, 5] = target[3, 5] = 1
+            target[2, 6] = 0
+            x[place] = value
+            x[1] = -torch.inf
+            found, _, plain = three(monkeypatch, function, x, (target,), given, upstream)
+            check_odd(found, plain, place, f"{kind}, {place}, {value}")
+    assert all(done for _, done in watched), watched
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_projections_are_as_accurate_as_plain_torch(monkeypatch, watched, name):
+    function, options = PROJECTIONS[name]
+    for rows, n, scale in ((3, 100, "normal"), (3, 130, "wide"), (2, 100, "ties"), (2, 300, "offset")):
+        x = scores(rows, n, scale).to(DEVICE)
+        upstream = torch.randn(x.shape).to(DEVICE)
+        check_as_accurate(*three(monkeypatch, function, x, (), options, upstream), scale)
+    assert len(watched) == 8
+    assert all(done for _, done in watched), watched
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_odd_rows_of_projections_are_those_of_plain_torch(monkeypatch, watched, name):
+    function, options = PROJECTIONS[name]
+    n = 72
+    x = scores(7, n, "normal")
+    x[0, 5], x[1, 5], x[2] = torch.nan, torch.inf, -torch.inf
+    x[3, : n - 70], x[4, : n - 16], x[5, : n - 5] = -torch.inf, -torch.inf, -torch.inf
+    upstream = torch.randn(x.shape).to(DEVICE)
+    found, _, plain = three(monkeypatch, function, x.to(DEVICE), (), options, upstream)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert all(done for _, done in watched), watched
+
+
+@pytest.mark.slow
+def test_capped_projections_of_rows_with_their_own_k_and_mask(monkeypatch, watched):
+    x, k = scores(7, 90, "normal").to(DEVICE), torch.tensor([0.3, 1.0, 2.0, 7.5, 60.0, 33.0, 0.0], device=DEVICE)
+    mask = (torch.rand(7, 90) < 0.8).to(DEVICE)
+    for function in (ll.capped_softmax, ll.capped_sparsemax):
+        upstream = torch.randn(x.shape).to(DEVICE)
+        check_as_accurate(*three(monkeypatch, function, x, (k,), {"mask": mask}, upstream), function.__name__)
+    assert all(done for _, done in watched), watched
+
+
+@pytest.mark.slow
+def test_half_precision_and_more_dimensions(monkeypatch, watched):
+    x = torch.randn(2, 3, 50).to(DEVICE)
+    target = (torch.rand(2, 3, 50) < 0.1).to(DEVICE)
+    for function, given in (
+        (ll.asymmetric_loss, (target,)),
+        (ll.two_way_loss, (target,)),
+        (ll.loss.truncated_entropy_loss, (target, 3)),
+        (ll.capped_softmax, (4.5,)),
+    ):
+        half = x.bfloat16().requires_grad_()
+        out = function(half, *given)
+        exact = function(half.detach().double(), *given)
+        torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=2**-8)
+        out.sum().backward()
+        assert half.grad.dtype == torch.bfloat16
+    assert all(done for _, done in watched), watched
+
+
+@pytest.mark.slow
+def test_second_derivatives_go_through_plain_torch():
+    x = torch.randn(3, 20, device=DEVICE).requires_grad_()
+    target = (torch.rand(3, 20) < 0.2).to(DEVICE)
+    for function, given in ((ll.two_way_loss, (target,)), (ll.capped_softmax, (2.5,)), (ll.subset_marginals, (3,))):
+        seconds = []
+        for dtype in (torch.float32, torch.float64):
+            out = function(x.to(dtype), *given)
+            (grad,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)
+            seconds.append(torch.autograd.grad((grad**2).sum(), x)[0])
+        torch.testing.assert_close(*seconds, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_nothing_waits_for_the_gpu():
+    x, target = scores(4, 100, "normal").to(DEVICE).requires_grad_(), labels(4, 100, "hard").to(DEVICE)
+    for name in QUICK:
+        function, options = (LOSSES | PROJECTIONS)[name]
+        given = (x,) if name in PROJECTIONS else (x, target)
+        more = arguments(options, 4, 100)
+        function(*given, **more).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            function(*given, **more).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
