@@ -39,6 +39,7 @@ from lastlayer.train.resolved import Resolved, lower_is_better
 from lastlayer.train.serve import odds
 
 ENOUGH = 2000  # validation rows that choose well enough alone
+GROUPED = 10_000  # and where rows have groups: a few large groups may say much, most of all for the calibration
 FOLDS = (5, 10)  # of many rows, and of few: coupled losses gain more from the rows that folds leave out
 FEWEST = 10  # rows below which there is no choice
 TRIED = 20_000  # rows that the candidates are fitted to for the choice; drawn, if there are more
@@ -418,9 +419,10 @@ def _splits(pool: Pool, config: Config, folds: bool) -> Iterator[tuple[np.ndarra
     """Yield the rows to fit and the rows to score."""
     n, n_valid = len(pool.labels), len(pool.labels) - pool.n_train
     order = np.random.default_rng(config.seed).permutation(pool.n_train)
-    if n_valid >= ENOUGH or (n_valid and not folds):
+    enough = GROUPED if pool.labels.groups is not None and config.labels == "complete" else ENOUGH
+    if n_valid >= enough or (n_valid and not folds):
         yield _some(order, config), np.arange(pool.n_train, n)
-    elif folds and not n_valid and n >= 10 * ENOUGH:  # enough rows to set some of them aside, or whole groups
+    elif folds and not n_valid and n >= 10 * enough:  # enough rows to set some of them aside, or whole groups
         aside = np.argsort(order) < n // 10
         if pool.labels.groups is not None:
             aside = fold_rows(pool.labels, 10, seed=config.seed) == 0
