@@ -18,8 +18,8 @@ _ISA = ("baseline", "AVX2", "AVX-512")
 
 # ``struct call`` of `lml.c`, in native alignment: rows, n, logits, k, k_stride, mask, mask_stride, temperature, kind,
 # threads, out, center, delta, grad, grad_delta, grad_k, observed, index, m, dense, dense_type, log_mass, pull,
-# weight, total, mean, slope, over, unit.
-CALL = struct.Struct("@qqPPqPqdiiPPPPPPdPqPiPPPPqPPd")
+# weight, total, mean, slope, over, unit, half.
+CALL = struct.Struct("@qqPPqPqdiiPPPPPPdPqPiPPPPqPPdq")
 
 
 def unavailable(device: torch.device) -> str:

@@ -41,6 +41,8 @@ struct start {
     double k, n, logit, log_p, quantile;
 };
 
+typedef uint32_t __attribute__((may_alias)) word; /* the bits of a float */
+
 /* A call: what ctypes hands over. */
 struct call {
     int64_t rows, n;
@@ -65,6 +67,7 @@ struct call {
     void *slope;  /* the gradient of the sum over the rows that contribute, times `unit`, written with the loss */
     double *over; /* what turns it into that of the reduced loss; 0 where a row is nan, which upstream 0 must hide */
     double unit;
+    int64_t half; /* logits and out are bfloat16, which only y takes; all other numbers are float */
 };
 
 /* The memory of one thread: `copy` and `e` have room for all rows that are solved at once, in whole vectors. */
@@ -74,7 +77,8 @@ struct space {
     void *label;
     struct sums *parts;
     struct start start;
-    int threads; /* for the parts of a row */
+    float *narrow;     /* logits and out of the rows worked on, where those of the call are bfloat16 */
+    int threads, tile; /* for the parts of a row; whether several rows are solved at once */
 };
 
 static double log_sigmoid(double z) { return fmin(z, 0) - log1p(exp(-fabs(z))); }
@@ -220,6 +224,14 @@ static const row_work works[3][2][6] = {
 #endif
 };
 
+static const row_work half_works[3] = {
+    half_rows_f32_baseline,
+#if DISPATCH
+    half_rows_f32_avx2,
+    half_rows_f32_avx512,
+#endif
+};
+
 static int isa_limit = 2;
 
 /* The instruction set in use: 0 baseline, 1 AVX2, 2 AVX-512. */
@@ -324,10 +336,12 @@ static int run(const struct call *call, int type, int operation) {
     int isa = lastlayer_isa(), tile = forward && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM && !call->mask;
     int64_t group = tile ? (16 << isa) / (int64_t)real : 1;
     row_work work = works[isa][type][!tile ? operation : loss ? LOSS_FORWARD_TILE : FORWARD_TILE];
+    if (call->half) work = half_works[isa];
     size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up((size_t)group * width * real);
     size_t e = forward ? copy : 0, workspace = forward ? round_up(width * 8) : 0;
     size_t label = loss ? round_up(width * real) : 0;
-    size_t one = parts + copy + e + workspace + label;
+    size_t narrow = call->half ? round_up(2 * (size_t)(group * n) * 4) : 0;
+    size_t one = parts + copy + e + workspace + label + narrow;
     char *memory = malloc(one * (size_t)spaces + 64);
     struct space *space = calloc((size_t)spaces, sizeof *space);
     if (!memory || !space) {
@@ -342,7 +356,9 @@ static int run(const struct call *call, int type, int operation) {
         space[i].e = at += copy;
         space[i].workspace = (double *)(at += e);
         space[i].label = at += workspace;
+        space[i].narrow = (float *)(at + label);
         space[i].threads = split ? (int)threads : 1;
+        space[i].tile = tile;
         if (loss) memset(space[i].label, 0, width * real);
     }
 

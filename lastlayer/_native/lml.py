@@ -1,7 +1,8 @@
 """The compiled `lml` and `lml_loss`: the return values of the plain versions, on as many threads as torch uses.
 
-Half precision goes through float32. The arguments of a call are packed as the C structure in one step: filling in a
-`ctypes.Structure` field by field takes longer than a small batch does.
+Half precision goes through float32; of bfloat16 the forward pass of `lml` converts row by row. The arguments of a call
+are packed as the C structure in one step: filling in a `ctypes.Structure` field by field takes longer than a small batch
+does.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ def probabilities(
     logits: Tensor, k: float, mask: Tensor | None, temperature: float, record: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return y for one `k`, and with `record` what the backward pass needs: center and delta, ``(2, rows)``."""
-    x = logits if logits.itemsize > 3 and logits.is_contiguous() else _read(logits)
+    as_it_is = logits.dtype != torch.float16 and logits.is_contiguous()  # bfloat16 is read and written in the call
+    x = logits if as_it_is else _read(logits)
     out = torch.empty_like(x)
-    rows = x.new_empty((2, *x.shape[:-1])) if record else None
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = x.new_empty((2, *x.shape[:-1]), dtype=work) if record else None
     _run_short(_FORWARD, x, mask, temperature, k, out, rows, None)
     return out if x is logits else out.to(logits.dtype), rows
 
@@ -251,7 +254,7 @@ def _run(
         0 if grad is None else grad.data_ptr(), 0 if grad_delta is None else grad_delta.data_ptr(),
         0 if grad_k is None else grad_k.data_ptr(), observed, 0 if index is None else index.data_ptr(), labels,
         0 if dense is None else dense.data_ptr(), dense_type, 0 if log_mass is None else log_mass.data_ptr(),
-        0 if pull is None else pull.data_ptr(), 0, 0, 0, 0, 0, 1.0,
+        0 if pull is None else pull.data_ptr(), 0, 0, 0, 0, 0, 1.0, 0,
     )  # fmt: skip
     if _RUN(call, double, operation):
         raise MemoryError(_NO_MEMORY)
@@ -278,8 +281,9 @@ def _run_short(
     center = 0 if rows is None else rows.data_ptr()
     call = CALL.pack(
         count, n, x.data_ptr(), ctypes.addressof(number), 0, 0 if mask is None else mask.data_ptr(), mask_stride,
-        temperature, 0, torch.get_num_threads(), out.data_ptr(), center, center and center + count * x.itemsize,
+        temperature, 0, torch.get_num_threads(), out.data_ptr(), center, center and center + (count << 2 + double),
         0 if grad is None else grad.data_ptr(), 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0,
+        x.dtype == torch.bfloat16,
     )  # fmt: skip
     if _RUN(call, double, operation):
         raise MemoryError(_NO_MEMORY)
@@ -329,7 +333,7 @@ def _run_reduced(
         0 if grad is None else grad.data_ptr(), 0, 0 if grad_k is None else grad_k.data_ptr(), observed,
         0 if index is None else index.data_ptr(), labels, 0 if dense is None else dense.data_ptr(), dense_type,
         first + 3 * place, first + 4 * place, first + 5 * place, 0 if total is None else total.data_ptr(), mean,
-        0 if slope is None else slope.data_ptr(), 0 if over is None else ctypes.addressof(over), 1.0,
+        0 if slope is None else slope.data_ptr(), 0 if over is None else ctypes.addressof(over), 1.0, 0,
     )  # fmt: skip
     problem = _RUN(call, double, operation)
     if problem:

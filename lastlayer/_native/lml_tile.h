@@ -309,6 +309,29 @@ FN void NAME(loss_forward_tile)(const struct call *call, int64_t index, int coun
     }
 }
 
+#ifndef WITH_HARD
+
+/* Rows of bfloat16, converted while they are in the cache; y alone. */
+FN void NAME(half_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    struct call own = *call;
+    int64_t size = count * own.n;
+    word *restrict x = (word *)space->narrow, *restrict y = x + size;
+    const uint16_t *restrict from = (const uint16_t *)own.logits + index * own.n;
+    uint16_t *restrict to = (uint16_t *)own.out + index * own.n;
+    for (int64_t i = 0; i < size; i++) x[i] = (uint32_t)from[i] << 16;
+    own.logits = x, own.out = y;
+    own.k = (const float *)own.k + index * own.k_stride;
+    if (own.mask) own.mask += index * own.mask_stride;
+    if (own.center) own.center = (float *)own.center + index, own.delta = (float *)own.delta + index;
+    (space->tile ? NAME(forward_tile) : NAME(forward_rows))(&own, 0, count, space);
+    for (int64_t i = 0; i < size; i++) { /* to the nearest, ties to even */
+        uint32_t rounded = (y[i] + 0x7fff + (y[i] >> 16 & 1)) >> 16;
+        to[i] = (uint16_t)((y[i] & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+#endif
+
 #undef FN
 #undef INLINE
 #undef PRAGMA

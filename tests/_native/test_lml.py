@@ -14,7 +14,7 @@ import torch
 from tools import HUNG, assert_as_accurate, long, slow
 
 import lastlayer._native as native
-from lastlayer import lml_loss
+from lastlayer import lml, lml_loss
 
 plain = sys.modules["lastlayer.project.lml"]
 
@@ -463,3 +463,15 @@ def test_the_gradient_that_comes_with_the_loss_is_that_of_plain_torch(observed, 
             loss.backward()  # the gradient was handed over, and is computed again
             found.append((loss.detach(), first, leaf.grad))
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+
+
+@built
+def test_bfloat16_is_the_rounded_float32_result():
+    for rows, n in ((40, 70), (3, 2000)):
+        x = (3 * torch.randn(rows, n)).bfloat16()
+        x[1, 2], x[2, 3], x[0] = -torch.inf, torch.inf, 1e4
+        x[0, 0] = torch.nan
+        mask = torch.rand(rows, n) < 0.9
+        for options in ({}, {"mask": mask}, {"temperature": 0.5}):
+            y = lml(x, 4, **options)
+            assert torch.equal(y.nan_to_num(9), lml(x.float(), 4, **options).bfloat16().nan_to_num(9))
