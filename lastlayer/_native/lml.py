@@ -1,8 +1,8 @@
 """The compiled `lml` and `lml_loss`: the return values of the plain versions, on as many threads as torch uses.
 
 Half precision goes through float32; of bfloat16 the forward pass of `lml` converts row by row. The arguments of a call
-are packed as the C structure in one step: filling in a `ctypes.Structure` field by field takes longer than a small batch
-does.
+are packed as the C structure in one step: filling in a `ctypes.Structure` field by field takes longer than a small
+batch does.
 """
 
 from __future__ import annotations
