@@ -24,14 +24,15 @@ MOST = 1 << 22  # classes of a row; one program takes longer for more of them th
 STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
 # Up to a number of classes per row, the number of them that a thread holds.
 FORWARD: dict[int, shapes.Table] = {
-    4: ((256, 32), (768, 16), (LONGEST, 32)),
-    2: ((256, 32), (768, 16), (LONGEST, 32)),
+    4: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
+    2: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
 }
 BACKWARD: dict[int, shapes.Table] = {
     4: ((8192, 8), (LONGEST, 20)),
     2: ((8192, 8), (LONGEST, 20)),
 }
-HELD = 2048  # classes up to which a thread holds their weights; those of longer rows are read again from the cache
+HELD = 8192  # classes up to which a thread holds their weights; those of longer rows are read again from the cache
+REGISTERS = 128  # of a thread where they are not held, so that a multiprocessor has two rows at once
 WARPS = 32  # per multiprocessor, where programs take rows in turn
 
 
@@ -103,10 +104,12 @@ def forward(budget: Budget, k: Tensor) -> tuple[Tensor, Tensor]:
         programs = shapes.cdiv(g.rows, p.rows)
         if shared:
             programs = min(programs, _programs(logits.get_device()) * WARPS // p.warps)
+        few = g.n > HELD and p.warps * REGISTERS <= 1024 and not INTERPRETED
+        options = {"maxnreg": REGISTERS} if few else {}
         launch(
             resident, (programs,), g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n // p.align, *g.m_strides,
             0 if one else 1, g.inv_t, **_tiles(p), **constants, TOL=tolerance, SHARED=shared, HELD=g.n <= HELD,
-            num_warps=p.warps,
+            num_warps=p.warps, **options,
         )  # fmt: skip
     group = min(64, max(1, shapes.power_of_2(g.rows // 2048 + 1)))
     launch(
