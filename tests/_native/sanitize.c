@@ -79,7 +79,16 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
             bad += lastlayer_run(&call, type, LOSS_FORWARD);
             call.out = out;
             bad += lastlayer_run(&call, type, LOSS_BACKWARD);
+            double total, over; /* the reduced loss with its gradient, which keeps no numbers of rows */
+            struct call reduced = call;
+            reduced.out = reduced.center = reduced.delta = reduced.log_mass = reduced.pull = 0;
+            reduced.slope = out, reduced.total = &total, reduced.over = &over, reduced.mean = 1, reduced.unit = 1;
+            bad += lastlayer_run(&reduced, type, LOSS_FORWARD);
         }
+    if (!type) { /* the first half of both arrays as bfloat16 */
+        call.kind = KIND_Y, call.out = out, call.index = 0, call.dense = 0, call.half = 1;
+        bad += lastlayer_run(&call, type, FORWARD);
+    }
     for (int i = 0; i < 6; i++) free(row[i]);
     free(logits), free(k), free(out), free(mask), free(list), free(dense), free(soft);
     if (bad) printf("type %d, %d rows of %d: %d wrong\n", type, (int)rows, (int)n, bad);
