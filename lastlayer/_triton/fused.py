@@ -172,15 +172,22 @@ def _tilt(name: str, x: Tensor, labels: Labels | None, numbers: Sequence[float])
     assert labels is not None
     n = x.shape[-1]
     if labels.index is not None:
-        label = torch.where(labels.index < 0, n, labels.index).amin(-1, keepdim=True)
+        label = labels.index
+        if label.shape[-1] > 1:
+            label = torch.where(label < 0, n, label).amin(-1, keepdim=True)
     else:
         assert labels.dense is not None
         label = (labels.dense > 0).to(torch.uint8).argmax(-1, keepdim=True)  # the first
-    others = torch.arange(n, device=x.device) != label
+    others = _places(n, x.device) != label
     if labels.dense is not None:
         others = others & (labels.dense >= 0)
     _, center, delta = lml_forward(x, k - 0.5, others, k * numbers[1], "nu")
     return center.squeeze(-1), delta.squeeze(-1)
+
+
+@functools.lru_cache(maxsize=16)
+def _places(n: int, device: torch.device) -> Tensor:
+    return torch.arange(n, device=device)
 
 
 @functools.lru_cache(maxsize=16)

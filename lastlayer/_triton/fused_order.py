@@ -363,7 +363,7 @@ def marginals(
         store_row(out_ptr, row, n, cols, tl.where(delta == delta, y, float("nan")))
 
 
-# first: the mean of the upstream gradient, which is `each`; a constant in it changes nothing, and would cancel.
+# each: the upstream gradient. A constant in it changes nothing; in float64 it does not have to be taken out.
 @triton.jit(do_not_specialize=["rows", "width", "f_row"])
 def marginals_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
@@ -374,7 +374,6 @@ def marginals_backward(
     row = tl.program_id(0).to(tl.int64)
     center = tl.load(p_ptr + row).to(tl.float64)
     delta = tl.load(s_ptr + row).to(tl.float64)
-    mean = tl.load(f_ptr + row * f_row).to(tl.float64)
     c, s = _roots(extra_ptr, 1)
     a = tl.full((HALF, TILE), 1.0, tl.float64)
     b = tl.full((HALF, TILE), 0.0, tl.float64)
@@ -383,7 +382,7 @@ def marginals_backward(
     for j in range(0, n, TILE):
         cols = j + tl.arange(0, TILE)
         present, absent, finite = _chances(x_ptr, row, n, cols, -1, center, delta, 1.0)
-        u = tl.where(finite, load_weight(e_ptr, row, e_row, e_col, n, cols).to(tl.float64) - mean, 0.0)
+        u = tl.where(finite, load_weight(e_ptr, row, e_row, e_col, n, cols).to(tl.float64), 0.0)
         real, imaginary, g, h = _parts(present, absent, c, s)
         a, b = _times(a, b, real, imaginary)
         along += u[None, :] * g
@@ -398,7 +397,7 @@ def marginals_backward(
     for j in range(0, n, TILE):
         cols = j + tl.arange(0, TILE)
         present, absent, finite = _chances(x_ptr, row, n, cols, -1, center, delta, 1.0)
-        u = tl.where(finite, load_weight(e_ptr, row, e_row, e_col, n, cols).to(tl.float64) - mean, 0.0)
+        u = tl.where(finite, load_weight(e_ptr, row, e_row, e_col, n, cols).to(tl.float64), 0.0)
         _, _, g, h = _parts(present, absent, c, s)
         bend, bend_i = _times(g, h, 1 - g, -h)
         y = tl.sum(a[:, None] * g - b[:, None] * h, 0) * over

@@ -70,6 +70,40 @@ def with_gradient(
     return result
 
 
+def with_shared_term(
+    x: Tensor, loss: Tensor, grad: Tensor, part: Tensor, term: Tensor, plain: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the losses of rows in which a number of the whole batch has a part: one number per row.
+
+    The gradient of a row's loss is its own row of `grad`, and its part times `term`, the gradient of the shared number.
+    """
+    result: Tensor = _WithSharedTerm.apply(x, loss, grad, part, term, plain)
+    return result
+
+
+class _WithSharedTerm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, loss: Tensor, grad: Tensor, part: Tensor, term: Tensor, plain: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(x, grad, part, term)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, grad, part, term = ctx.saved_tensors
+        (upstream,) = grads
+        if differentiated(upstream):
+            further = torch.is_grad_enabled()
+            with torch.enable_grad():
+                loss = ctx.plain(x)
+            (grad,) = torch.autograd.grad(loss, x, upstream, create_graph=further)
+        else:
+            grad = torch.addcmul(grad * upstream.unsqueeze(-1), term, (upstream * part).sum())
+        return grad, None, None, None, None, None
+
+
 class _WithGradient(torch.autograd.Function):
     """One loss per row, or per column of a batch, whose gradient is known."""
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
+from lastlayer._threshold.compiled import compiled, fused
+from lastlayer._threshold.dispatch import recorded
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once, per_class
+from lastlayer.loss._gradient import at_once, per_class, with_shared_term
 from lastlayer.shard import ClassShard, Ranks, Replicas, averaged, total, unwrap
 
 
@@ -79,6 +81,11 @@ def two_way_loss(
     )
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels = _rows.given(op, logits, target, shard)
+    if per == "both" and shard is None and data_group is None:
+        rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
+        both = _both_at_once(x, labels, form, rows)
+        if both is not None:
+            return _rows.leave(op, both[0], reduction, both[1], logits.dtype, sample_weight)
     if per != "class":
         loss, counts = _per_sample(x, labels, form, shard)
         if per == "sample":
@@ -152,6 +159,32 @@ def _per_class(
     if data is None:
         found = at_once("two_way_columns", x, labels, form, lambda x: plain(x)[0], first=rows)
     return plain(x) if found is None else (found.loss, found.counts)
+
+
+def _both_at_once(x: Tensor, labels: Labels, form: _Form, rows: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Return the loss of each row with that of the columns, by compiled operations, None where plain torch must."""
+    if not compiled(x, labels.dense, labels.index, rows):
+        return None
+
+    def plain(x: Tensor) -> Tensor:
+        x, live = _rows.taking_part(x, labels)
+        sides = _sides(x, live, labels)
+        loss, counts = _positives_above(sides, form, None)
+        by_class, occurs = _positives_above(_columns(sides, rows), form, None)
+        return loss + torch.where(counts, by_class.sum() / occurs.sum().clamp(min=1), 0)
+
+    wanted, fixed, run = recorded(x), x.detach(), fused(x).run
+    with torch.no_grad():
+        found = run("two_way_rows", fixed, labels, form, gradient=wanted)
+        columns = None if found is None else run("two_way_columns", fixed, labels, form, first=rows, gradient=wanted)
+        if columns is None:
+            return None
+        classes = columns.counts.sum().clamp(min=1)
+        loss = found.loss + torch.where(found.counts, columns.loss.sum() / classes, 0)
+        if not wanted:
+            return loss, found.counts
+        term, part = columns.out / classes, found.counts.to(x.dtype)
+    return with_shared_term(x, loss, found.out, part, term, plain), found.counts
 
 
 def _columns(sides: _Sides, rows: Tensor | None) -> _Sides:

@@ -8,10 +8,10 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
-from lastlayer._threshold.compiled import compiled
+from lastlayer._threshold.compiled import compiled, fused
 from lastlayer._threshold.dispatch import direct, recorded
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once
+from lastlayer.loss._gradient import at_once, with_shared_term
 from lastlayer.shard import ClassShard, Ranks, reduce, total, unwrap
 
 
@@ -82,24 +82,31 @@ def _plain(x: Tensor, labels: Labels, weight: Tensor | None, shard: ClassShard |
 
 def _at_once(x: Tensor, labels: Labels, weight: Tensor | None) -> Tensor | None:
     """Return one loss per row by compiled operations, None where plain torch must."""
-
-    def rest(x: Tensor) -> Tensor:
-        return _rows.logsumexp(*_rows.taking_part(x, labels))[1]
-
-    found = at_once("logsumexp", x, labels, (), rest)
-    if found is None:
+    if not compiled(x, labels.dense, labels.index, weight):
         return None
-    peaks, count = found.extra.unbind(-1)
-    peak = torch.where(found.counts, peaks, -torch.inf).max()
-    peak = torch.where(peak.isfinite(), peak, 0)
-    mass = torch.where(found.counts, (peaks - peak + found.loss).exp(), 0)
-    if weight is not None:
-        mass, count = mass * weight, count * weight
-    mass, count = mass.sum(), count.sum()
-    known = (count > 0) & (mass > 0)
-    log_c = torch.where(known, mass, 1).log() - torch.where(known, count, 1).log()
-    loss = _given_normalizer(x, labels, peak, log_c)
-    return None if loss is None else torch.where(known, loss, 0)
+    wanted, fixed, run = recorded(x), x.detach(), fused(x).run
+    with torch.no_grad():
+        sums = run("logsumexp", fixed, labels, (), gradient=wanted)
+        if sums is None:
+            return None
+        peaks, count = sums.extra.unbind(-1)
+        peak = torch.where(sums.counts, peaks, -torch.inf).max()
+        peak = torch.where(peak.isfinite(), peak, 0)
+        mass = torch.where(sums.counts, (peaks - peak + sums.loss).exp(), 0)
+        if weight is not None:
+            mass, count = mass * weight, count * weight
+        whole, count = mass.sum(), count.sum()
+        known = (count > 0) & (whole > 0)
+        log_c = torch.where(known, whole / count, 1).log()
+        found = run("quasibinary", fixed, labels, (), first=peak, second=log_c, gradient=wanted)
+        if found is None:
+            return None
+        loss = torch.where(known, found.loss, 0)
+        if not wanted:
+            return loss
+        term = sums.out * torch.where(known, mass / whole, 0).unsqueeze(-1)
+        grad, part = found.out * known, found.extra.squeeze(-1) * known
+    return with_shared_term(x, loss, grad, part, term, lambda x: _plain(x, labels, weight, None))
 
 
 def _given_normalizer(x: Tensor, labels: Labels, peak: Tensor, log_c: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer._threshold.compiled import compiled, fused, projected
+from lastlayer._threshold.compiled import compiled, fused, on_gpu, projected
 from lastlayer.project._symmetric import Tree, balance, log_counts, split, tilt
 
 _FEW = 16  # classes of a subset for which the compiled operation divides polynomials
@@ -83,7 +83,8 @@ def _marginals_by_kernel(x: Tensor, k: int) -> Tensor | None:
         return None
 
     def pull(x: Tensor, pi: Tensor, upstream: Tensor) -> Tensor | None:
-        mean = (pi * upstream).sum(-1) / k  # a constant in the upstream gradient changes nothing
+        # A constant in the upstream gradient changes nothing, and would cancel; the GPU's sums are long enough.
+        mean = None if on_gpu(x) else (pi * upstream).sum(-1) / k
         back = run("marginals_backward", x, None, (k,), each=upstream, first=mean)
         return None if back is None else back.out
 

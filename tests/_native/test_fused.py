@@ -5,7 +5,7 @@ import torch
 
 import lastlayer as ll
 from lastlayer import _native as native
-from lastlayer.loss import _gradient
+from lastlayer.loss import _gradient, lml, multilabel, quasibinary
 from lastlayer.project import capped, subset
 
 pytestmark = pytest.mark.skipif(bool(native.missing), reason="the compiled kernel was not built")
@@ -108,7 +108,7 @@ def results(function, x, more, dtype, upstream):
 
 
 def plain_only(monkeypatch):
-    for module in (_gradient, capped, subset):
+    for module in (_gradient, capped, subset, lml, multilabel, quasibinary):
         monkeypatch.setattr(module, "compiled", lambda *_: False)
 
 

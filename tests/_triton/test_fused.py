@@ -7,7 +7,7 @@ import torch
 from tools import DEVICE
 
 import lastlayer as ll
-from lastlayer.loss import _gradient, lml, quasibinary
+from lastlayer.loss import _gradient, lml, multilabel, quasibinary
 from lastlayer.project import capped, subset
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -139,7 +139,7 @@ def three(monkeypatch, function, x, positional, options, upstream):
     given = function, x, positional, options
     found = results(*given, torch.float32, upstream)
     with monkeypatch.context() as patch:
-        for module in (_gradient, capped, subset, lml, quasibinary):
+        for module in (_gradient, capped, subset, lml, multilabel, quasibinary):
             patch.setattr(module, "compiled", lambda *_: False)
         exact = results(*given, torch.float64, upstream)
         plain = results(*given, torch.float32, upstream)
