@@ -225,9 +225,17 @@ def measured(call: Callable[[], None], device: str, repeats: int = 9) -> float:
 
 
 def finals(rows: Sequence[common.Row]) -> list[common.Row]:
-    """Return the final runs with the chosen settings."""
-    final = [r for r in rows if r["part"] == "final" and best(rows, r["kind"], r["k"]).items() <= r.items()]
-    return sorted(final, key=lambda r: (model.KINDS.index(r["kind"]), r["k"]))
+    """Return the final runs; of several settings, that with the least mean error on validation rows."""
+    groups: dict[tuple[Any, ...], dict[tuple[Any, ...], list[common.Row]]] = {}
+    for row in rows:
+        if row["part"] == "final":
+            settings = groups.setdefault((model.KINDS.index(row["kind"]), row["k"]), {})
+            settings.setdefault(tuple(row[name] for name in FIRST), []).append(row)
+
+    def error(some: list[common.Row]) -> float:
+        return float(sum(row["valid_error"] for row in some) / len(some))
+
+    return [row for _, settings in sorted(groups.items()) for row in min(settings.values(), key=error)]
 
 
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
