@@ -24,8 +24,8 @@ MOST = 1 << 22  # classes of a row; one program takes longer for more of them th
 STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
 # Up to a number of classes per row, the number of them that a thread holds.
 FORWARD: dict[int, shapes.Table] = {
-    4: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
-    2: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
+    4: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
+    2: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
 }
 BACKWARD: dict[int, shapes.Table] = {
     4: ((8192, 8), (LONGEST, 20)),
