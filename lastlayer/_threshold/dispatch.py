@@ -136,7 +136,19 @@ def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
 
 def transformed() -> bool:
     """Whether a functional transform or forward mode is at work, which kernels cannot see through."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return bool(_transform()) or forward_ad._current_level >= 0
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _transform() -> str:
+    """Return the name of the functional transform at work; the compiler by itself would always see one."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return "" if interpreter is None else str(interpreter.key().name)
+
+
+def compiled_with_transform() -> bool:
+    """Whether a transform differentiates a call that is being compiled: the operators have no rule for that."""
+    return torch.compiler.is_compiling() and _transform() in ("Grad", "Jvp")
 
 
 def recorded(*inputs: Any) -> bool:
@@ -219,14 +231,25 @@ def kernels(impl: str) -> Kernels:
     return cast(Kernels, importlib.import_module(f"lastlayer._{impl}.lml"))
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def inlined(impl: Impl) -> bool:
+    """Whether the compiler is to look into the kernels; the operators for that are registered when it first asks."""
+    if impl != "triton" or _triton.INTERPRETED:
+        return False
+    importlib.import_module("lastlayer._triton.inline")
+    return True
+
+
 def forward(problem: Problem, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` from a kernel."""
     x, k, mask, temperature, _, impl = problem
     if direct(x, k, mask):
         return kernels(impl).forward(x, k, mask, temperature, kind)
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.lastlayer.lml_forward(
-        x, sizes(k, x), mask, temperature, kind, impl
-    )
+    result: tuple[Tensor, Tensor, Tensor]
+    if torch.compiler.is_compiling() and inlined(impl):
+        result = torch.ops.lastlayer.lml_forward_inline(x, sizes(k, x), mask, temperature, kind)
+    else:
+        result = torch.ops.lastlayer.lml_forward(x, sizes(k, x), mask, temperature, kind, impl)
     return result
 
 
@@ -234,7 +257,11 @@ def backward(impl: Impl, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits and `k` from a kernel."""
     if direct(*arguments):
         return kernels(impl).backward(*arguments)
-    grads: tuple[Tensor, Tensor] = torch.ops.lastlayer.lml_backward(*arguments, impl)
+    grads: tuple[Tensor, Tensor]
+    if torch.compiler.is_compiling() and inlined(impl):
+        grads = torch.ops.lastlayer.lml_backward_inline(*arguments)
+    else:
+        grads = torch.ops.lastlayer.lml_backward(*arguments, impl)
     return grads
 
 

@@ -66,7 +66,9 @@ def _loss_forward(
     dense: Tensor | None,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return kernels(impl).loss_forward(logits, k, mask, temperature, rho, index, dense)
+    loss, *numbers = kernels(impl).loss_forward(logits, k, mask, temperature, rho, index, dense)
+    center, delta, log_mass, pull = (value.clone() for value in numbers)  # an operator's results share no memory
+    return loss, center, delta, log_mass, pull
 
 
 @_loss_forward.register_fake

@@ -152,7 +152,8 @@ def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:
     if mask is None:
         return x, 0, 0
     flat = mask.reshape(x.shape)
-    return flat.view(torch.uint8), flat.stride(0), flat.stride(1)
+    flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+    return flat, flat.stride(0), flat.stride(1)
 
 
 def stream(itemsize: int, split: bool) -> tuple[dict[str, int], dict[str, int]]:

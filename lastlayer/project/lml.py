@@ -16,6 +16,7 @@ from lastlayer._threshold.dispatch import (
     Impl,
     Problem,
     backward,
+    compiled_with_transform,
     differentiated,
     direct,
     enter,
@@ -245,6 +246,8 @@ def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` with ``nu = delta - center``; gradients flow into `out` and `delta`."""
     if exporting():  # which has no use for derivatives
         return _forward(problem, kind)
+    if compiled_with_transform():
+        problem = problem._replace(impl="torch")
     if torch.compiler.is_compiling():  # the compiler takes no Function that defines forward mode
         function: Any = _LML
     elif transformed():

@@ -420,3 +420,34 @@ def test_batches_of_gradients_of_the_reduced_loss():
     (one,) = torch.autograd.grad(loss, x, retain_graph=True)
     (both,) = torch.autograd.grad(loss, x, factors, is_grads_batched=True)
     torch.testing.assert_close(both, factors[:, None, None] * one)
+
+
+def test_registered_operators():
+    """What `torch.compile` calls: results that share no memory, and fake ones of the same form."""
+    x, k = torch.randn(3, 9, device=DEVICE), torch.full((3, 1), 2.0, device=DEVICE)
+    target = torch.tensor([[1], [2], [-1]], device=DEVICE)
+    ops, tests = torch.ops.lastlayer, ("test_schema", "test_faketensor")
+    arguments = (x, k, None, 1.0, 0.3, target, None, "triton")
+    torch.library.opcheck(ops.lml_loss_forward, arguments, test_utils=tests)
+    results = ops.lml_loss_forward(*arguments)
+    assert len({value.untyped_storage().data_ptr() for value in results}) == len(results)
+    more = (x, None, 1.0, 0.3, target, None, *results[1:], torch.ones(3, device=DEVICE), "triton")
+    torch.library.opcheck(ops.lml_loss_backward, more, test_utils=tests)
+    torch.library.opcheck(ops.lml_forward, (x, k, None, 1.0, "y", "triton"), test_utils=tests)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be compiled")
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_compiler_launches_the_kernels(masked):
+    from torch._inductor.utils import run_and_get_code
+
+    torch.compiler.reset()
+    x = torch.randn(32, 100, device=DEVICE, requires_grad=True)
+    mask = torch.rand(32, 100, device=DEVICE) < 0.9 if masked else None
+    compiled = torch.compile(lambda x: lml(x, 5, mask=mask), fullgraph=True)
+    out, code = run_and_get_code(compiled, x)
+    assert "ops.lastlayer" not in "".join(code)
+    expected = lml(x, 5, mask=mask)
+    upstream = torch.randn_like(x)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, upstream)[0] for y in (out, expected)))

@@ -438,10 +438,28 @@ def test_the_compiler_sees_one_operator():
         names.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    torch.compile(lambda x: ll.lml(x, 2) + ll.lml_threshold(x, 2)[:, None], backend=backend)(normal(4, 7).float())
+    def run(x):
+        return ll.lml(x, 2) + ll.lml_threshold(x, 2)[:, None] + ll.lml_loss(x, x[:, 0].long(), 2)
+
+    torch.compile(run, backend=backend)(normal(4, 7).float())
     operators = [name for name in names if "lastlayer" in name]
-    assert len(operators) == 2, names
-    assert len(names) < 20, names
+    assert len(operators) == 3, names
+    assert len(names) < 45, names
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: jvp(lambda a: ll.lml(a, 2), (x,), (x,))[1],
+        lambda x: grad(lambda a: ll.log_lml(a, 2)[0, 0])(x),
+        lambda x: vmap(lambda a: ll.lml(a, 2))(x),
+    ],
+    ids=["jvp", "grad", "vmap"],
+)
+def test_transforms_within_the_compiler(run):
+    torch.compiler.reset()
+    x = normal(4, 7)
+    torch.testing.assert_close(torch.compile(run, backend="eager")(x), run(x))
 
 
 @pytest.mark.parametrize(
