@@ -92,21 +92,21 @@ def _add_powers(x, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8):
 
 
 @triton.jit
-def _append(x, cols, n, floor, top_ptr, fill_ptr, room, mark_ptr, MARK: tl.constexpr):
-    """Append the finite logits above the floor to the list of a row, and mark their classes."""
+def _append(x, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED: tl.constexpr):
+    """Append the finite logits above the floor to the list of a row, and their classes to another."""
     x = x.to(tl.float32)
     above = (x > floor) & (x < float("inf")) & (cols < n)
     one = tl.full(above.shape, 1, tl.int32)
     slot = tl.atomic_add(fill_ptr + tl.zeros_like(cols), one, mask=above, sem="relaxed")
     tl.store(top_ptr + slot, x, mask=above & (slot < room))
-    if MARK:
-        tl.store(mark_ptr + cols, one.to(tl.uint8), mask=above)
+    if NAMED:
+        tl.store(class_ptr + slot, start + cols, mask=above & (slot < room))
 
 
 @triton.jit
 def _scan_kernel(
-    x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, index_ptr, label_ptr, mark_ptr,
-    n, stride, span, splits, room, labels, start, V: tl.constexpr, M: tl.constexpr, MARK: tl.constexpr,
+    x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, index_ptr, label_ptr, class_ptr,
+    n, stride, span, splits, room, labels, start, V: tl.constexpr, M: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     """A stretch of a row for one warp: no warp waits for another, a thread loads 16 bytes at once, few registers."""
     W: tl.constexpr = 8 // V
@@ -116,7 +116,7 @@ def _scan_kernel(
     x_ptr += row * stride
     top_ptr += row * room
     fill_ptr += row
-    mark_ptr += start
+    class_ptr += row * room
     floor = tl.load(floor_ptr + row)
     base = tl.where(is_finite(floor), floor, 0.0)  # without a floor only -inf is below it
     lane = tl.arange(0, W)[:, None, None] * (32 * V) + (tl.arange(0, 32)[:, None] * V + tl.arange(0, V)[None, :])[None]
@@ -142,10 +142,10 @@ def _scan_kernel(
             xd, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8
         )
         if tl.max(most, 0) > floor:
-            _append(xa, cols, n, floor, top_ptr, fill_ptr, room, mark_ptr, MARK)
-            _append(xb, cols + 256, n, floor, top_ptr, fill_ptr, room, mark_ptr, MARK)
-            _append(xc, cols + 512, n, floor, top_ptr, fill_ptr, room, mark_ptr, MARK)
-            _append(xd, cols + 768, n, floor, top_ptr, fill_ptr, room, mark_ptr, MARK)
+            _append(xa, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+            _append(xb, cols + 256, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+            _append(xc, cols + 512, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+            _append(xd, cols + 768, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
     sums_ptr += (row * splits + part) * _NUMBERS
     _add(sums_ptr, p1)
     _add(sums_ptr + 1, p2)
@@ -439,20 +439,20 @@ def scan_block(
     fill: Tensor,
     index: Tensor,
     labels: Tensor,
-    marked: Tensor | None,
+    classes: Tensor | None,
     start: int,
 ) -> None:
     """Add a block that starts at class `start` to the results of a scan.
 
     These are sums of powers below the floor and counts, the logits above it, appended to the lists in any order, the
-    logits of the labels, and which classes are above the floor of any row.
+    logits of the labels, and on request the classes of the lists.
     """
     rows, n = x.shape
     splits = sums.shape[1]
     span = cdiv(cdiv(n, splits), _TILE) * _TILE
-    tensors = (x, floor, sums, top, fill, index, labels, fill if marked is None else marked.view(torch.uint8))
+    tensors = (x, floor, sums, top, fill, index, labels, fill if classes is None else classes)
     numbers = (n, x.stride(0), span, splits, top.shape[1], index.shape[1], start)
-    options = {"V": 16 // x.element_size(), "M": _labels_at_a_time(index), "MARK": marked is not None}
+    options = {"V": 16 // x.element_size(), "M": _labels_at_a_time(index), "NAMED": classes is not None}
     launch(_scan_kernel, (rows, splits), *tensors, *numbers, **options, num_warps=1)
 
 

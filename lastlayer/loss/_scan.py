@@ -25,7 +25,6 @@ PASSES = 10  # bounds the search; a row that needs more is solved from all its l
 STEP = ("y2(1-y)", "y(1-y)2", "y", "bend", "h2")  # what a step of the search sums, by the names of their series
 UNSEEN = ("silent", "leak")  # and with `observed`
 _WHOLE = 1024  # up to this number of classes all logits of a row are kept
-_DEEPER = 4  # how many times as long the lists are where they tell which classes have a gradient
 _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
 
@@ -166,13 +165,11 @@ class Scan:
     classes of any smooth function of ``x + nu`` follows from them for every nu with the floor below ``-nu``.
     """
 
-    def __init__(self, layer: Layer, index: Tensor, limit: int, mark: bool = False) -> None:
-        """Scan all logits; with `mark` lower floors, and note which classes are above the floor of any row."""
+    def __init__(self, layer: Layer, index: Tensor, limit: int, named: bool = False) -> None:
+        """Scan all logits; `named` keeps the classes of the lists too."""
         self.index, self.terms = index, 16 if layer.work == torch.float64 else 8
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
-        mark = mark and list_sizes(layer.n, _DEEPER * limit)[2] <= layer.n // 8
-        self.marked = torch.zeros(layer.n, dtype=torch.bool, device=index.device) if mark else None
-        self.floor, room = _floor(layer, _DEEPER * limit if mark else limit)
+        self.floor, room = _floor(layer, limit)
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
         self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
@@ -180,16 +177,15 @@ class Scan:
             self.sums = layer.kernels.partial_sums(layer.rows, min(layer.step, layer.n), index.device)
         self.top = self.floor.new_full((layer.rows, room), -torch.inf)
         self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=index.device)
+        self.classes = self.top.new_zeros(self.top.shape, dtype=torch.int32) if named and room else None
         for classes, x in layer.blocks():
             if layer.kernels is not None:
-                lists = (self.top, self.fill, index, self.labels, self.marked)
+                lists = (self.top, self.fill, index, self.labels, self.classes)
                 layer.kernels.scan_block(x, self.floor, self.sums, *lists, classes.start)
                 continue
             inside, place = within(index, classes)
             self.labels = torch.where(inside, x.gather(-1, place).to(layer.work), self.labels)
-            above = self._add(x.to(layer.work))
-            if self.marked is not None:
-                self.marked[classes] = above.any(0)
+            self._add(x.to(layer.work), classes.start)
 
     def add_up(self, limit: int) -> None:
         """Sort the lists and add up the sums, for the search in plain torch."""
@@ -198,11 +194,12 @@ class Scan:
         self.held, room = self.fill.unsqueeze(-1).to(self.floor.dtype), self.top.shape[-1]
         self.overflow = (self.held > room) | (room == 0)
         filled = int(self.fill.max()) if len(self.fill) else 0
-        self.top = self.top[:, : min(room, filled)].sort(-1, descending=True).values
+        self.top, order = self.top[:, : min(room, filled)].sort(-1, descending=True)
+        if self.classes is not None:
+            self.classes = self.classes.gather(-1, order)
         self.few = self.held < n.clamp(max=limit)
 
-    def _add(self, x: Tensor) -> Tensor:
-        """Add a block; return which of its logits are above the floor."""
+    def _add(self, x: Tensor, start: int) -> None:
         finite = x.isfinite()
         above = finite & (x > self.floor)
         for i, flag in enumerate((finite, x == torch.inf, x.isnan())):
@@ -217,8 +214,9 @@ class Scan:
         slot = self.fill[row] + torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
         kept = slot < self.top.shape[-1]
         self.top[row[kept], slot[kept]] = x[row, place][kept]
+        if self.classes is not None:
+            self.classes[row[kept], slot[kept]] = (start + place[kept]).to(torch.int32)
         self.fill += count.to(torch.int32)
-        return above
 
     def tail(self, names: tuple[str, ...], depth: Tensor, unit: Tensor | float = 0.0, rho: float = 0.0) -> list[Tensor]:
         """Return the sums of functions over the classes below the floor, divided by exp(unit); depth is floor + nu."""

@@ -331,11 +331,10 @@ class _LinearLML(torch.autograd.Function):
             settle = _settle_by_kernels if by_kernels else _settle
             rows, loss, pull, count, toward = settle(layer, scan, k, limit, labels, rho, shard)
         scale = temperature if isinstance(temperature, Tensor) else None
-        floor = None if scan.marked is None else scan.floor
-        saved = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward, floor, scan.marked)
+        few = _few_classes(layer, scan, rows, pull, least) if scan.classes is not None else (None, None)
+        saved = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward, *few)
         ctx.save_for_backward(features, weight, bias, mask, scale, index, *saved)
         ctx.dtype, ctx.rho, ctx.temperature = dtype, rho, None if scale is not None else temperature
-        ctx.least = least
         ctx.mark_non_differentiable(count)
         return loss.squeeze(-1), count.squeeze(-1)
 
@@ -370,7 +369,7 @@ class _Upstream(NamedTuple):
 def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of features, weight, bias, k and temperature, block by block."""
     features, weight, bias, mask, scale, index, *saved = ctx.saved_tensors
-    center, delta, log_mass, labels, pull, toward, floor, marked = saved
+    center, delta, log_mass, labels, pull, toward, undecided, marked = saved
     temperature = ctx.temperature if scale is None else scale
     with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
         layer = Layer(features, weight, bias, ctx.dtype, temperature, mask)
@@ -388,7 +387,6 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if marked is None:
             found = _gradients(layer, rows, upstream, wanted)
         else:
-            undecided = ~(_slope_at(floor, rows, pull) < ctx.least).squeeze(-1)
             found = _gradients_of_some(layer, rows, upstream, wanted, undecided, marked)
         if found.features is not None:
             found = found._replace(features=found.features.to(features.dtype))
@@ -421,9 +419,24 @@ def _gradients(layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted) -
     return _Wanted(grad_features, grad_weight, grad_bias, grad_temperature)
 
 
-def _slope_at(floor: Tensor, rows: Rows, pull: Tensor) -> Tensor:
-    """Return a bound of the derivative at the logits below the floor, which it grows with up to there."""
-    z = (floor - rows.center) + rows.delta
+def _few_classes(layer: Layer, scan: Scan, rows: Rows, pull: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Return which rows are undecided, and which classes have a derivative of that size in any other row, or a label.
+
+    Below the floor the derivative grows with the logit: it is smaller than there.
+    """
+    assert scan.classes is not None
+    place = torch.arange(scan.top.shape[-1], device=scan.top.device)
+    undecided = ~(_slope(scan.floor, rows, pull) < least).squeeze(-1) | (scan.fill > len(place))
+    active = (place < scan.fill.unsqueeze(-1)) & ~(_slope(scan.top, rows, pull) < least)
+    inside = (rows.index >= 0) & (rows.index < layer.n)
+    listed = [torch.where(active, scan.classes.long(), 0), torch.where(inside, rows.index, 0)]  # class 0 does no harm
+    marked = torch.zeros(layer.n, dtype=torch.bool, device=scan.top.device)
+    return undecided, marked.index_fill(0, torch.cat(listed, -1).flatten(), True)
+
+
+def _slope(x: Tensor, rows: Rows, pull: Tensor) -> Tensor:
+    """Return a bound of the derivative of the loss by a logit; infinite above the threshold."""
+    z = (x - rows.center) + rows.delta
     depth = -z.abs()
     bound = (depth - 2 * depth.exp().log1p() - rows.log_mass).exp() * pull.abs()
     if rows.rho > 0:
@@ -436,7 +449,6 @@ def _gradients_of_some(
 ) -> _Wanted:
     """As `_gradients`, where only the marked classes have a gradient in all rows but the undecided ones."""
     inside = (rows.index >= 0) & (rows.index < layer.n)
-    marked = marked.index_fill(0, torch.where(inside, rows.index, 0).flatten(), True)
     classes = marked.nonzero().squeeze(-1)
     if len(classes) > layer.n // 2:
         return _gradients(layer, rows, upstream, wanted)

@@ -151,12 +151,13 @@ def test_kernels_are_plain(shape, dtype, rho):
     kernels, found = layer.kernels, []
     toward = torch.where(index < 0, 0, torch.randn(index.shape, device=DEVICE))
     for layer.kernels in (kernels, None):
-        scan = _scan.Scan(layer, index, 4, mark=True)
+        scan = _scan.Scan(layer, index, 4, named=True)
         lines = _scan.Rows(center, delta, mass, index, scan.labels, rho)
         dx = [layer.grad(x, c.start, lines, pull, toward, mass) for c, x in layer.blocks()]
         scan.add_up(4)
-        marked = scan.fill if scan.marked is None else scan.marked.float()
-        found.append([scan.powers, scan.n, scan.n_top, scan.n_nan, scan.top, scan.labels, scan.held, marked, *dx])
+        named = torch.zeros(rows, n, device=DEVICE)  # ties may come in any order
+        named.scatter_(1, torch.where(scan.top > -torch.inf, scan.classes.long(), 0), 1)
+        found.append([scan.powers, scan.n, scan.n_top, scan.n_nan, scan.top, scan.labels, scan.held, named[:, 1:], *dx])
     for actual, expected in zip(*found, strict=True):
         limit = 2e-5 if actual.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(actual, expected, rtol=limit, atol=1e-5, equal_nan=True)
