@@ -54,7 +54,7 @@ def library(name: str, *headers: str, more: tuple[str, ...] = ()) -> Extension:
     return Extension(
         f"lastlayer._native._{name}",
         sources=[f"{FOLDER}/{file}.c" for file in (name, *more)],
-        depends=[f"{FOLDER}/{header}.h" for header in (*headers, "pool")],
+        depends=[f"{FOLDER}/{header}.h" for header in (*headers, "pool", "sets")],
         extra_compile_args=OPTIONS,
         extra_link_args=["-pthread"],
         libraries=["m"],

@@ -1,5 +1,6 @@
 """What several test files share."""
 
+import os
 from typing import Any
 
 import pytest
@@ -7,6 +8,16 @@ import torch
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# The marks of a file that tests GPU kernels.
+GPU_KERNELS = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(
+        not (INTERPRETED or DEVICE.type == "cuda"),
+        reason="needs a GPU, or TRITON_INTERPRET=1 (see test_interpreter.py)",
+    ),
+]
 
 # Seconds after which a process counts as hung. It is long, so that a busy machine does not fail a test.
 HUNG = 1800.0

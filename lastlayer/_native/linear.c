@@ -138,33 +138,8 @@ static double constant_score(int loss, double bias, double mass) {
 #define JOINED(x, type, isa) JOIN(x, type, isa)
 #define NAME(x) JOINED(x, TYPE, ISA)
 
-#define ISA baseline
-#define TARGET
-#include "linear_types.h"
-#undef ISA
-#undef TARGET
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define DISPATCH 1
-
-#define ISA avx2
-#define TARGET __attribute__((target("avx2,fma")))
-#include "linear_types.h"
-#undef ISA
-#undef TARGET
-
-#define ISA avx512
-#ifdef __clang__
-#define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma"), min_vector_width(512)))
-#else
-#define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma,prefer-vector-width=512")))
-#endif
-#include "linear_types.h"
-#undef ISA
-#undef TARGET
-#else
-#define DISPATCH 0
-#endif
+#define EACH_SET "linear_types.h"
+#include "sets.h"
 
 typedef void (*task_work)(const struct call *, const struct task *, struct space *);
 

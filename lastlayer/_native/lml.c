@@ -173,39 +173,8 @@ static int take_step(const struct sums *m, double k, double at, double *lo, doub
 #define SHUFFLE(a, b, type, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
 
-#define ISA baseline
-#define TARGET
-#define VECTOR 16
-#include "lml_types.h"
-#undef ISA
-#undef TARGET
-#undef VECTOR
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define DISPATCH 1
-
-#define ISA avx2
-#define TARGET __attribute__((target("avx2,fma")))
-#define VECTOR 32
-#include "lml_types.h"
-#undef ISA
-#undef TARGET
-#undef VECTOR
-
-#define ISA avx512
-#ifdef __clang__
-#define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma"), min_vector_width(512)))
-#else
-#define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma,prefer-vector-width=512")))
-#endif
-#define VECTOR 64
-#include "lml_types.h"
-#undef ISA
-#undef TARGET
-#undef VECTOR
-#else
-#define DISPATCH 0
-#endif
+#define EACH_SET "lml_types.h"
+#include "sets.h"
 
 /* ---- The calls. ---- */
 

@@ -7,20 +7,7 @@ import lastlayer as ll
 from lastlayer import _native as native
 
 pytestmark = pytest.mark.skipif(bool(native.missing), reason="the compiled kernel was not built")
-SETS = ("baseline", "AVX2", "AVX-512")
 DOUBLE = torch.float64
-
-
-@pytest.fixture(params=SETS)
-def isa(request):
-    library = native.library()
-    library.lastlayer_limit_isa(SETS.index(request.param))
-    used = native.instruction_set()
-    if used != request.param:
-        library.lastlayer_limit_isa(2)
-        pytest.skip(f"this processor has no {request.param}")
-    yield
-    library.lastlayer_limit_isa(2)
 
 
 def problem(rows, n, kind, dtype, seed=0, scale=2.0, per_row=False):

@@ -3,24 +3,15 @@
 `test_interpreter.py` runs this file that way, in a process of its own.
 """
 
-import os
-
 import pytest
 import torch
-from tools import DEVICE, assert_as_accurate
+from tools import DEVICE, GPU_KERNELS, INTERPRETED, assert_as_accurate
 
 from lastlayer._triton import plan
 from lastlayer.loss.lml import lml_loss
 from lastlayer.project.lml import lml, lml_threshold, log_lml
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.skipif(
-        not (INTERPRETED or DEVICE.type == "cuda"),
-        reason="needs a GPU, or TRITON_INTERPRET=1 (see test_interpreter.py)",
-    ),
-]
+pytestmark = GPU_KERNELS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

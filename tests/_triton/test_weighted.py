@@ -1,21 +1,12 @@
 """The GPU kernels with weights and bounds against plain torch: on a GPU, or in Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
-from tools import DEVICE
+from tools import DEVICE, GPU_KERNELS
 
 import lastlayer as ll
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.skipif(
-        not (INTERPRETED or DEVICE.type == "cuda"),
-        reason="needs a GPU, or TRITON_INTERPRET=1 (see test_interpreter.py)",
-    ),
-]
+pytestmark = GPU_KERNELS
 DOUBLE = torch.float64
 
 
