@@ -146,6 +146,15 @@ def _transform() -> str:
     return "" if interpreter is None else str(interpreter.key().name)
 
 
+def compiled_without_tangents(op: str) -> bool:
+    """Whether a call is being compiled; in forward mode it cannot be, as its search would carry no derivative."""
+    if not torch.compiler.is_compiling():
+        return False
+    if _transform() == "Jvp":  # the compiler runs the call as it is, or says this
+        raise RuntimeError(f"{op}: forward mode cannot be compiled. Call `torch.func.jvp` outside of `torch.compile`.")
+    return True
+
+
 def compiled_with_transform() -> bool:
     """Whether a transform differentiates a call that is being compiled: the operators have no rule for that."""
     return torch.compiler.is_compiling() and _transform() in ("Grad", "Jvp")

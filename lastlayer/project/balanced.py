@@ -11,7 +11,7 @@ from torch import Tensor
 from lastlayer import _check, _triton
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import nestable
-from lastlayer._threshold.dispatch import differentiated, direct, recorded, transformed
+from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, direct, recorded, transformed
 from lastlayer.project.lml import lml_threshold
 from lastlayer.shard import ClassShard, reduce, replicate, spread
 
@@ -157,7 +157,7 @@ def _duals(
     sums = _check.cardinality(op, k, logits, shard).double()  # (..., rows, 1)
     limits = _column_sums(op, capacity, sums, logits, shard)
     limits = limits if at_most else _agreeing(sums, limits, shard)
-    function = _Duals if torch.compiler.is_compiling() else _DualsForwardMode
+    function = _Duals if compiled_without_tangents("lml_balanced") else _DualsForwardMode
     return x, *function.apply(x, live, sums, limits, at_most, shard)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer._threshold.budget import Budget
-from lastlayer._threshold.dispatch import differentiated, recorded
+from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, recorded
 from lastlayer._threshold.search import scores
 from lastlayer.shard import ClassShard, reduce
 
@@ -77,7 +77,7 @@ def in_one_shape(x: Tensor, k: Tensor, given: tuple[Tensor | None, ...]) -> Term
 
 def threshold(terms: Terms, shard: ClassShard | None, impl: str = "torch") -> Tensor:
     """Return nu ``(..., 1)``, differentiable in every term; ``-inf`` and ``+inf`` at the ends, NaN beyond."""
-    function = _Threshold if torch.compiler.is_compiling() else _ThresholdForwardMode
+    function = _Threshold if compiled_without_tangents("lml") else _ThresholdForwardMode
     nu: Tensor = function.apply(*terms, shard, impl)
     return nu
 

@@ -451,10 +451,12 @@ def test_the_compiler_sees_one_operator():
     "run",
     [
         lambda x: jvp(lambda a: ll.lml(a, 2), (x,), (x,))[1],
-        lambda x: grad(lambda a: ll.log_lml(a, 2)[0, 0])(x),
+        slow(lambda x: grad(lambda a: ll.log_lml(a, 2)[0, 0])(x)),
         lambda x: vmap(lambda a: ll.lml(a, 2))(x),
+        slow(lambda x: jvp(lambda a: ll.lml(a, 2, weight=torch.arange(1.0, 8.0)), (x,), (x,))[1]),
+        slow(lambda x: jvp(lambda a: ll.lml_balanced(a, 2), (x,), (x,))[1]),
     ],
-    ids=["jvp", "grad", "vmap"],
+    ids=["jvp", "grad", "vmap", "weighted jvp", "balanced jvp"],
 )
 def test_transforms_within_the_compiler(run):
     torch.compiler.reset()
