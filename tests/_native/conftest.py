@@ -1,18 +1,21 @@
 """What the tests of the compiled kernels share."""
 
 import pytest
+import torch
+from tools import slow
 
 from lastlayer import _native as native
 
 SETS = ("baseline", "AVX2", "AVX-512")
+USED = "" if native.unavailable(torch.device("cpu")) else native.instruction_set()
 
 
-@pytest.fixture(params=SETS)
+@pytest.fixture(params=[name if name == USED else slow(name) for name in SETS])
 def isa(request):
+    """Run a test with each instruction set: the one in use always, the others among the longer tests."""
     library = native.library()
     library.lastlayer_limit_isa(SETS.index(request.param))
-    used = native.instruction_set()
-    if used != request.param:
+    if native.instruction_set() != request.param:
         library.lastlayer_limit_isa(2)
         pytest.skip(f"this processor has no {request.param}")
     yield
