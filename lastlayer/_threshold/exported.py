@@ -36,15 +36,17 @@ def project(x: Tensor, k: float | Tensor, kind: str) -> tuple[Tensor, Tensor, Te
     center = torch.where(solvable, middle - _first(k, x.shape[-1]), -(end.clamp(-large, large)))
     # A gap beyond that is made narrower from both sides: the solution stays where it is, and nothing underflows.
     spare = ((upper - lower) / 2 + 2.5 * math.log(torch.finfo(x.dtype).eps)).clamp(min=0)
-    e = (torch.maximum(torch.minimum(x - middle, spare), -spare) - (x - center)).exp()
-    held = e.clamp(max=large / 1e6)  # so that its product with any s is finite
+    depth = torch.maximum(torch.minimum(x - middle, spare), -spare) - (x - center)
+    held = depth.clamp(max=math.log(large / 1e6)).exp()  # so that its product with any s is finite
     s, delta, none = _last(held, k, _searched(held, k, solvable))
     delta = torch.where(solvable, delta, end + none)
     if kind == "y":
-        return 1 / (1 + e * torch.where(solvable, s, 1 + none)), center, delta
+        y = 1 / (1 + held * torch.where(solvable, s, 1 + none))
+        return torch.where(x == -torch.inf, 0 * y, y), center, delta  # 0, or nan in a row without a solution
     if kind == "nu":
         return x.new_empty(0), center, delta
     z = points(x, center, delta)
+    z = torch.where(x == -torch.inf, z.detach(), z)
     return z.clamp(max=0) - (1 + (-z.abs()).exp()).log(), center, delta
 
 

@@ -522,6 +522,22 @@ def test_the_graph_for_exports_is_as_accurate_as_the_search(dtype):
 
 
 @pytest.mark.parametrize("kind", ["y", "log"])
+def test_the_graph_for_exports_has_gradients(kind):
+    """Where classes are ruled out too; nothing comes from what arrives there."""
+    x = normal(5, 9)
+    x[:, ::4] = -torch.inf
+    upstream = normal(5, 9)
+    gradients = []
+    for function in (
+        lambda x: exported.project(x, 2.5, kind)[0],
+        lambda x: {"y": ll.lml, "log": ll.log_lml}[kind](x, 2.5),
+    ):
+        leaf = x.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(function(leaf), leaf, upstream)[0])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("kind", ["y", "log"])
 def test_the_graph_for_exports_at_the_ends(kind):
     function = {"y": ll.lml, "log": ll.log_lml}[kind]
     for k in (0, 0.5, 2, 5.5, 6):
