@@ -109,7 +109,9 @@ def lml_loss(
     weighted = weight is not None or pos_weight is not None
     if weighted and impl not in ("auto", "torch"):
         raise ValueError(f"{op}: `impl` must be 'auto' or 'torch' with weights of classes, got {impl!r}.")
-    if weighted or (impl == "auto" and transformed()):
+    # An operator would be compiled again for each `observed`.
+    plain = transformed() or (torch.compiler.is_compiling() and rho > 0)
+    if weighted or (impl == "auto" and plain):
         problem = problem._replace(impl="torch")
     if problem.impl == "triton" and rho == 1 and labels.index is not None:
         # Of index lists the kernel takes the labels' terms away again; they may be infinite.
