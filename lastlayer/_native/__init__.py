@@ -55,9 +55,23 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         for run in (library.lastlayer_run, library.lastlayer_run_weighted):
             run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
         library.lastlayer_run_fused.argtypes = (ctypes.c_char_p,)
+        library.lastlayer_use_team.argtypes = (ctypes.c_void_p,)
+        library.lastlayer_use_team(_team())
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error})"
     return library, ""
+
+
+def _team() -> int | None:
+    """Return the address at which torch's OpenMP runtime starts a parallel region; None if there is no such runtime.
+
+    It is looked for among the libraries that torch itself is linked to: another package may have loaded its own
+    runtime, with other threads.
+    """
+    try:
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError):
+        return None
 
 
 _library, missing = _load()  # once, and here: a tracing compiler then sees two constants

@@ -12,7 +12,6 @@
 #include "select.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define SERIAL_BELOW 32768 /* scores; less is not worth a second thread */
 #define PIECE 64           /* scores; rows are padded to whole pieces, and a piece without labels is spared their terms */
 #define SHORT_LIST 64      /* the largest numbers of a row are held in order up to here */
 #define MOST 16            /* classes of a subset: beyond that the polynomials lose digits when they are divided */
@@ -151,7 +150,7 @@ EXPORT int lastlayer_run_fused(const struct fused *call) {
         space[i].other = (double *)(at + width * 8);
     }
     struct fused_job job = {call, works[lastlayer_isa()][call->operation], space, items, 1};
-    job.grain = SERIAL_BELOW / 2 / (size + 1) + 1;
+    job.grain = POOL_GRAIN / (size + 1) + 1;
     pool_run(fused_part, &job, (items + job.grain - 1) / job.grain, (int)threads);
     int odd = 0;
     for (int64_t i = 0; i < threads; i++) odd |= space[i].odd;

@@ -19,7 +19,6 @@ enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, 
 #define TILE_BELOW 1024  /* rows up to here are solved several at once, in lml_tile.h */
 #define TILE_FROM 4      /* fewer rows would leave most of a vector idle */
 #define FAR 4.0          /* a nu that far from where the exponentials were taken needs new ones */
-#define SERIAL_BELOW 32768 /* scores; less is not worth a second thread */
 
 /* What the passes over a row sum; each pass says what the fields mean there. */
 struct sums {
@@ -201,6 +200,9 @@ static const row_work half_works[3] = {
 #endif
 };
 
+/* Use the threads of this OpenMP runtime from now on. */
+EXPORT void lastlayer_use_team(team_entry team) { pool_team = team; }
+
 static int isa_limit = 2;
 
 /* The instruction set in use: 0 baseline, 1 AVX2, 2 AVX-512. */
@@ -331,7 +333,7 @@ static int run(const struct call *call, int type, int operation) {
         if (loss) memset(space[i].label, 0, width * real);
     }
 
-    int64_t grain = (SERIAL_BELOW / 2 / (n + 1) / group + 1) * group;
+    int64_t grain = (POOL_GRAIN / (n + 1) / group + 1) * group;
     struct job job = {call, work, space, grain, group};
     pool_run(job_part, &job, (call->rows + grain - 1) / grain, split ? 1 : (int)spaces);
     if (call->total) (type ? reduce_loss_double : reduce_loss_float)(call);
@@ -422,7 +424,7 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
         if (i == 0 && shared && !backward) works->prepare(call, s);
         s->shares = space->shares;
     }
-    int64_t grain = (SERIAL_BELOW / 2 / (n + 1) / group + 1) * group;
+    int64_t grain = (POOL_GRAIN / (n + 1) / group + 1) * group;
     struct weighted_job job = {call, backward ? works->backward : tile ? works->tile : works->rows, space, grain, group};
     pool_run(weighted_part, &job, (call->rows + grain - 1) / grain, (int)threads);
     free(memory);

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -251,9 +252,21 @@ def test_layouts_of_memory(dtype):
     assert plain.lml(x.new_empty(3, 0), 0, impl="native").shape == (3, 0)
 
 
+@pytest.fixture(params=["torch's threads", "own threads"])
+def _team(request):
+    """Run a test on the threads of torch's OpenMP runtime, and on those of the kernels' own pool."""
+    team = native._team()
+    if request.param == "torch's threads" and team is None:
+        pytest.skip("torch has no OpenMP runtime here")
+    native.library().lastlayer_use_team(team if request.param == "torch's threads" else None)
+    yield
+    native.library().lastlayer_use_team(team)
+
+
 @built
+@pytest.mark.usefixtures("_team")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(700, 100), (3, 70001)])  # rows shared out; one row split
+@pytest.mark.parametrize("shape", [(700, 100), (3, 70001)])  # the rows are shared; each row is split
 def test_threads_do_not_change_the_result(shape, dtype):
     x, k = torch.randn(shape, dtype=dtype), torch.full(shape[:-1], 7.5, dtype=dtype)
     results = []
@@ -263,6 +276,17 @@ def test_threads_do_not_change_the_result(shape, dtype):
     for one, two, three in zip(*results, strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one, three)
+
+
+@built
+@pytest.mark.usefixtures("_team")
+def test_calls_from_several_python_threads():
+    torch.set_num_threads(2)
+    batches = [torch.randn(300, 200 + i) for i in range(8)]
+    expected = [plain.lml(x, 5, impl="native") for x in batches]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda x: plain.lml(x, 5, impl="native"), batches * 10))
+    assert all(torch.equal(y, z) for y, z in zip(found, expected * 10, strict=True))
 
 
 def _in_child(queue, x):
