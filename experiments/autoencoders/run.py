@@ -137,13 +137,13 @@ def ways(kind: str) -> Sequence[tuple[float, float]]:
     return WAYS if "LML" in kind else ((1.0, 0.0),)
 
 
-def best(rows: Sequence[common.Row], kind: str, k: int) -> dict[str, float]:
-    """Return rate and way with the least error on the validation rows at this size, else at the middle one."""
-    some = [r for r in rows if r["part"] == "grid" and r["kind"] == kind]
+def ranked(rows: Sequence[common.Row], kind: str, k: int) -> list[dict[str, float]]:
+    """Return rates and ways, that with the least error on the validation rows first."""
+    some = [r for r in rows if r["part"] == "grid" and r["kind"] == kind]  # the middle size stands for one not begun
     here = [r for r in some if r["k"] == k] or [r for r in some if r["k"] == MIDDLE]
-    begin = FIRST if "LML" in kind else FIRST | {"cold": 1.0}
-    found = min(here, key=lambda row: row["valid_error"], default=begin)
-    return {name: found[name] for name in FIRST}
+    begin = [FIRST if "LML" in kind else FIRST | {"cold": 1.0}]
+    found = sorted(here, key=lambda row: row["valid_error"]) or begin
+    return [{name: row[name] for name in FIRST} for row in found]
 
 
 def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setting, Any]]]:
@@ -153,7 +153,7 @@ def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setti
         return [(setting, arguments) for setting in settings if results.missing(**setting)]
 
     def about(kind: str, k: int) -> list[Setting]:
-        centre = best(results.rows, kind, k)
+        centre = ranked(results.rows, kind, k)[0]
         way = centre["cold"], centre["soft"]
         pairs = [(rate, way) for rate in router.near(centre["rate"], arguments.rates)]
         pairs += [(centre["rate"], other) for other in router.near(way, ways(kind))]
@@ -165,12 +165,11 @@ def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setti
             yield jobs
     yield open_(
         [
-            {"part": "final", "kind": kind, "k": k}
-            | best(results.rows, kind, k)
-            | {"seed": seed, "steps": arguments.steps}
+            {"part": "final", "kind": kind, "k": k} | way | {"seed": seed, "steps": arguments.steps}
             for seed in range(arguments.seeds)
             for k in arguments.sizes
             for kind in arguments.kinds
+            for way in ranked(results.rows, kind, k)[: arguments.best]
         ]
     )
 
@@ -238,9 +237,25 @@ def finals(rows: Sequence[common.Row]) -> list[common.Row]:
     return [row for _, settings in sorted(groups.items()) for row in min(settings.values(), key=error)]
 
 
+def differences(final: Sequence[common.Row], others: Sequence[str] = ("TopK", "BatchTopK")) -> str:
+    """Return a table of the points of variance that LML explains more than the others, and of Student's paired test."""
+    explained = {(row["kind"], row["k"], row["seed"]): 100 * (1 - row["error"]) for row in final}
+    lines = []
+    for k in sorted({row["k"] for row in final}):
+        for kind in model.KINDS:
+            for other in others:
+                seeds = [s for (m, n, s) in sorted(explained) if (m, n) == (kind, k) and (other, k, s) in explained]
+                more = [explained[kind, k, s] - explained[other, k, s] for s in seeds]
+                if kind not in others and len(more) > 1:
+                    lines.append(f"| {k} | {kind} | {other} | {router.paired(more, 3)} |")
+    heads = ["k", "method", "less", "points", "standard error", "seed by seed", "p"]
+    head = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    return "\n".join(head + lines) if lines else "(not run)"
+
+
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     named = [r | {"method": r["kind"], "explained": 1 - r["error"], "k": f"k = {r['k']}"} for r in finals(rows)]
-    found = {}
+    found = {"test": differences(finals(rows))}
     for name, scale, digits in (("explained", 100, 2), ("dead", 100, 2), ("active", 1, 2)):
         found[name] = common.table(named, "method", "k", name, scale=scale, digits=digits) if named else "(not run)"
     for k in SIZES:
@@ -251,7 +266,9 @@ def tables(rows: Sequence[common.Row]) -> dict[str, str]:
         short.sort(key=lambda r: (model.KINDS.index(r["kind"]), ways(r["kind"]).index((r["cold"], r["soft"]))))
         heads = sorted({row["rate"] for row in short})
         found[f"grid {k}"] = common.table(short, "method", "rate", "explained", heads=heads) if short else "(not run)"
+    order = [*model.KINDS, "LML, k per batch, plain torch", "lml alone, k per row", "softmax", "relu"]
     timed = [r | {"method": r["kind"]} for r in rows if r["part"] == "time"]
+    timed.sort(key=lambda r: order.index(r["kind"]))
     long = [
         {"method": r["method"], "ms": name, "number": r[of]}
         for name, of in {"forward": "forward_ms", "forward and backward": "both_ms"}.items()
@@ -294,6 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--short", type=int, default=200, help="steps of the runs that choose the rate")
+    parser.add_argument("--best", type=int, default=1, help="settings of the short runs to train to the end")
     parser.add_argument("--models", type=Path, help="folder that keeps the language models")
     parser.add_argument("--text-steps", type=int, default=400)
     parser.add_argument("--text-batch", type=int, default=128)

@@ -1,10 +1,12 @@
 """Mixtures of experts in a byte-level language model: four ways to choose the experts.
 
     python -m experiments.router.run --data FOLDER [--workers 2]
+    python -m experiments.router.run --data FOLDER --steps 1000 --neighbours --experts 64 --methods softmax
     python -m experiments.router.run --alone      # step times, with nothing else on the GPU
 
 Learning rate and strength (of the auxiliary loss, of the bias step; the temperature of LML) are chosen per method by
-short runs on validation text: from the best so far to its neighbours, until none is better.
+short runs on validation text: from the best so far to its neighbours, until none is better. With ``--neighbours`` the
+strengths next to the chosen one are trained to the end too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from experiments.router.model import ByteModel, Experts, Router
 
 HERE = Path(__file__).parent
 STRENGTHS = {
-    "softmax": (0.003, 0.01, 0.03, 0.1, 0.3),
+    "softmax": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
     "sigmoid": (0.001, 0.003, 0.01, 0.03),
     "lml": (0.25, 0.5, 1.0),
     "balanced lml": (0.25, 0.5, 1.0),
@@ -46,6 +48,7 @@ RATES = (7e-4, 1.5e-3, 3e-3, 6e-3, 1e-2)
 SIZES = {16: {"k": 2, "inner": 512}, 64: {"k": 4, "inner": 256}}  # the same work per token
 WARM_UP = 0.05  # of the steps
 CHECKED = 25  # steps between two looks at the time and at the loss
+TWENTY = 20  # parts of a run whose mean training loss is kept
 TIMED = {"warm": 5, "steps": 20}
 Setting = dict[str, Any]
 
@@ -123,11 +126,12 @@ def train(setting: Setting, arguments: Any) -> common.Row:
     training = Training(net, setting["rate"], setting["steps"])
     generator = torch.Generator(arguments.device).manual_seed(1000 + setting["seed"])
     limit = arguments.limit if setting["part"] == "grid" else math.inf
-    load, dropped = [], []
+    load, dropped, losses = [], [], []
     for taken in range(1, setting["steps"] + 1):
         loss = training.step(*texts.crops(parts["train"], arguments.batch, arguments.length, generator))
         load.append(torch.stack([m.load for m in net.mixtures]).mean())
         dropped.append(torch.stack([m.dropped for m in net.mixtures]).mean())
+        losses.append(loss / math.log(2))
         if taken % CHECKED == 0 and (not loss.isfinite() or time.time() - start > limit):
             break
     late = max(1, taken // 10)
@@ -140,6 +144,8 @@ def train(setting: Setting, arguments: Any) -> common.Row:
     if setting["part"] == "final":
         found |= {f"test_{name}": value for name, value in evaluated(net, parts["test"], arguments, 1.25).items()}
         found["test_bits_whole"] = evaluated(net, parts["test"], arguments, None)["bits"]
+        pieces = torch.stack(losses).split(max(1, taken // TWENTY))
+        found["train_bits"] = [rounded(piece.mean(), 4) for piece in pieces]
     if arguments.device == "cuda":
         del net, training
         torch.cuda.empty_cache()
@@ -217,15 +223,19 @@ def stages(results: common.Results, arguments: Any) -> Iterator[list[tuple[Setti
         shared = {"part": "grid", "experts": experts, "method": method, "seed": 0, "steps": arguments.short}
         return [shared | {"rate": rate, "strength": strength} for rate, strength in dict.fromkeys(pairs)]
 
+    def ends(experts: int, method: str) -> list[dict[str, float]]:
+        chosen = best(results.rows, experts, method)
+        strengths = near(chosen["strength"], STRENGTHS[method]) if arguments.neighbours else [chosen["strength"]]
+        return [chosen | {"strength": strength} for strength in strengths]
+
     def final() -> list[Setting]:
         return [
-            {"part": "final", "experts": experts, "method": m}
-            | best(results.rows, experts, m)
-            | {"seed": seed, "steps": arguments.steps}
+            {"part": "final", "experts": experts, "method": m} | end | {"seed": seed, "steps": arguments.steps}
             for seed in range(arguments.seeds)
             for experts in arguments.experts
             for m in arguments.methods
             if grid(results.rows, experts, m)
+            for end in ends(experts, m)
         ]
 
     few, *more = arguments.experts
@@ -261,7 +271,9 @@ def step_times(results: common.Results, arguments: Any) -> None:
             setting = {"part": "time", "experts": experts, "method": method}
             if not results.missing(**setting):
                 continue
-            net = model_of(setting | {"strength": FIRST[method]}, arguments)
+            searched = grid(results.rows, experts, method)
+            strength = best(searched, experts, method)["strength"] if searched else FIRST[method]
+            net = model_of(setting | {"strength": strength}, arguments)
             training = Training(net, 1e-3, 100)
             generator = torch.Generator(arguments.device).manual_seed(0)
 
@@ -327,44 +339,77 @@ def columns(rows: Sequence[common.Row], names: dict[str, str], *, digits: int = 
     return common.table(long, "router", "value", "number", scale=1, digits=digits) if long else "(not run)"
 
 
-def finals(rows: Sequence[common.Row], experts: int, length: str = "final") -> list[common.Row]:
-    """Return the final runs with the chosen settings and the most steps; if "early" the fewest, where they differ."""
+def finals(rows: Sequence[common.Row], experts: int) -> list[common.Row]:
+    """Return the final runs with the chosen settings, those with the fewest steps first."""
     final = [row for row in rows if row["part"] == "final" and row["experts"] == experts]
     found = [row for row in final if best(rows, experts, row["method"]).items() <= row.items()]
-    steps = sorted({row["steps"] for row in found})
-    if not steps or (length == "early" and len(steps) == 1):
-        return []
-    return [row for row in found if row["steps"] == steps[-1 if length == "final" else 0]]
+    return sorted(found, key=lambda row: row["steps"])
+
+
+def longest(rows: Sequence[common.Row]) -> list[common.Row]:
+    """Return the runs with the most steps."""
+    most = max((row["steps"] for row in rows), default=0)
+    return [row for row in rows if row["steps"] == most]
 
 
 def differences(final: Sequence[common.Row], value: str) -> str:
     """Return a table of how much more each router has than balanced LML, seed by seed, and of Student's paired test."""
-    bits = {(row["method"], row["seed"]): row[value] for row in final}
+    bits = {(row["steps"], row["method"], row["seed"]): row[value] for row in final}
     lines = []
-    for method, name in NAMES.items():
-        pairs = [
-            (x, bits["balanced lml", s])
-            for (m, s), x in sorted(bits.items())
-            if ("balanced lml", s) in bits and m == method
-        ]
-        if method == "balanced lml" or len(pairs) < 2:
-            continue
-        more = [a - b for a, b in pairs]
-        error = statistics.stdev(more) / len(more) ** 0.5
-        p = stats.ttest_1samp(more, 0.0).pvalue
-        each = ", ".join(f"{x:+.3f}" for x in more)
-        lines.append(f"| {name} | {statistics.fmean(more):+.4f} | {error:.4f} | {each} | {p:.2g} |")
-    head = ["| router | bits per byte more than balanced LML | standard error | seed by seed | p |", "| --- " * 5 + "|"]
+    for steps in sorted({row["steps"] for row in final}):
+        for method, name in NAMES.items():
+            pairs = [
+                (x, bits[steps, "balanced lml", s])
+                for (n, m, s), x in sorted(bits.items())
+                if (steps, "balanced lml", s) in bits and (n, m) == (steps, method)
+            ]
+            if method == "balanced lml" or len(pairs) < 2:
+                continue
+            lines.append(f"| {steps:,} | {name} | {paired([a - b for a, b in pairs], 4)} |")
+    heads = ["steps", "router", "bits per byte more than balanced LML", "standard error", "seed by seed", "p"]
+    head = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     return "\n".join(head + lines) if lines else "(not run)"
+
+
+def paired(more: Sequence[float], digits: int) -> str:
+    """Return mean, standard error, single values and p of Student's test, as the cells of a table."""
+    error = statistics.stdev(more) / len(more) ** 0.5
+    each = ", ".join(f"{x:+.{digits - 1}f}" for x in more)
+    p = stats.ttest_1samp(more, 0.0).pvalue
+    return f"{statistics.fmean(more):+.{digits}f} | {error:.{digits}f} | {each} | {p:.2g}"
+
+
+def strengths(rows: Sequence[common.Row], experts: int) -> dict[str, str]:
+    """Return a table of the longest final runs with each strength, for routers that have several; none if none has."""
+    final = longest([row for row in rows if row["part"] == "final" and row["experts"] == experts])
+    several = {m for m in NAMES if len({row["strength"] for row in final if row["method"] == m}) > 1}
+    shown = sorted((row for row in final if row["method"] in several), key=lambda row: row["strength"])
+    values = {"bits per byte, validation": "valid", **{name: COLUMNS[name] for name in ("bits per byte", "load")}}
+    long = [
+        {"router": f"{NAMES[method]}, {row['strength']:g}", "value": name, "number": row[of]}
+        for name, of in values.items()
+        for method in NAMES
+        for row in shown
+        if row["method"] == method
+    ]
+    return {f"strengths {experts}": common.table(long, "router", "value", "number", scale=1, digits=3)} if long else {}
 
 
 def tables(rows: Sequence[common.Row]) -> dict[str, str]:
     found = {}
     for experts in SIZES:
-        for length in ("early", "final"):
-            final = finals(rows, experts, length)
-            found[f"{length} {experts}"] = columns(final, COLUMNS)
-            found[f"test {length} {experts}"] = differences(final, "test_bits")
+        final = finals(rows, experts)
+        by_name = sorted(final, key=lambda row: list(NAMES).index(row["method"]))
+        named = [row | {"router": NAMES[row["method"]], "after": f"{row['steps']:,} steps"} for row in by_name]
+        heads = list(dict.fromkeys(f"{row['steps']:,} steps" for row in final))
+        found[f"steps {experts}"] = (
+            common.table(named, "router", "after", "test_bits", heads=heads, scale=1, digits=3)
+            if named
+            else "(not run)"
+        )
+        found[f"final {experts}"] = columns(longest(final), COLUMNS)
+        found[f"test {experts}"] = differences(final, "test_bits")
+        found |= strengths(rows, experts)
         tried = [r for m in NAMES for r in grid(rows, experts, m)]
         chosen = [min(grid(tried, experts, m), key=validation) for m in NAMES if grid(tried, experts, m)]
         found[f"short {experts}"] = columns(chosen, SHORT)
@@ -392,7 +437,7 @@ def draw(rows: Sequence[common.Row], path: Path) -> None:
     figure, axes = plt.subplots(1, len(SIZES), figsize=(8, 3.2), sharey=True)
     for axis, experts in zip(axes, SIZES, strict=True):
         for method, name in NAMES.items():
-            loads = [r["test_loads"] for r in finals(rows, experts) if r["method"] == method]
+            loads = [r["test_loads"] for r in longest(finals(rows, experts)) if r["method"] == method]
             if loads:
                 mean = torch.tensor(loads).mean(0).clamp_min(1e-2)
                 axis.plot(range(1, experts + 1), mean, label=name, marker=".", markersize=4)
@@ -421,6 +466,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="start no network after this time")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which a short run is given up")
     parser.add_argument("--fit", action="store_true", help="take as many --steps as --minutes allow")
+    parser.add_argument("--neighbours", action="store_true", help="final runs with the neighbouring strengths too")
     parser.add_argument("--alone", action="store_true", help="only measure the time of a step")
     parser.add_argument("--figure", type=Path, help="only draw the loads of the results into this file")
     arguments = parser.parse_args(argv)

@@ -35,3 +35,10 @@ def test_k_latents_are_active_on_average_and_hard_is_cold(model, kind):
     torch.testing.assert_close(warm, hard)
     slope = torch.autograd.grad(warm.sum(), pre)[0]
     assert (slope[(hard == 0) & (pre > 0)] != 0).any() == ("LML" in kind)  # LML tells those left out
+
+
+def test_differences_are_those_of_the_same_seed(module):
+    errors = {"TopK": (0.06, 0.07, 0.06), "LML, k per row": (0.05, 0.06, 0.04)}
+    rows = [{"kind": kind, "k": 8, "seed": s, "error": e} for kind, v in errors.items() for s, e in enumerate(v)]
+    table = module("autoencoders.run").differences(rows).splitlines()
+    assert table[2:] == ["| 8 | LML, k per row | TopK | +1.333 | 0.333 | +1.00, +1.00, +2.00 | 0.057 |"]

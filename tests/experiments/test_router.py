@@ -74,7 +74,7 @@ def test_bias_is_that_of_the_dual_variables(model):
 def test_settings_are_searched_among_runs_that_ended_and_seeds_come_one_by_one(module, tmp_path):
     run, results = module("router.run"), module("common").Results(tmp_path / "results.json")
     shared = {"methods": METHODS, "rates": [0.0015, 0.003, 0.006], "seeds": 2, "short": 150, "steps": 500, "fit": False}
-    arguments = argparse.Namespace(experts=[16, 64], **shared)
+    arguments = argparse.Namespace(experts=[16, 64], neighbours=False, **shared)
 
     def valid(setting):  # more is better in both, but softmax does not end with the highest rate
         slow = setting["method"] == "softmax" and setting["rate"] == 0.006
@@ -84,7 +84,7 @@ def test_settings_are_searched_among_runs_that_ended_and_seeds_come_one_by_one(m
         final = [setting for setting, _ in jobs]
         if final[0]["part"] == "grid":
             results.extend([setting | valid(setting) for setting in final])
-    chosen = {"softmax": (0.003, 0.3), "sigmoid": (0.006, 0.03), "lml": (0.006, 1.0), "balanced lml": (0.006, 1.0)}
+    chosen = {"softmax": (0.003, 1.0), "sigmoid": (0.006, 0.03), "lml": (0.006, 1.0), "balanced lml": (0.006, 1.0)}
     assert [(s["seed"], s["experts"], s["method"], s["rate"], s["strength"]) for s in final] == [
         (seed, n, m, *chosen[m]) for seed in (0, 1) for n in (16, 64) for m in METHODS
     ]
@@ -93,6 +93,9 @@ def test_settings_are_searched_among_runs_that_ended_and_seeds_come_one_by_one(m
     results.add(**final[0], taken=500, valid=1.0)
     (again,) = run.stages(results, arguments)  # nothing is searched again
     assert [setting for setting, _ in again] == final[1:]
+    arguments.neighbours, arguments.methods, arguments.seeds = True, ["lml"], 1
+    (more,) = run.stages(results, arguments)
+    assert [(s["experts"], s["strength"]) for s, _ in more] == [(16, 0.5), (16, 1.0), (64, 0.5), (64, 1.0)]
 
 
 def test_as_many_steps_as_fit(module, monkeypatch):
@@ -103,8 +106,12 @@ def test_as_many_steps_as_fit(module, monkeypatch):
     assert run.fitting(rows, arguments) == 300  # 7.77 s per network; 60 s for 300 steps on one of eight workers
 
 
-def test_differences_are_those_of_the_same_seed(module):
+def test_differences_are_those_of_the_same_seed_and_number_of_steps(module):
     bits = {"softmax": (2.2, 2.1, 2.3), "balanced lml": (2.1, 2.0, 2.1), "lml": (2.5,)}
-    rows = [{"method": m, "seed": s, "test_bits": b} for m, values in bits.items() for s, b in enumerate(values)]
+    rows = [{"method": m, "seed": s, "steps": 500, "test_bits": b} for m, v in bits.items() for s, b in enumerate(v)]
+    rows += [row | {"steps": 1000, "test_bits": 2 * row["test_bits"]} for row in rows]
     table = module("router.run").differences(rows, "test_bits").splitlines()
-    assert table[2:] == ["| softmax, auxiliary loss | +0.1333 | 0.0333 | +0.100, +0.100, +0.200 | 0.057 |"]
+    assert table[2:] == [
+        "| 500 | softmax, auxiliary loss | +0.1333 | 0.0333 | +0.100, +0.100, +0.200 | 0.057 |",
+        "| 1,000 | softmax, auxiliary loss | +0.2667 | 0.0667 | +0.200, +0.200, +0.400 | 0.057 |",
+    ]
