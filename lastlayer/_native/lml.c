@@ -7,12 +7,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
 #include "pool.h"
 #include "select.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
 enum { KIND_Y, KIND_LOG, KIND_NU };
+enum { HALF_NONE, HALF_BFLOAT16, HALF_FLOAT16 };
 enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, solved, solved in logarithms */
 
 #define PART 16384       /* scores a thread takes at a time from a long row */
@@ -66,19 +72,46 @@ struct call {
     void *slope;  /* the gradient of the sum over the rows that contribute, times `unit`, written with the loss */
     double *over; /* what turns it into that of the reduced loss; 0 where a row is nan, which upstream 0 must hide */
     double unit;
-    int64_t half; /* logits and out are bfloat16, which only y takes; all other numbers are float */
+    int64_t half; /* the type of logits, grad, and out if it is y or a gradient; all other numbers are float */
 };
 
 /* The memory of one thread: `copy` and `e` have room for all rows that are solved at once, in whole vectors. */
+struct space;
+typedef void (*row_work)(const struct call *, int64_t, int, struct space *);
+
 struct space {
     void *copy, *e;
     double *workspace;
     void *label;
     struct sums *parts;
     struct start start;
-    float *narrow;     /* logits and out of the rows worked on, where those of the call are bfloat16 */
-    int threads, tile; /* for the parts of a row; whether several rows are solved at once */
+    float *narrow;     /* logits, out and grad of the rows worked on, where those of the call are of half precision */
+    row_work work;     /* for these rows, as float */
+    int threads;       /* for the parts of a row */
 };
+
+static const int64_t dense_bytes[] = {4, 8, 1, 1, 2, 4, 8}; /* in the order of the types of a dense target */
+
+/* float16 to the bits of a float. */
+static inline uint32_t widen_float16(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff, bits;
+    float tiny = (float)rest * 0x1p-24f;
+    memcpy(&bits, &tiny, sizeof bits);
+    if (rest >= 0x400) bits = (rest << 13) + (rest < 0x7c00 ? 112u << 23 : 224u << 23);
+    return sign | bits;
+}
+
+/* The reverse: to the nearest, ties to even. */
+static inline uint16_t narrow_float16(uint32_t bits) {
+    uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff, moved = rest - (112u << 23);
+    float tiny; /* below 2^-14 the numbers are multiples of 2^-24, as those of float are next to 1/2 */
+    memcpy(&tiny, &rest, sizeof tiny);
+    tiny += 0.5f;
+    memcpy(&bits, &tiny, sizeof bits);
+    bits = rest < 0x38800000 ? bits - 0x3f000000 : (moved + 0xfff + (moved >> 13 & 1)) >> 13;
+    if (rest >= 0x477ff000) bits = rest > 0x7f800000 ? 0x7e00 : 0x7c00;
+    return (uint16_t)(sign | bits);
+}
 
 static double log_sigmoid(double z) { return fmin(z, 0) - log1p(exp(-fabs(z))); }
 
@@ -164,6 +197,7 @@ static int take_step(const struct sums *m, double k, double at, double *lo, doub
 #define SOLVE_HARD JOINED(solve_hard, f64, ISA)
 #define EXP_DOUBLE JOINED(exp, f64, ISA)
 #define LOG_DOUBLE JOINED(log, f64, ISA)
+#define LOG1P_DOUBLE JOINED(log1p, f64, ISA)
 #define WIDER_SEARCH JOINED(wider_search, f64, ISA)
 
 #ifdef __clang__
@@ -177,7 +211,6 @@ static int take_step(const struct sums *m, double k, double at, double *lo, doub
 
 /* ---- The calls. ---- */
 
-typedef void (*row_work)(const struct call *, int64_t, int, struct space *);
 enum { FORWARD, BACKWARD, LOSS_FORWARD, LOSS_BACKWARD, FORWARD_TILE, LOSS_FORWARD_TILE };
 
 #define ROWS(type, isa)                                                                                     \
@@ -203,14 +236,22 @@ static const row_work half_works[3] = {
 /* Use the threads of this OpenMP runtime from now on. */
 EXPORT void lastlayer_use_team(team_entry team) { pool_team = team; }
 
-static int isa_limit = 2;
+static int isa_limit = 2, has_f16c = 0;
+
+#if DISPATCH
+/* Once: the instruction is slow in a virtual machine. Not every compiler knows F16C by its name. */
+__attribute__((constructor)) static void look_for_f16c(void) {
+    unsigned a, b, c = 0, d;
+    has_f16c = __get_cpuid(1, &a, &b, &c, &d) && c >> 29 & 1;
+}
+#endif
 
 /* The instruction set in use: 0 baseline, 1 AVX2, 2 AVX-512. */
 EXPORT int lastlayer_isa(void) {
     int isa = 0;
 #if DISPATCH
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) isa = 1;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c) isa = 1;
     if (isa && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
         isa = 2;
@@ -307,11 +348,10 @@ static int run(const struct call *call, int type, int operation) {
     int isa = lastlayer_isa(), tile = forward && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM && !call->mask;
     int64_t group = tile ? (16 << isa) / (int64_t)real : 1;
     row_work work = works[isa][type][!tile ? operation : loss ? LOSS_FORWARD_TILE : FORWARD_TILE];
-    if (call->half) work = half_works[isa];
     size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up((size_t)group * width * real);
     size_t e = forward ? copy : 0, workspace = forward ? round_up(width * 8) : 0;
     size_t label = loss ? round_up(width * real) : 0;
-    size_t narrow = call->half ? round_up(2 * (size_t)(group * n) * 4) : 0;
+    size_t narrow = call->half ? round_up(3 * (size_t)(group * n) * 4) : 0;
     size_t one = parts + copy + e + workspace + label + narrow;
     char *memory = malloc(one * (size_t)spaces + 64);
     struct space *space = calloc((size_t)spaces, sizeof *space);
@@ -329,12 +369,12 @@ static int run(const struct call *call, int type, int operation) {
         space[i].label = at += workspace;
         space[i].narrow = (float *)(at + label);
         space[i].threads = split ? (int)threads : 1;
-        space[i].tile = tile;
+        space[i].work = work;
         if (loss) memset(space[i].label, 0, width * real);
     }
 
     int64_t grain = (POOL_GRAIN / (n + 1) / group + 1) * group;
-    struct job job = {call, work, space, grain, group};
+    struct job job = {call, call->half ? half_works[isa] : work, space, grain, group};
     pool_run(job_part, &job, (call->rows + grain - 1) / grain, split ? 1 : (int)spaces);
     if (call->total) (type ? reduce_loss_double : reduce_loss_float)(call);
     free(memory);

@@ -1,8 +1,8 @@
 """The compiled `lml` and `lml_loss`: the return values of the plain versions, on as many threads as torch uses.
 
-Half precision goes through float32; of bfloat16 the forward pass of `lml` converts row by row. The arguments of a call
-are packed as the C structure in one step: filling in a `ctypes.Structure` field by field takes longer than a small
-batch does.
+Half precision goes through float32. The common calls, `probabilities` and `reduced_loss`, convert row by row within the
+kernel. The arguments of a call are packed as the C structure in one step: filling in a `ctypes.Structure` field by
+field takes longer than a small batch does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lastlayer._native import CALL, library
 _RUN = library().lastlayer_run  # this module is imported where there is a library
 _NO_MEMORY = "lastlayer: no memory for the rows that are being worked on."
 _KINDS = {"y": 0, "log": 1, "nu": 2}
+_HALF = {torch.bfloat16: 1, torch.float16: 2}
 _FORWARD, _BACKWARD, _LOSS_FORWARD, _LOSS_BACKWARD = range(4)
 _DENSE = {
     torch.float32: 0,
@@ -65,24 +66,23 @@ def probabilities(
     logits: Tensor, k: float, mask: Tensor | None, temperature: float, record: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return y for one `k`, and with `record` what the backward pass needs: center and delta, ``(2, rows)``."""
-    as_it_is = logits.dtype != torch.float16 and logits.is_contiguous()  # bfloat16 is read and written in the call
-    x = logits if as_it_is else _read(logits)
+    x = logits if logits.is_contiguous() else logits.contiguous()
     out = torch.empty_like(x)
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.new_empty((2, *x.shape[:-1]), dtype=work) if record else None
     _run_short(_FORWARD, x, mask, temperature, k, out, rows, None)
-    return out if x is logits else out.to(logits.dtype), rows
+    return out, rows
 
 
 def probabilities_backward(
     logits: Tensor, mask: Tensor | None, temperature: float, rows: Tensor, grad: Tensor
 ) -> Tensor:
     """Return the gradient of the logits."""
-    x = logits if logits.itemsize > 3 and logits.is_contiguous() else _read(logits)
+    x = logits if logits.is_contiguous() else logits.contiguous()
     grad = grad if grad.dtype == x.dtype and grad.is_contiguous() else grad.to(x.dtype).contiguous()
     out = torch.empty_like(x)
     _run_short(_BACKWARD, x, mask, temperature, 0.0, out, rows, grad)
-    return out if x is logits else out.to(logits.dtype)
+    return out
 
 
 def loss_forward(
@@ -143,12 +143,17 @@ def reduced_loss(
     dense: Tensor | None,
     mean: bool,
 ) -> tuple[Tensor, Tensor, float]:
-    """Return the loss of all rows, their mean or sum, and its gradient in two factors.
+    """Return the loss of all rows, their mean or sum, and its gradient in two factors; float32 for half precision.
 
-    The second is 0 where a row is nan: what becomes of its gradient depends on the upstream one.
+    The second factor is 0 where a row is nan: what becomes of its gradient depends on the upstream one. `index` holds
+    lists, or one class per row.
     """
-    x = logits if logits.itemsize > 3 and logits.is_contiguous() else _read(logits)
-    slope, total, over = torch.empty_like(x), x.new_zeros(()), ctypes.c_double(1.0)
+    x = logits if logits.is_contiguous() else logits.contiguous()
+    if x.itemsize > 3:
+        slope, total = torch.empty_like(x), x.new_empty(())
+    else:
+        slope, total = torch.empty_like(x, dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+    over = ctypes.c_double(1.0)
     _run_reduced(
         _LOSS_FORWARD, x, k, mask, temperature, observed, index, dense, None, None, None, None, total, mean, slope, over
     )
@@ -283,7 +288,7 @@ def _run_short(
         count, n, x.data_ptr(), ctypes.addressof(number), 0, 0 if mask is None else mask.data_ptr(), mask_stride,
         temperature, 0, torch.get_num_threads(), out.data_ptr(), center, center and center + (count << 2 + double),
         0 if grad is None else grad.data_ptr(), 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0,
-        x.dtype == torch.bfloat16,
+        _HALF.get(x.dtype, 0),
     )  # fmt: skip
     if _RUN(call, double, operation):
         raise MemoryError(_NO_MEMORY)
@@ -310,30 +315,32 @@ def _run_reduced(
     """Run a pass of the reduced loss; the numbers of the rows stand one behind the other in `rows`."""
     n, double = x.shape[-1], x.dtype == torch.float64
     count = x.numel() // n if n else x.shape[:-1].numel()
-    size = count * x.itemsize
     mask_stride = k_stride = labels = dense_type = 0
-    if size == 0:
+    if count == 0:
+        if total is not None:
+            total.zero_()
         return
     if mask is not None:
         mask, mask_stride = _read_mask(mask, n)
     if isinstance(k, Tensor):
-        k = k.to(x.dtype).contiguous()
+        k = k.to(torch.float64 if double else torch.float32).contiguous()
         k_address, k_stride = k.data_ptr(), 1
     else:
         number = ctypes.c_double(k) if double else ctypes.c_float(k)
         k_address = ctypes.addressof(number)
     if index is not None:
-        labels, index = index.shape[-1], index.contiguous()
+        labels, index = index.numel() // count, index.contiguous()
     if dense is not None:
         dense, dense_type = _read_dense(dense)
-    first, place = (0, 0) if rows is None else (rows.data_ptr(), size)
+    first, place = (0, 0) if rows is None else (rows.data_ptr(), count * x.itemsize)
     call = CALL.pack(
         count, n, x.data_ptr(), k_address, k_stride, 0 if mask is None else mask.data_ptr(), mask_stride,
         temperature, 0, torch.get_num_threads(), 0 if out is None else out.data_ptr(), first + place, first + 2 * place,
         0 if grad is None else grad.data_ptr(), 0, 0 if grad_k is None else grad_k.data_ptr(), observed,
         0 if index is None else index.data_ptr(), labels, 0 if dense is None else dense.data_ptr(), dense_type,
         first + 3 * place, first + 4 * place, first + 5 * place, 0 if total is None else total.data_ptr(), mean,
-        0 if slope is None else slope.data_ptr(), 0 if over is None else ctypes.addressof(over), 1.0, 0,
+        0 if slope is None else slope.data_ptr(), 0 if over is None else ctypes.addressof(over), 1.0,
+        _HALF.get(x.dtype, 0),
     )  # fmt: skip
     problem = _RUN(call, double, operation)
     if problem:

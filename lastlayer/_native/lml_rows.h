@@ -880,7 +880,7 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
 
 /* The gradient of a row, after its loss was written: of the rows that a search in plain sums has solved, all but the
    labels of index lists is there, or follows from `e`. */
-FN void NAME(write_slope)(const struct call *call, NAME(row) * row, int64_t index, struct space *space, int done) {
+FN void NAME(write_slope)(const struct call *call, NAME(row) * row, int64_t index, struct space *space) {
     REAL *out = (REAL *)call->slope + index * row->n;
     double weight = ((const REAL *)call->weight)[index] * call->unit;
     if (row->state != CLOSE || weight == 0) {
@@ -895,7 +895,7 @@ FN void NAME(write_slope)(const struct call *call, NAME(row) * row, int64_t inde
         return;
     }
     row->label = 0;
-    if (!done) NAME(pass)(row, NAME(loss_spread_part));
+    NAME(pass)(row, NAME(loss_spread_part));
     struct mass mass = {0, row->sum_h};
     for (int64_t i = 0; i < call->m; i++) {
         int64_t j = call->index[index * call->m + i];
@@ -909,7 +909,7 @@ FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int coun
         NAME(load)(&row, call, index + i, space);
         NAME(solve)(&row, (double)((const REAL *)call->k)[(index + i) * call->k_stride], space);
         NAME(write_loss)(call, &row, index + i, space);
-        if (call->slope) NAME(write_slope)(call, &row, index + i, space, 0);
+        if (call->slope) NAME(write_slope)(call, &row, index + i, space);
     }
 }
 

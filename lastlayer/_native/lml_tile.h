@@ -280,54 +280,156 @@ FN void NAME(forward_tile)(const struct call *call, int64_t index, int count, st
     }
 }
 
-FN void NAME(loss_forward_tile)(const struct call *call, int64_t index, int count, struct space *space) {
-    NAME(tile) tile;
-    NAME(row) row[LANES];
-    REAL *out[LANES] = {0}, factor[LANES] = {0};
-    int listed = call->slope && call->index && call->observed == 0;
-    NAME(tile_solve)(&tile, call, index, count, space, 1);
-    for (int i = 0; i < count; i++) {
-        if (tile.state[i] != CLOSE) continue;
-        NAME(row_of_lane)(row + i, &tile, i, call, index + i, space);
-        NAME(write_loss)(call, row + i, index + i, space);
-        if (call->slope && !listed) NAME(write_slope)(call, row + i, index + i, space, 0);
-        if (listed) out[i] = (REAL *)call->slope + (index + i) * call->n;
-        factor[i] = (REAL)(-row[i].pull / row[i].sum_h / (double)row[i].temperature * call->unit);
+/* The labels of an index list, one column of the lists at a time: where they are, and the points of their scores; 0 in
+   a lane without a label there, or not solved in the tile. */
+typedef struct {
+    double c[LANES], t[LANES]; /* nu = t - c, as the type of the call holds it */
+    int64_t label[LANES];      /* -1 where there is none */
+    double z[LANES];
+} NAME(column);
+
+FN void NAME(read_column)(NAME(column) * column, const NAME(tile) * tile, const struct call *call, int64_t index,
+                          int count, int64_t j) {
+    REAL x[LANES] = {0};
+    for (int i = 0; i < LANES; i++) {
+        int live = i < count && tile->state[i] == CLOSE;
+        int64_t label = live ? call->index[(index + i) * call->m + j] : -1;
+        column->label[i] = label >= 0 && label < call->n ? label : -1;
+        if (column->label[i] >= 0) x[i] = tile->x[label][i];
     }
-    if (listed) {
-        VEC factors;
-        memcpy(&factors, factor, sizeof factors);
-        NAME(tile_slopes)(&tile, out, factors);
+    EACH_LANE column->z[i] = ((double)x[i] - column->c[i]) + column->t[i];
+}
+
+/* The loss of index lists without `observed`: of the rows that the tile has solved, all at once. */
+FN void NAME(tile_listed)(NAME(tile) * tile, const struct call *call, int64_t index, int count) {
+    NAME(column) column;
+    REAL *out[LANES] = {0}, factor[LANES], slope[LANES];
+    double loss[LANES] = {0}, pull[LANES] = {0}, sum_h[LANES], log_mass[LANES], scale = call->unit / call->temperature;
+    EACH_LANE {
+        double a = tile->a[i], b = tile->b[i], step = tile->step[i], c = tile->c[i], t = tile->at[i];
+        sum_h[i] = (a + b) + step * ((b - a) + step / 2 * (a + b - 6 * tile->square[i]));
+        column.c[i] = (double)(REAL)(fabs(t) < 0.03 ? c : c - t); /* as `split` does */
+        column.t[i] = (double)(REAL)((column.c[i] - c) + t);
     }
-    for (int i = 0; i < count; i++) { /* those that are solved alone take the tile's memory */
-        if (tile.state[i] != CLOSE) {
-            NAME(loss_forward_rows)(call, index + i, 1, space);
-        } else if (listed) {
-            NAME(prepare)(row + i); /* its scores again */
-            NAME(write_slope)(call, row + i, index + i, space, 1);
+    for (int64_t j = 0; j < call->m; j++) {
+        NAME(read_column)(&column, tile, call, index, count, j);
+        EACH_LANE {
+            double z = column.z[i], tail = EXP_DOUBLE(-fabs(z), -708.0, 0.0), large = 1 / (1 + tail);
+            double term = LOG1P_DOUBLE(tail) - (z < 0 ? z : 0), miss = z < 0 ? large : tail * large;
+            loss[i] += column.label[i] < 0 ? 0 : term;
+            pull[i] -= column.label[i] < 0 ? 0 : miss;
         }
     }
+    EACH_LANE {
+        log_mass[i] = LOG_DOUBLE(sum_h[i], 0);
+        factor[i] = (REAL)(0 - pull[i] / sum_h[i] * scale);
+    }
+    for (int i = 0; i < count; i++) {
+        if (tile->state[i] != CLOSE) continue;
+        int found = 0;
+        for (int64_t j = 0; j < call->m; j++) found |= call->index[(index + i) * call->m + j] >= 0;
+        if (call->weight) ((REAL *)call->weight)[index + i] = (REAL)found;
+        if (call->center) ((REAL *)call->center)[index + i] = (REAL)column.c[i];
+        if (call->center) ((REAL *)call->delta)[index + i] = (REAL)column.t[i];
+        ((REAL *)call->out)[index + i] = (REAL)loss[i];
+        ((REAL *)call->log_mass)[index + i] = (REAL)log_mass[i];
+        /* with what rounding takes from pull / sum h */
+        ((REAL *)call->pull)[index + i] = (REAL)(pull[i] * (1 + ((double)(REAL)log_mass[i] - log_mass[i])));
+        if (call->slope) out[i] = (REAL *)call->slope + (index + i) * call->n;
+    }
+    if (!call->slope) return;
+    VEC factors;
+    memcpy(&factors, factor, sizeof factors);
+    NAME(tile_slopes)(tile, out, factors);
+    for (int64_t j = 0; j < call->m; j++) {
+        NAME(read_column)(&column, tile, call, index, count, j);
+        EACH_LANE {
+            double z = column.z[i], tail = EXP_DOUBLE(-fabs(z), -708.0, 0.0), large = 1 / (1 + tail);
+            double miss = z < 0 ? large : tail * large, h = tail * large * large;
+            slope[i] = (REAL)((0 - miss - pull[i] * h / sum_h[i]) * scale);
+        }
+        for (int i = 0; i < count; i++)
+            if (column.label[i] >= 0) out[i][column.label[i]] = slope[i];
+    }
+}
+
+FN void NAME(loss_forward_tile)(const struct call *call, int64_t index, int count, struct space *space) {
+    NAME(tile) tile;
+    int listed = call->index && call->observed == 0;
+    NAME(tile_solve)(&tile, call, index, count, space, 1);
+    if (listed) NAME(tile_listed)(&tile, call, index, count);
+    for (int i = 0; i < count && !listed; i++) {
+        if (tile.state[i] != CLOSE) continue;
+        NAME(row) row;
+        NAME(row_of_lane)(&row, &tile, i, call, index + i, space);
+        NAME(write_loss)(call, &row, index + i, space);
+        if (call->slope) NAME(write_slope)(call, &row, index + i, space);
+    }
+    for (int i = 0; i < count; i++) /* those that are solved alone take the tile's memory */
+        if (tile.state[i] != CLOSE) NAME(loss_forward_rows)(call, index + i, 1, space);
 }
 
 #ifndef WITH_HARD
 
-/* Rows of bfloat16, converted while they are in the cache; y alone. */
+/* Numbers of half precision to float. */
+FN void NAME(widen)(int half, const uint16_t *restrict from, word *restrict to, int64_t size) {
+    int64_t i = 0;
+    if (half == HALF_BFLOAT16)
+        for (; i < size; i++) to[i] = (uint32_t)from[i] << 16;
+#if VECTOR == 64
+    for (; i + 16 <= size; i += 16)
+        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + i))));
+#elif VECTOR == 32
+    for (; i + 8 <= size; i += 8)
+        _mm256_storeu_ps((float *)(to + i), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+#endif
+    for (; i < size; i++) to[i] = widen_float16(from[i]);
+}
+
+/* The reverse: to the nearest, ties to even. */
+FN void NAME(narrowed)(int half, const word *restrict from, uint16_t *restrict to, int64_t size) {
+    int64_t i = 0;
+    if (half == HALF_BFLOAT16)
+        for (; i < size; i++) {
+            uint32_t rounded = (from[i] + 0x7fff + (from[i] >> 16 & 1)) >> 16;
+            to[i] = (uint16_t)((from[i] & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+        }
+#if VECTOR == 64
+    for (; i + 16 <= size; i += 16)
+        _mm256_storeu_si256((__m256i *)(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#elif VECTOR == 32
+    for (; i + 8 <= size; i += 8)
+        _mm_storeu_si128((__m128i *)(to + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps((const float *)(from + i)), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < size; i++) to[i] = narrow_float16(from[i]);
+}
+
+/* Rows of half precision, converted while they are in the cache: the forward and backward pass of y, and the loss with its
+   gradient, which stays float. */
 FN void NAME(half_rows)(const struct call *call, int64_t index, int count, struct space *space) {
     struct call own = *call;
-    int64_t size = count * own.n;
-    word *restrict x = (word *)space->narrow, *restrict y = x + size;
-    const uint16_t *restrict from = (const uint16_t *)own.logits + index * own.n;
-    uint16_t *restrict to = (uint16_t *)own.out + index * own.n;
-    for (int64_t i = 0; i < size; i++) x[i] = (uint32_t)from[i] << 16;
-    own.logits = x, own.out = y;
+    int half = (int)call->half;
+    int64_t first = index * own.n, size = count * own.n;
+    word *x = (word *)space->narrow, *y = x + size, *u = y + size;
+    uint16_t *to = (uint16_t *)own.out + first;
+    void **each[] = {&own.out, &own.center, &own.delta, &own.log_mass, &own.pull, &own.weight};
+    NAME(widen)(half, (const uint16_t *)own.logits + first, x, size);
+    own.logits = x;
+    for (int i = 0; i < 6; i++)
+        if (*each[i]) *each[i] = (float *)*each[i] + index;
+    if (own.grad) {
+        NAME(widen)(half, (const uint16_t *)own.grad + first, u, size);
+        own.grad = u;
+    }
     own.k = (const float *)own.k + index * own.k_stride;
     if (own.mask) own.mask += index * own.mask_stride;
-    if (own.center) own.center = (float *)own.center + index, own.delta = (float *)own.delta + index;
-    (space->tile ? NAME(forward_tile) : NAME(forward_rows))(&own, 0, count, space);
-    for (int64_t i = 0; i < size; i++) { /* to the nearest, ties to even */
-        uint32_t rounded = (y[i] + 0x7fff + (y[i] >> 16 & 1)) >> 16;
-        to[i] = (uint16_t)((y[i] & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-    }
+    if (own.index) own.index += index * own.m;
+    if (own.dense) own.dense = (const char *)own.dense + first * dense_bytes[own.dense_type];
+    if (own.slope) own.slope = (float *)own.slope + first;
+    if (!own.total) own.out = y;
+    space->work(&own, 0, count, space);
+    if (!own.total) NAME(narrowed)(half, y, to, size);
 }
 
 #endif

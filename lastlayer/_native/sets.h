@@ -12,7 +12,7 @@
 #define DISPATCH 1
 
 #define ISA avx2
-#define TARGET __attribute__((target("avx2,fma")))
+#define TARGET __attribute__((target("avx2,fma,f16c")))
 #define VECTOR 32
 #include EACH_SET
 #undef ISA

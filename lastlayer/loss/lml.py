@@ -26,6 +26,7 @@ from lastlayer._threshold.dispatch import (
     loss_backward,
     loss_forward,
     recorded,
+    shortest,
     transformed,
 )
 from lastlayer.loss import _rows
@@ -94,18 +95,16 @@ def lml_loss(
     """
     op = "lml_loss"
     rho = _check.number(op, "observed", observed, 0, 1)
+    summed = weight is pos_weight is sample_weight is None and reduction in ("mean", "sum")
+    if summed and shortest(logits, k, -1, temperature, mask, shard, impl) == "native":
+        form = _short_form(logits, target)
+        if form is not None:
+            return _summed(op, logits, float(k), None, 1.0, rho, *form, reduction == "mean")
     problem, _ = enter(op, logits, k, -1, temperature, mask, shard, impl)
-    once = (
-        problem.impl == "native"
-        and sample_weight is None
-        and reduction in ("mean", "sum")
-        and weight is pos_weight is None
-        and _at_once(problem, target)
-    )
+    once = summed and problem.impl == "native" and _at_once(problem, target)
     labels = _check.target(op, target, problem.x, problem.shard, in_range=not once)
     if once:
-        loss = _summed(op, problem, rho, labels, reduction == "mean")
-        return _rows.leave(op, loss, "none", None, logits.dtype) if logits.itemsize < 4 else loss
+        return _summed(op, *problem[:4], rho, labels.index, labels.dense, reduction == "mean")
     weighted = weight is not None or pos_weight is not None
     if weighted and impl not in ("auto", "torch"):
         raise ValueError(f"{op}: `impl` must be 'auto' or 'torch' with weights of classes, got {impl!r}.")
@@ -184,13 +183,35 @@ def _at_once(problem: Problem, target: Any) -> bool:
     return torch.is_grad_enabled() and x.requires_grad and direct(x, k, mask, target) and not transformed()
 
 
-def _summed(op: str, problem: Problem, rho: float, labels: Labels, mean: bool) -> Tensor:
+def _short_form(logits: Tensor, target: Any) -> tuple[Tensor | None, Tensor | None] | None:
+    """Return a target that needs no further check as ``(index, dense)``, if a gradient of the logits is wanted."""
+    if not (type(target) is Tensor and logits.requires_grad and torch.is_grad_enabled() and target.is_cpu):
+        return None
+    one_per_row = target.dtype is torch.int64 and target.shape == logits.shape[:-1]
+    if not (one_per_row or (target.dtype is torch.float32 and target.shape == logits.shape)):
+        return None
+    if target.layout is not torch.strided or target.is_nested or not direct(target):
+        return None
+    return (target, None) if one_per_row else (None, target)
+
+
+def _summed(
+    op: str,
+    x: Tensor,
+    k: Any,
+    mask: Tensor | None,
+    temperature: float,
+    rho: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    mean: bool,
+) -> Tensor:
     """Return the reduced loss by the compiled kernel, which looks for classes that do not exist as well."""
     try:
-        loss: Tensor = apply_directly(_LMLSummedLoss, problem.x, problem.k, problem, rho, labels, mean)
+        loss: Tensor = apply_directly(_LMLSummedLoss, x, k, mask, temperature, rho, index, dense, mean)
     except IndexError:
-        assert labels.index is not None
-        _check.classes_below(op, labels.index, problem.x.shape[-1])
+        assert index is not None
+        _check.classes_below(op, index, x.shape[-1])
         raise
     return loss
 
@@ -441,6 +462,8 @@ def _saved(ctx: Any) -> tuple[Problem, Labels, list[Tensor]]:
     """Return what :func:`_save` was given: the problem, the labels, and the rest."""
     logits, k, mask, index, dense, *rows = ctx.saved_tensors
     k = ctx.k if k is None else k
+    if index is not None and index.ndim < logits.ndim:  # one class per row
+        index = index.unsqueeze(-1)
     return Problem(logits, k, mask, ctx.temperature, None, ctx.impl), Labels(index, dense, logits.shape[-1]), rows
 
 
@@ -501,22 +524,33 @@ class _LMLSummedLoss(torch.autograd.Function):
     """The mean or sum of the loss by the compiled CPU kernel, which writes the gradient together with the loss."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, k: Any, problem: Problem, rho: float, labels: Labels, mean: bool) -> Tensor:
-        _, _, mask, temperature, _, impl = problem
-        index, dense = labels.index, labels.dense
-        loss, ctx.slope, ctx.over = kernels(impl).reduced_loss(logits, k, mask, temperature, rho, index, dense, mean)
-        ctx.temperature, ctx.rho, ctx.impl, ctx.mean, ctx.dtype = temperature, rho, impl, mean, logits.dtype
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        k: Any,
+        mask: Tensor | None,
+        temperature: float,
+        rho: float,
+        index: Tensor | None,
+        dense: Tensor | None,
+        mean: bool,
+    ) -> Tensor:
+        reduced_loss = kernels("native").reduced_loss
+        loss, ctx.slope, ctx.over = reduced_loss(logits, k, mask, temperature, rho, index, dense, mean)
+        ctx.given = temperature, rho, mean, logits.dtype
         _save(ctx, logits, k, mask, index, dense)
-        return loss
+        return loss if logits.itemsize > 3 else _rows.leave_unseen(loss, logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,), with_k = grads, ctx.needs_input_grad[1]
+        (grad,), with_k, nothing = grads, ctx.needs_input_grad[1], (None,) * 6
+        ctx.temperature, ctx.rho, ctx.mean, dtype = ctx.given
         slope, ctx.slope = ctx.slope, None  # handed over once; a second backward pass computes it again
         if slope is not None and ctx.over and not with_k and not differentiated(grad) and direct(grad):
             factor = float(grad) * ctx.over
             slope = slope if factor == 1 else slope.mul_(factor)
-            return slope if slope.dtype == ctx.dtype else slope.to(ctx.dtype), None, None, None, None, None
+            return slope if slope.dtype == dtype else slope.to(dtype), None, *nothing
+        ctx.impl = "native"
         problem, labels, _ = _saved(ctx)
         x, k, mask, temperature, _, impl = problem
         given = (x.detach(), k, mask, temperature, ctx.rho, labels.index, labels.dense, ctx.mean)
@@ -530,7 +564,7 @@ class _LMLSummedLoss(torch.autograd.Function):
             each = (row.unsqueeze(-1) for row in rows[1:5])
             arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *each, grad * rows[5])
             grad_logits, grad_k = loss_backward(impl, *arguments)
-        return grad_logits, grad_k if with_k else None, None, None, None, None
+        return grad_logits, grad_k if with_k else None, *nothing
 
 
 class LMLLoss(FunctionModule):

@@ -85,9 +85,21 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
             reduced.slope = out, reduced.total = &total, reduced.over = &over, reduced.mean = 1, reduced.unit = 1;
             bad += lastlayer_run(&reduced, type, LOSS_FORWARD);
         }
-    if (!type) { /* the first half of both arrays as bfloat16 */
-        call.kind = KIND_Y, call.out = out, call.index = 0, call.dense = 0, call.half = 1;
+    for (call.half = HALF_BFLOAT16; !type && call.half <= HALF_FLOAT16; call.half++) { /* the first half of the arrays */
+        call.kind = KIND_Y, call.out = out, call.index = 0, call.dense = 0, call.grad = call.grad_delta = 0;
         bad += lastlayer_run(&call, type, FORWARD);
+        call.grad = logits;
+        bad += lastlayer_run(&call, type, BACKWARD);
+        for (int form = 0; form < 2; form++) {
+            float total;
+            double over;
+            struct call reduced = {.rows = rows, .n = n, .logits = logits, .k = k, .k_stride = 1, .half = call.half};
+            reduced.mask = call.mask, reduced.mask_stride = n, reduced.temperature = temperature;
+            reduced.threads = threads, reduced.index = form ? 0 : list, reduced.m = form ? 0 : 2;
+            reduced.dense = form ? dense : 0, reduced.dense_type = DENSE_I8, reduced.observed = form / 2.0;
+            reduced.slope = out, reduced.total = &total, reduced.over = &over, reduced.mean = 1, reduced.unit = 1;
+            bad += lastlayer_run(&reduced, type, LOSS_FORWARD);
+        }
     }
     for (int i = 0; i < 6; i++) free(row[i]);
     free(logits), free(k), free(out), free(mask), free(list), free(dense), free(soft);

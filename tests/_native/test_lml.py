@@ -490,12 +490,36 @@ def test_the_gradient_that_comes_with_the_loss_is_that_of_plain_torch(observed, 
 
 
 @built
-def test_bfloat16_is_the_rounded_float32_result():
-    for rows, n in ((40, 70), (3, 2000)):
-        x = (3 * torch.randn(rows, n)).bfloat16()
-        x[1, 2], x[2, 3], x[0] = -torch.inf, torch.inf, 1e4
-        x[0, 0] = torch.nan
-        mask = torch.rand(rows, n) < 0.9
-        for options in ({}, {"mask": mask}, {"temperature": 0.5}):
-            y = lml(x, 4, **options)
-            assert torch.equal(y.nan_to_num(9), lml(x.float(), 4, **options).bfloat16().nan_to_num(9))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(40, 70), (3, 2000)])
+def test_half_precision_is_the_rounded_float32_result(isa, shape, dtype):
+    x = (6 * torch.randn(shape)).to(dtype)  # so that many probabilities are subnormal in float16
+    x[1, 2], x[2, 3], x[0] = -torch.inf, torch.inf, 1e4
+    x[0, 0] = torch.nan
+    mask, upstream = torch.rand(shape) < 0.9, torch.randn(shape).to(dtype)
+    lists, hot = torch.randint(-1, shape[1], (shape[0], 2)), (torch.rand(shape) < 0.1).to(torch.int8)
+    for options in ({}, {"mask": mask}, {"temperature": 0.5}):
+        found = []
+        for scores in (x, x.float()):
+            leaf = scores.clone().requires_grad_()
+            y = lml(leaf, 4, **options)
+            found.append([y.detach(), *torch.autograd.grad(y, leaf, upstream.to(leaf.dtype))])
+            for target in (lists[:, 0], lists, hot, hot.float()):
+                rows = slice(1, None)  # without the one that is nan
+                part = {name: value[rows] if name == "mask" else value for name, value in options.items()}
+                loss = lml_loss(leaf[rows], target[rows], 4, observed=0.5 * (target is hot), **part)
+                found[-1] += [loss.detach(), *torch.autograd.grad(3 * loss, leaf)]
+        for ours, wanted in zip(*found, strict=True):
+            assert ours.dtype == dtype
+            assert torch.equal(ours.nan_to_num(9), wanted.to(dtype).nan_to_num(9))
+
+
+@built
+def test_a_large_loss_of_float16_stays_finite():
+    x = torch.tensor([[6e4, -6e4, -1e3]], dtype=torch.float16, requires_grad=True)
+    loss = lml_loss(x, torch.tensor([1]), 1)  # 89,500
+    loss.backward()
+    assert loss.item() == torch.finfo(torch.float16).max
+    assert torch.equal(x.grad, torch.tensor([[0.5, -1, 0.5]], dtype=torch.float16))
+    ruled_out = torch.tensor([[0.0, -torch.inf]], dtype=torch.float16, requires_grad=True)
+    assert lml_loss(ruled_out, torch.tensor([1]), 1).item() == torch.inf
