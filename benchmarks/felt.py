@@ -2,6 +2,9 @@
 
 ``python -m benchmarks.felt [--device cpu|cuda] [--parts PATTERN] [--json FILE]``
 
+The parts: `eager`, `half`, `others`, `compiled`; on a GPU `first` and `many` (first calls and 500 lengths of rows), and
+`beginning` and `lengths`, the same for the other projections and losses.
+
 `benchmarks.run` measures the device; here the clock on the wall counts, with everything that Python does around it.
 On the CPU with one thread it is the clock of the processor, which a busy machine does not disturb; `worst` is the
 largest ratio of five rounds.
@@ -176,7 +179,7 @@ def others(device: torch.device, seconds: float) -> list[dict[str, Any]]:
     return found
 
 
-def first_calls() -> list[dict[str, Any]]:
+def first_calls(others: bool = False) -> list[dict[str, Any]]:
     """Seconds of a first call in a new process with an empty cache, both ways where there is a gradient."""
     calls = {
         "lml": ("ll.lml(x, 5)", False),
@@ -184,16 +187,18 @@ def first_calls() -> list[dict[str, Any]]:
         "lml_loss, both ways": ("ll.lml_loss(x, t, 5)", True),
         "lml_loss multi-hot, both ways": ("ll.lml_loss(x, y, 5, observed=0.5)", True),
     }
+    cases = [(256, 1000, "float32"), (256, 1000, "bfloat16"), (64, 20000, "float32"), (64, 100000, "float32")]
+    if others:
+        head = "from benchmarks.felt import OTHERS"
+        calls = {f"{name}, both ways": (f"OTHERS[{name!r}](x, y, t)", True) for name in OTHERS}
+        cases = [(256, 1000, "float32")]
+    else:
+        head = ""
     found = []
     for name, (call, grad) in calls.items():
-        for rows, n, dtype in (
-            (256, 1000, "float32"),
-            (256, 1000, "bfloat16"),
-            (64, 20000, "float32"),
-            (64, 100000, "float32"),
-        ):
+        for rows, n, dtype in cases:
             with tempfile.TemporaryDirectory() as cache:
-                code = FIRST.format(rows=rows, n=n, dtype=dtype, call=call, grad=grad)
+                code = head + FIRST.format(rows=rows, n=n, dtype=dtype, call=call, grad=grad)
                 env = {**os.environ, "TRITON_CACHE_DIR": cache}
                 out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
             found.append(
@@ -202,22 +207,36 @@ def first_calls() -> list[dict[str, Any]]:
     return found
 
 
-def many_sizes(device: torch.device) -> list[dict[str, Any]]:
+def many_sizes(device: torch.device, others: bool = False) -> list[dict[str, Any]]:
     """Seconds for 500 different n between 2 and 5,000, forward and backward, with an empty cache."""
     sizes = random.Random(0).sample(range(2, 5001), 500)
     found = []
     from lastlayer._triton import launch
 
-    calls = {
-        "lml": lambda x, t: ll.lml(x, 1.5).square().sum(),
-        "lml_loss": lambda x, t: ll.lml_loss(x, t, 1.5),
+    calls: dict[str, Callable[..., Tensor]] = {
+        "lml": lambda x, y, t: ll.lml(x, 1.5).square().sum(),
+        "lml_loss": lambda x, y, t: ll.lml_loss(x, t, 1.5),
     }
+    dtypes = [torch.float32, torch.bfloat16]
+    if others:  # k = 1, which the shortest rows have too
+        calls = {
+            "lml_at_most": lambda x, y, t: ll.lml_at_most(x, 1).square().sum(),
+            "capped_sparsemax": lambda x, y, t: ll.capped_sparsemax(x, 1).square().sum(),
+            "subset_marginals": lambda x, y, t: ll.subset_marginals(x, 1).square().sum(),
+            "lml_fenchel_young_loss": lambda x, y, t: ll.lml_fenchel_young_loss(x, y),
+            "smooth_topk_svm_loss": lambda x, y, t: ll.loss.smooth_topk_svm_loss(x, t, 1),
+            "two_way_loss": lambda x, y, t: ll.two_way_loss(x, y),
+            "asymmetric_loss": lambda x, y, t: ll.asymmetric_loss(x, y),
+            "quasibinary_loss": lambda x, y, t: ll.loss.quasibinary_loss(x, y),
+        }
+        dtypes = [torch.float32]
     for name, call in calls.items():
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in dtypes:
             before, start = kernels(launch), time.perf_counter()
             for n in sizes:
                 x = torch.randn(64, n, device=device, dtype=dtype, requires_grad=True)
-                call(x, torch.zeros(64, dtype=torch.int64, device=device)).backward()
+                y = (x.detach() > 1).float() if others else x
+                call(x, y, torch.zeros(64, dtype=torch.int64, device=device)).backward()
             torch.cuda.synchronize()
             seconds, made = time.perf_counter() - start, kernels(launch) - before
             found.append(
@@ -247,6 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     if device.type == "cuda":
         parts |= {"first": first_calls, "many": lambda: many_sizes(device)}
+        parts |= {"beginning": lambda: first_calls(True), "lengths": lambda: many_sizes(device, True)}
     found: list[dict[str, Any]] = []
     for name, part in parts.items():
         if re.search(options.parts, name):

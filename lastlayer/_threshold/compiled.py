@@ -5,6 +5,7 @@ There are two doors of the same form: `_native/fused.py` for the CPU, and `_trit
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _native, _triton
+from lastlayer._threshold.autograd import apply_directly
 from lastlayer._threshold.dispatch import differentiated, direct, recorded, transformed
 
 Pull = Callable[[Tensor, Tensor, Tensor], Tensor | None]
@@ -34,7 +36,49 @@ def on_gpu(x: Tensor) -> bool:
 
 def fused(x: Tensor) -> Any:
     """Return the module whose ``run`` does the compiled operations on the device of `x`."""
-    return importlib.import_module("lastlayer._triton.fused" if on_gpu(x) else "lastlayer._native.fused")
+    return _door("lastlayer._triton.fused" if on_gpu(x) else "lastlayer._native.fused")
+
+
+@functools.cache
+def _door(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def by_kernels(
+    x: Tensor,
+    forward: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+) -> Tensor:
+    """Return the first of ``forward(x, recorded)``; its gradient is ``backward(upstream, x, *the others)``.
+
+    ``plain(x, *the others)`` computes the same by differentiable operations: for second derivatives, and for batches of
+    gradients. The tensors must be plain.
+    """
+    result: Tensor
+    result = apply_directly(_ByKernels, x, forward, backward, plain) if recorded(x) else forward(x, False)[0]
+    return result
+
+
+class _ByKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Any, backward: Any, plain: Any) -> Tensor:
+        result: Tensor
+        result, *others = forward(x, True)
+        ctx.back, ctx.plain = backward, plain
+        ctx.save_for_backward(x, *others)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, *others = ctx.saved_tensors
+        (upstream,) = grads
+        if not differentiated(upstream) and direct(x, upstream):
+            return ctx.back(upstream, x, *others), None, None, None
+        further = torch.is_grad_enabled()
+        with torch.enable_grad():
+            (grad,) = torch.autograd.grad(ctx.plain(x, *others), x, upstream, create_graph=further)
+        return grad, None, None, None
 
 
 def projected(x: Tensor, y: Tensor, pull: Pull, plain: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
-"""Losses and projections on the GPU, in one launch each way: the door of `lastlayer._native.fused` for CUDA tensors.
+"""Losses and projections on the GPU, in few launches: the door of `lastlayer._native.fused` for CUDA tensors.
 
-A kernel cannot report an unusual row without a wait for the GPU. It therefore computes every row as plain torch does,
-and `run` refuses only by what the host knows: the operation and the shape.
+`run` gives one loss per row with its gradient, or a projection; the functions below it give a loss of the whole batch,
+with what its backward pass needs. A kernel cannot report an unusual row without a wait for the GPU. It therefore
+computes every row as plain torch does, and `takes` refuses only by what the host knows: the operation and the shape.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -16,17 +17,22 @@ import torch
 from torch import Tensor
 
 from lastlayer._check import Labels
-from lastlayer._triton import fused_order as order
-from lastlayer._triton import fused_rows as rows_of
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.launch import launch
-from lastlayer._triton.lml import forward as lml_forward
+from lastlayer._triton.ahead import Launch, begin, compile_ahead, is_new, launch
+
+begin()  # before the kernels are imported, which takes time too
+
+from lastlayer._triton import fused_batch as batch_of  # noqa: E402
+from lastlayer._triton import fused_lml as budget  # noqa: E402
+from lastlayer._triton import fused_order as order  # noqa: E402
+from lastlayer._triton import fused_rows as rows_of  # noqa: E402
 
 MOST_LISTED = 16  # labels of an index list that a kernel compares with every class
 MOST_ROWS = 8192  # of a batch whose columns are taken by one program each
+MOST_SUMMED = 1 << 16  # rows, or columns, whose losses one program sums
 LONGEST = 16384  # classes of a row in registers
 MOST_CHOSEN = 16  # classes of a subset
-POINTS = order.POINTS.value
+FEW = 8  # classes of a subset for which 31 roots of unity are enough, and not 63
 
 STREAMED: dict[str, Any] = {
     "logistic": rows_of.logistic,
@@ -47,9 +53,13 @@ HELD: dict[str, Any] = {
     "marginals": order.marginals,
     "marginals_backward": order.marginals_backward,
     "smooth_svm": order.smooth_svm,
+    "fenchel_young": budget.fenchel_young,
+    "at_most": budget.at_most,
+    "at_most_backward": budget.at_most_backward,
 }
-_EXTRA = {"logsumexp": 2, "quasibinary": 1}  # further numbers per row
-_PROJECTIONS = ("capped_softmax", "capped_sparsemax", "marginals")  # and their backward passes: no loss
+_EXTRA = {"logsumexp": 2, "quasibinary": 1, "marginals": 2, "at_most": 3}  # further numbers per row
+_FEW_CHOSEN = ("marginals", "marginals_backward", "smooth_svm")
+_PROJECTIONS = ("capped_softmax", "capped_sparsemax", "marginals", "at_most")  # and their backward passes: no loss
 
 
 class Result(NamedTuple):
@@ -78,24 +88,23 @@ def run(
     n, batch = x.shape[-1], x.shape[:-1]
     rows = x.numel() // n
     columns, projects = name == "two_way_columns", name.startswith(_PROJECTIONS)
-    if max(rows, n) >> 31 or (columns and rows > MOST_ROWS) or (name in HELD and n > LONGEST):
+    if not takes(name, rows, n, numbers):
         return None
     if name == "logistic":
         numbers = (2 * numbers[1],)  # of the coefficients 1 - s / 2 and s / 2
         name = name if first is None else "shifted"
     each = mask if each is None else each
     x, extra = x.contiguous(), None
+    constants: dict[str, Any] = {}
     held, target, width = _target(labels)
     p, p_row, p_col = _strides(positive, x)
-    if name in ("marginals", "marginals_backward", "smooth_svm"):
-        if numbers[0] > MOST_CHOSEN:
-            return None
-        p, second = _tilt(name, x, labels, numbers)
-        extra = _roots(x.device)
+    if name in _FEW_CHOSEN:
+        constants["HALF"] = 16 if numbers[0] <= FEW else 32
+        second = _roots(2 * constants["HALF"] - 1, x.device)
     elif name == "warp":
         second = _harmonic(n, x.device)
     e, e_row, e_col = _strides(each, x)
-    step = int(first is not None and first.numel() > 1)
+    step = int(first is not None and first.numel() > 1 and not name.endswith("_backward"))
     if step:
         assert first is not None
         first = first.expand(batch).contiguous()
@@ -109,13 +118,140 @@ def run(
         extra = torch.empty((*batch, _EXTRA[name]), dtype=torch.float32, device=x.device)
     block, warps = _sizes(name, n)
     given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers))
-    launch(
-        STREAMED.get(name) or HELD[name], (shapes.cdiv(n, block) if columns else rows,),
+    args = (
         x, target, e, p, first, second, loss, out, None if counts is None else counts.view(torch.int8), extra,
         rows, n, width, e_row, e_col, p_row, p_col, step, *given,
-        TARGET=held, HARD=labels is None or not _soft(labels), GRADIENT=gradient, BLOCK=block, num_warps=warps,
     )  # fmt: skip
+    constants = {
+        "TARGET": held,
+        "HARD": labels is None or not _soft(labels),
+        "GRADIENT": gradient,
+        "BLOCK": block,
+        **constants,
+        "num_warps": warps,
+    }
+    if is_new((name, x.get_device(), x.dtype, held, block)):
+        _compile_ahead(name, args, constants)
+    launch(STREAMED.get(name) or HELD[name], (shapes.cdiv(n, block) if columns else rows,), *args, **constants)
     return Result(loss, out, counts, extra)
+
+
+def _compile_ahead(name: str, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Build the launcher while the kernel is compiled, and compile what follows a projection or a loss."""
+    follows = []
+    if "HALF" not in constants:
+        follows.append(Launch(rows_of.blank, (1,), args, constants))
+    x, _, e, _, _, second, loss, out, counts, extra, _, n = args[:12]
+    if f"{name}_backward" in HELD:  # of a contiguous upstream gradient
+        mask = e if name == "at_most" else None
+        given = (x, None, out, mask, extra, second, None, out, None, None, 1, n, 0, n, 1, *args[13:15], 0, *[1.0] * 4)
+        follows.append(Launch(HELD[f"{name}_backward"], (1,), given, {**constants, "TARGET": "none", "HARD": True}))
+    elif loss is not None:
+        options = {"MEAN": True, "BLOCK": 1024, "num_warps": 4}
+        follows.append(Launch(batch_of.reduced, (1,), (loss, counts, loss, loss, 1), options))
+    compile_ahead(*follows)
+
+
+def takes(name: str, rows: int, n: int, numbers: Sequence[float] = ()) -> bool:
+    """Whether there is a kernel for the operation and the shape."""
+    if max(rows, n) >> 31 or (name == "two_way_columns" and rows > MOST_ROWS) or (name in HELD and n > LONGEST):
+        return False
+    return name not in _FEW_CHOSEN or numbers[0] <= MOST_CHOSEN
+
+
+def sums(rows: int, n: int, *, columns: bool = False) -> bool:
+    """Whether the losses of a batch are summed by a kernel."""
+    return rows <= (MOST_ROWS if columns else MOST_SUMMED) and not n >> (16 if columns else 31)
+
+
+def reduced(found: Result, mean: bool) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses, or their mean over the rows that count, and the factor of the gradients."""
+    total, factor = _number(found.loss), _number(found.loss)
+    counts = found.counts.view(torch.int8)
+    options = {"MEAN": mean, "BLOCK": 1024, "num_warps": 4}
+    launch(batch_of.reduced, (1,), found.loss, counts, total, factor, counts.numel(), **options)
+    return total, factor
+
+
+def quasibinary(x: Tensor, labels: Labels, mean: bool) -> tuple[Tensor, Tensor]:
+    """Return the quasibinary loss of a batch, and the numbers that its gradient needs."""
+    n, (held, target, width) = x.shape[-1], _target(labels)
+    rows, (block, warps) = x.numel() // n, _sizes("quasibinary", n)
+    numbers, total = torch.empty((3, rows), dtype=torch.float32, device=x.device), _number(x)
+    result = torch.empty(4, dtype=torch.float32, device=x.device)
+    of_row: dict[str, Any] = {"TARGET": held, "BLOCK": block, "num_warps": warps}
+    of_all: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
+    factor = 1.0 / rows if mean else 1.0
+    steps = (
+        Launch(batch_of.quasibinary_sums, (rows,), (x, target, numbers, rows, n, width), of_row),
+        Launch(batch_of.quasibinary_normaliser, (1,), (numbers, result, rows), of_all),
+        Launch(batch_of.quasibinary_loss, (rows,), (x, target, numbers, result, rows, n, width), of_row),
+        Launch(batch_of.quasibinary_total, (1,), (numbers, total, result, rows, factor), of_all),
+    )
+    args = (x, target, total, result, x, n, width, factor)
+    last = Launch(batch_of.quasibinary_backward, (rows,), args, of_row)
+    _take(("quasibinary", x.get_device(), held, block), steps, last)
+    return total, result
+
+
+def quasibinary_backward(x: Tensor, labels: Labels, mean: bool, result: Tensor, upstream: Tensor) -> Tensor:
+    """Return the gradient of the loss of `quasibinary`."""
+    n, (held, target, width) = x.shape[-1], _target(labels)
+    rows, (block, warps) = x.numel() // n, _sizes("quasibinary", n)
+    out = torch.empty_like(x)
+    launch(
+        batch_of.quasibinary_backward, (rows,), x, target, upstream, result, out, n, width,
+        1.0 / rows if mean else 1.0, TARGET=held, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def two_way(x: Tensor, labels: Labels, form: Sequence[float], mean: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the two-way loss of the rows and the columns of a batch, and what its gradient needs."""
+    n, (held, target, width) = x.shape[-1], _target(labels)
+    rows, (block, warps) = x.numel() // n, _sizes("two_way_rows", n)
+    by_row = torch.empty((6, rows), dtype=torch.float32, device=x.device)
+    by_column = torch.empty((6, n), dtype=torch.float32, device=x.device)
+    result, total = torch.empty(2, dtype=torch.float32, device=x.device), _number(x)
+    kernel, given = batch_of.two_way_lines, (rows, n, width, *form)
+    long = {"TARGET": held, "COLUMNS": False, "LONG": block, "WIDE": 1, "num_warps": warps}
+    wide = {"TARGET": held, "COLUMNS": True, "LONG": 128, "WIDE": 8, "num_warps": 4}
+    both = {"MEAN": mean, "BLOCK": 1024, "num_warps": 4}
+    steps = (
+        Launch(kernel, (rows,), (x, target, by_row, *given), long),
+        Launch(kernel, (shapes.cdiv(n, 8),), (x, target, by_column, *given), wide),
+        Launch(batch_of.two_way_total, (1,), (by_row, by_column, total, result, rows, n), both),
+    )
+    args = (x, target, total, by_row, by_column, result, x, rows, n, width, *form[:2])
+    options = {"TARGET": held, "BLOCK": block, "num_warps": warps}
+    _take(("two way", x.get_device(), held, block), steps, Launch(batch_of.two_way_backward, (rows,), args, options))
+    return total, by_row, by_column, result
+
+
+def two_way_backward(
+    x: Tensor, labels: Labels, form: Sequence[float], by_row: Tensor, by_column: Tensor, result: Tensor, up: Tensor
+) -> Tensor:
+    """Return the gradient of the loss of `two_way`."""
+    n, (held, target, width) = x.shape[-1], _target(labels)
+    rows, (block, warps) = x.numel() // n, _sizes("two_way_rows", n)
+    out = torch.empty_like(x)
+    launch(
+        batch_of.two_way_backward, (rows,), x, target, up, by_row, by_column, result, out, rows, n, width,
+        form[0], form[1], TARGET=held, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def _take(kind: tuple[Any, ...], steps: tuple[Launch, ...], last: Launch) -> None:
+    """Launch the kernels of a forward pass; at first compile them and that of the backward pass side by side."""
+    if is_new(kind):
+        compile_ahead(*steps[1:], last)
+    for kernel, grid, args, options in steps:
+        launch(kernel, grid, *args, **options)
+
+
+def _number(like: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=like.device)
 
 
 def _sizes(name: str, n: int) -> tuple[int, int]:
@@ -123,8 +259,8 @@ def _sizes(name: str, n: int) -> tuple[int, int]:
     if name == "two_way_columns":
         return 32, 4
     if name in HELD:
-        block = max(shapes.power_of_2(n), 32)
-        return block, min(max(block // 256, 4 if name in ("marginals", "marginals_backward", "smooth_svm") else 1), 16)
+        block = next(size for size in (64, 256, 1024, 4096, LONGEST) if n <= size)
+        return block, min(max(block // 256, 4 if name in _FEW_CHOSEN else 1), 16)
     return (128, 1) if n <= 128 else (1024, 4) if n <= 1024 else (2048, 8)
 
 
@@ -157,37 +293,9 @@ def _strides(weight: Tensor | None, x: Tensor) -> tuple[Tensor | None, int, int]
         return weight, 0, 0
     if weight.numel() == weight.shape[-1]:  # one number per class
         return weight.contiguous(), 0, 1
+    if weight.ndim == 2 and weight.shape == x.shape:
+        return weight, weight.stride(0), weight.stride(1)
     return weight.expand(x.shape).contiguous(), x.shape[-1], 1
-
-
-def _tilt(name: str, x: Tensor, labels: Labels | None, numbers: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the center and delta at which the mean count of classes is `k`; of all but the label k - 1/2 for the SVM.
-
-    The result does not depend on them, but its digits do.
-    """
-    k = numbers[0]
-    if name != "smooth_svm":
-        _, center, delta = lml_forward(x, float(k), None, 1.0, "nu")
-        return center.squeeze(-1), delta.squeeze(-1)
-    assert labels is not None
-    n = x.shape[-1]
-    if labels.index is not None:
-        label = labels.index
-        if label.shape[-1] > 1:
-            label = torch.where(label < 0, n, label).amin(-1, keepdim=True)
-    else:
-        assert labels.dense is not None
-        label = (labels.dense > 0).to(torch.uint8).argmax(-1, keepdim=True)  # the first
-    others = _places(n, x.device) != label
-    if labels.dense is not None:
-        others = others & (labels.dense >= 0)
-    _, center, delta = lml_forward(x, k - 0.5, others, k * numbers[1], "nu")
-    return center.squeeze(-1), delta.squeeze(-1)
-
-
-@functools.lru_cache(maxsize=16)
-def _places(n: int, device: torch.device) -> Tensor:
-    return torch.arange(n, device=device)
 
 
 @functools.lru_cache(maxsize=16)
@@ -199,7 +307,7 @@ def _harmonic(n: int, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _roots(device: torch.device) -> Tensor:
+def _roots(points: int, device: torch.device) -> Tensor:
     """Return the cosines and the sines of the roots of unity."""
-    angle = torch.arange(POINTS, dtype=torch.float64) * (2 * math.pi / POINTS)
+    angle = torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
     return torch.stack([angle.cos(), angle.sin()]).to(device)

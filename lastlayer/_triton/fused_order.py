@@ -2,7 +2,9 @@
 
 Order statistics are found by bisection of keys, integers in the order of the scores. Polynomials over subsets of `k`
 classes are coefficients of a product over the classes, taken at the roots of unity (Fernandez and Williams, 2010). With
-probabilities that sum to `k` the count has a small variance: POINTS roots are enough, whatever the number of classes.
+probabilities that sum to `k` the count has a small variance: a few roots are enough, whatever the number of classes.
+With 2 HALF - 1 roots a count is taken for one that differs by a multiple of that. By chance it is as large as k + 31 at
+k = 8, and as k + 63 at k = 16, with a probability below 1e-14 (that of a Poisson variable, which is larger).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -10,7 +12,8 @@ probabilities that sum to `k` the count has a small variance: POINTS roots are e
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import COMPILED, exp, is_finite, key_of, of_key
+from lastlayer._triton.device import COMPILED, exp, is_finite, key_of, of_key, sum3
+from lastlayer._triton.fused_lml import LEAST, MOST, kth, number_of, two_ranks
 from lastlayer._triton.fused_rows import (
     load_classes,
     load_scores,
@@ -21,37 +24,12 @@ from lastlayer._triton.fused_rows import (
     store_row,
 )
 
-LEAST = tl.constexpr(-2147483648)  # the key of what takes no part
-MOST = tl.constexpr(2147483647)  # the key of nan, which torch too sorts above +inf
 PASSES = tl.constexpr(24)  # as in `lastlayer.project.capped`
-POINTS = tl.constexpr(63)  # odd: no factor 1 - p + p w of a class is near 0
-HALF = tl.constexpr(32)  # the roots in the upper half plane, and 1; the others are their conjugates
 TILE = tl.constexpr(32)  # classes at a time
 
 
-@triton.jit
-def _number(value):
-    """A number as a tensor, which in the interpreter it is not."""
-    return tl.full((), 0.0, tl.float32) + value
-
-
-@triton.jit
-def _kth(key, rank):
-    """The key of a rank, 1 for the largest; LEAST where there are fewer keys above it."""
-    lo = tl.min(key, 0).to(tl.int64)  # at least `rank` keys are no less than lo, and fewer are above hi
-    hi = tl.max(key, 0).to(tl.int64)
-    while lo < hi:
-        mid = lo + (hi - lo + 1) // 2
-        reached = key >= mid.to(tl.int32)
-        count = tl.sum(reached.to(tl.int32), 0)
-        least = tl.min(tl.where(reached, key, MOST), 0).to(tl.int64)
-        lo = tl.where(count >= rank, least, lo)
-        hi = tl.where(count == rank, least, tl.where(count > rank, hi, mid - 1))
-    return lo.to(tl.int32)
-
-
 # number0: the number of places, of which labels take theirs and the best rivals the others.
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def truncated(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
@@ -65,11 +43,11 @@ def truncated(
     label = share > 0
     rival = (x != float("-inf")) & (share == 0)
     labels = tl.sum(label.to(tl.int32), 0)
-    spared = _number(number0).to(tl.int32) - labels
+    spared = number_of(number0).to(tl.int32) - labels
     key = tl.where(rival, tl.where(x == x, key_of(tl.where(x == x, x, 0.0)), MOST), LEAST)
     limit = tl.full((), MOST, tl.int32)
     if (spared > 0) & (labels > 0):
-        limit = _kth(key, spared)
+        limit = kth(key, spared)
         spared = spared - tl.sum((key > limit).to(tl.int32), 0)
         tie = (key == limit).to(tl.int32)
         rival = rival & (key <= limit) & ((tie == 0) | (tl.cumsum(tie, 0) > spared))
@@ -92,7 +70,7 @@ def truncated(
 
 
 # second: 0, 1, 1 + 1/2, ... up to n.
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def warp(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
@@ -153,7 +131,7 @@ def _ended(x, y, k, live, bad):
 
 
 # first: k of each row; number0: the temperature. The mask takes the place of the weights.
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def capped_softmax(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
@@ -166,7 +144,7 @@ def capped_softmax(
     y = tl.zeros((BLOCK,), tl.float32)
     if (k > 0) & (k < live):
         most = tl.ceil(k) - 1
-        center = of_key(_kth(key, most.to(tl.int32) + 1))
+        center = of_key(kth(key, most.to(tl.int32) + 1))
         d = tl.where(finite, x - center, float("-inf"))
         small = tl.where(d > 0, 0.0, exp(tl.minimum(d, 0.0)))
         delta = tl.log(tl.sum(small, 0)) - tl.log(k - most)
@@ -184,7 +162,7 @@ def capped_softmax(
     store_row(out_ptr, row, n, cols, _ended(x, y, k, live, bad))
 
 
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def capped_sparsemax(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
@@ -196,9 +174,7 @@ def capped_sparsemax(
     x, finite, key, k, live, bad = _capped_scores(x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, number0, cols)
     y = tl.zeros((BLOCK,), tl.float32)
     if (k > 0) & (k < live):
-        upper = _kth(key, tl.ceil(k).to(tl.int32))
-        reached = tl.sum((key >= upper).to(tl.float32), 0) >= tl.floor(k) + 1
-        lower = tl.where(reached, upper, tl.max(tl.where(key < upper, key, LEAST), 0))
+        upper, lower = two_ranks(key, k)
         center = of_key(upper)
         d = tl.where(finite, x - center, float("-inf"))
         lo = (of_key(lower) - center) - 1
@@ -250,7 +226,7 @@ def _pull_back(x_ptr, e_ptr, out_ptr, row, n, e_row, e_col, temperature, SOFT: t
     store_row(out_ptr, row, n, cols, tl.where(broken, float("nan"), value))
 
 
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "e_col", "p_row", "p_col"])
 def capped_softmax_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
@@ -259,7 +235,7 @@ def capped_softmax_backward(
     _pull_back(x_ptr, e_ptr, out_ptr, tl.program_id(0).to(tl.int64), n, e_row, e_col, number0, True, BLOCK)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "e_col", "p_row", "p_col"])
 def capped_sparsemax_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
@@ -275,7 +251,7 @@ def _times(a, b, c, d):
 
 
 @triton.jit
-def _halved(a, b, WIDTH: tl.constexpr):
+def _halved(a, b, HALF: tl.constexpr, WIDTH: tl.constexpr):
     """The products of pairs of classes, of which there are WIDTH."""
     a0, a1 = tl.split(tl.reshape(a, (HALF, WIDTH // 2, 2)))
     b0, b1 = tl.split(tl.reshape(b, (HALF, WIDTH // 2, 2)))
@@ -283,24 +259,61 @@ def _halved(a, b, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b):
+def _product(a, b, HALF: tl.constexpr):
     """The product over the classes of a tile; the interpreter would reduce it element by element."""
     if COMPILED:
         return tl.reduce((a, b), 1, _times)
     else:
-        a, b = _halved(a, b, 32)
-        a, b = _halved(a, b, 16)
-        a, b = _halved(a, b, 8)
-        a, b = _halved(a, b, 4)
-        a, b = _halved(a, b, 2)
+        a, b = _halved(a, b, HALF, 32)
+        a, b = _halved(a, b, HALF, 16)
+        a, b = _halved(a, b, HALF, 8)
+        a, b = _halved(a, b, HALF, 4)
+        a, b = _halved(a, b, HALF, 2)
         return tl.reshape(a, (HALF,)), tl.reshape(b, (HALF,))
 
 
 @triton.jit
-def _roots(t_ptr, times):
+def _tilt(x, k):
+    """Return (center, delta) of a row in registers at which the probabilities of finite scores sum to about k.
+
+    What is computed from them does not depend on them, but its digits do. Delta is 0, infinite where k is used up or
+    takes every class that is left, and nan where k is infeasible.
+    """
+    finite = is_finite(x)
+    n, n_top, n_bad = sum3(finite.to(tl.float32), (x == float("inf")).to(tl.float32), (x != x).to(tl.float32), 0)
+    k = k - n_top
+    nu = tl.full((), 0.0, tl.float32)
+    delta = tl.where(k == 0, float("-inf"), tl.where(k == n, float("inf"), float("nan")))
+    delta = tl.where(n_bad > 0, float("nan"), delta)
+    if (k > 0) & (k < n) & (n_bad == 0):
+        delta = tl.full((), 0.0, tl.float32)
+        even = tl.log(k) - tl.log(n - k)
+        lo = even - tl.max(tl.where(finite, x, float("-inf")), 0)
+        hi = even - tl.min(tl.where(finite, x, float("inf")), 0)
+        nu = lo / 2 + hi / 2
+        left = 150  # halvings of the largest interval; a few steps are the rule
+        while left > 0:
+            z = tl.where(finite, x + nu, float("-inf"))
+            e = exp(-tl.abs(z))
+            y = tl.where(z < 0, e, 1.0) / (1 + e)
+            total, mass, _ = sum3(y, y * (1 - y), y, 0)
+            lo = tl.where(total < k, nu, lo)
+            hi = tl.where(total > k, nu, hi)
+            step = nu - total / mass * (tl.log(total) - tl.log(k))  # exact in the tail of the sigmoid
+            good = (step > lo) & (step < hi) & (left % 3 != 0)
+            close = (tl.abs(total - k) < k / 64) | (lo >= hi)
+            left = tl.where(close, 0, left - 1)
+            nu = tl.where(close, nu, tl.where(good, step, lo / 2 + hi / 2))
+    return -nu, delta
+
+
+@triton.jit
+def _roots(t_ptr, times, HALF: tl.constexpr):
     """w^times for the roots w of unity, from a table of their cosines and sines, in float64."""
-    at = (tl.arange(0, HALF) * times) % POINTS
-    return tl.load(t_ptr + at), tl.load(t_ptr + POINTS + at)
+    # The roots in the upper half plane, and 1; the others are their conjugates. Their number is odd, so that no factor
+    # 1 - p + p w of a class is near 0.
+    at = (tl.arange(0, HALF) * times) % (2 * HALF - 1)
+    return tl.load(t_ptr + at), tl.load(t_ptr + (2 * HALF - 1) + at)
 
 
 @triton.jit
@@ -326,33 +339,37 @@ def _parts(present, absent, c, s):
 
 
 @triton.jit
-def _counts(t_ptr, a, b, times):
+def _counts(t_ptr, a, b, times, HALF: tl.constexpr):
     """The terms of the probability of a count, at each root: phi w^-count, twice for the roots with a conjugate."""
-    c, s = _roots(t_ptr, times)
-    both = tl.where(tl.arange(0, HALF) == 0, 1.0, 2.0).to(tl.float64) / POINTS
+    c, s = _roots(t_ptr, times, HALF)
+    both = tl.where(tl.arange(0, HALF) == 0, 1.0, 2.0).to(tl.float64) / (2 * HALF - 1)
     return (a * c + b * s) * both, (b * c - a * s) * both
 
 
-# number0: k. p_ptr and s_ptr: the center and delta at which the probabilities sum to k. extra_ptr: the roots of unity.
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+# number0: k. second: the roots of unity. extra: the center and delta of `_tilt`.
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def marginals(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """The probability of each class in subsets of k."""
     row = tl.program_id(0).to(tl.int64)
-    center = tl.load(p_ptr + row).to(tl.float64)
-    delta = tl.load(s_ptr + row).to(tl.float64)
-    c, s = _roots(extra_ptr, 1)
+    center, delta = _tilt(load_scores(x_ptr, row, n, tl.arange(0, BLOCK)), number_of(number0))
+    tl.store(extra_ptr + 2 * row, center)
+    tl.store(extra_ptr + 2 * row + 1, delta)
+    center = center.to(tl.float64)
+    delta = delta.to(tl.float64)
+    c, s = _roots(s_ptr, 1, HALF)
     a = tl.full((HALF, TILE), 1.0, tl.float64)
     b = tl.full((HALF, TILE), 0.0, tl.float64)
     for j in range(0, n, TILE):
         present, absent, _ = _chances(x_ptr, row, n, j + tl.arange(0, TILE), -1, center, delta, 1.0)
         real, imaginary, _, _ = _parts(present, absent, c, s)
         a, b = _times(a, b, real, imaginary)
-    a, b = _product(a, b)
-    a, b = _counts(extra_ptr, a, b, _number(number0).to(tl.int32))
+    a, b = _product(a, b, HALF)
+    a, b = _counts(s_ptr, a, b, number_of(number0).to(tl.int32), HALF)
     over = 1.0 / tl.sum(a, 0)
     for j in range(0, n, TILE):
         cols = j + tl.arange(0, TILE)
@@ -364,17 +381,19 @@ def marginals(
 
 
 # each: the upstream gradient. A constant in it changes nothing; in float64 it does not have to be taken out.
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+# first: the center and delta of each row.
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "e_col", "p_row", "p_col"])
 def marginals_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """The derivative of the probabilities along the upstream gradient: their matrix of derivatives is symmetric."""
     row = tl.program_id(0).to(tl.int64)
-    center = tl.load(p_ptr + row).to(tl.float64)
-    delta = tl.load(s_ptr + row).to(tl.float64)
-    c, s = _roots(extra_ptr, 1)
+    center = tl.load(f_ptr + 2 * row).to(tl.float64)
+    delta = tl.load(f_ptr + 2 * row + 1).to(tl.float64)
+    c, s = _roots(s_ptr, 1, HALF)
     a = tl.full((HALF, TILE), 1.0, tl.float64)
     b = tl.full((HALF, TILE), 0.0, tl.float64)
     along = tl.full((HALF, TILE), 0.0, tl.float64)
@@ -387,8 +406,8 @@ def marginals_backward(
         a, b = _times(a, b, real, imaginary)
         along += u[None, :] * g
         across += u[None, :] * h
-    a, b = _product(a, b)
-    a, b = _counts(extra_ptr, a, b, _number(number0).to(tl.int32))
+    a, b = _product(a, b, HALF)
+    a, b = _counts(s_ptr, a, b, number_of(number0).to(tl.int32), HALF)
     over = 1.0 / tl.sum(a, 0)
     along = tl.sum(along, 1)
     across = tl.sum(across, 1)
@@ -407,12 +426,13 @@ def marginals_backward(
         store_row(out_ptr, row, n, cols, tl.where(finite, value, 0.0))
 
 
-# number: k, tau, alpha. p_ptr and s_ptr: the center and delta at which the others' probabilities sum to k - 1/2.
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+# number: k, tau, alpha. second: the roots of unity.
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def smooth_svm(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """The loss tau softplus(alpha / tau + log e_k - log e_(k-1) - x_y / (k tau)), with polynomials of the others."""
     row = tl.program_id(0).to(tl.int64)
@@ -427,12 +447,15 @@ def smooth_svm(
     score = tl.sum(tl.where(own, x, 0.0), 0).to(tl.float64)
     active = active & (score != float("inf"))  # next to which there are no others
     weight = tl.sum(tl.where(own, load_weight(e_ptr, row, e_row, e_col, n, cols), 0.0), 0).to(tl.float64)
-    center = tl.load(p_ptr + row).to(tl.float64)
-    delta = tl.load(s_ptr + row).to(tl.float64)
-    k = _number(number0).to(tl.int32)
-    tau = _number(number1).to(tl.float64)
+    k = number_of(number0).to(tl.int32)
+    tau = number_of(number1).to(tl.float64)
     scale = 1.0 / (k.to(tl.float64) * tau)
-    c, s = _roots(extra_ptr, 1)
+    # About the center and delta at which the probabilities of the others sum to k - 1/2 the sums keep their digits.
+    around = tl.where(own | (share < 0), float("-inf"), x * scale.to(tl.float32))
+    center, delta = _tilt(around, number_of(number0) - 0.5)
+    center = center.to(tl.float64)
+    delta = delta.to(tl.float64)
+    c, s = _roots(s_ptr, 1, HALF)
     a = tl.full((HALF, TILE), 1.0, tl.float64)
     b = tl.full((HALF, TILE), 0.0, tl.float64)
     for j in range(0, n, TILE):
@@ -443,14 +466,14 @@ def smooth_svm(
         absent = tl.where(known, absent, 1.0)
         real, imaginary, _, _ = _parts(present, absent, c, s)
         a, b = _times(a, b, real, imaginary)
-    a, b = _product(a, b)
-    a1, b1 = _counts(extra_ptr, a, b, k)
-    a2, b2 = _counts(extra_ptr, a, b, k - 1)
+    a, b = _product(a, b, HALF)
+    a1, b1 = _counts(s_ptr, a, b, k, HALF)
+    a2, b2 = _counts(s_ptr, a, b, k - 1, HALF)
     over1 = 1.0 / tl.sum(a1, 0)
     over2 = 1.0 / tl.sum(a2, 0)
     # The logarithm of a ratio of two probabilities of like size, about the center of the scores.
     ratio = tl.log(over2) - tl.log(over1) - delta
-    z = _number(number2).to(tl.float64) / tau + ratio + (center - score * scale)
+    z = number_of(number2).to(tl.float64) / tau + ratio + (center - score * scale)
     e = tl.exp(-tl.abs(z))
     soft = tl.where(z > 0, z, 0.0) + tl.log(1 + e)
     soft = tl.where(e < 1e-5, tl.where(z > 0, z, 0.0) + e * (1 - 0.5 * e), soft)  # log(1 + e) has lost its digits

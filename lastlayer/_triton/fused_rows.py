@@ -72,8 +72,39 @@ def mixed(share, yes, no, HARD: tl.constexpr):
 
 
 @triton.jit
+def budget_terms(x, share, center, delta):
+    """The terms of the Fenchel-Young loss of lml for scores about nu = delta - center, and their slopes.
+
+    At both ends of nu, y is 0 or 1 everywhere and the loss <y - share, x>: infinite if a label is ruled out, or if a
+    class at +inf is no label.
+    """
+    endless = tl.abs(delta) == float("inf")
+    finite = is_finite(x)
+    z = (x - center) + delta
+    z = tl.where(tl.abs(x) == float("inf"), x, z)
+    yes = tl.where(share > 0, share * softplus(-z), 0.0)
+    no = tl.where(share < 1, (1 - share) * softplus(z), 0.0)
+    p, miss = sigmoids(z)
+    slope = (1 - share) * p - share * miss
+    end = tl.where(delta > 0, 1.0, 0.0) - share
+    wrong = tl.where(x == float("inf"), (share < 1).to(tl.int32), (share > 0).to(tl.int32)) > 0
+    at_end = tl.where(finite, end * x, tl.where(wrong, float("inf"), 0.0))
+    slope = tl.where(finite, tl.where(endless, end, slope), 0.0)
+    return tl.where(endless, tl.where(x == x, at_end, x), yes + no), tl.where(delta == delta, slope, float("nan"))
+
+
+@triton.jit
 def store_row(out_ptr, row, n, cols, value):
     tl.store(out_ptr + (row * n + cols), value.to(out_ptr.dtype.element_ty), mask=cols < n)
+
+
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
+def blank(
+    x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Do nothing: the launcher of this kernel, quickly compiled, is that of the others."""
 
 
 # number0 is what smoothing moves to an even chance.
@@ -120,7 +151,6 @@ def shifted(
     row = tl.program_id(0).to(tl.int64)
     center = tl.load(f_ptr + row * f_row)
     delta = tl.load(s_ptr + row * f_row)
-    endless = tl.abs(delta) == float("inf")
     loss = tl.zeros((BLOCK,), tl.float32)
     some = tl.zeros((BLOCK,), tl.int32)
     for j in range(0, n, BLOCK):
@@ -129,17 +159,11 @@ def shifted(
         share = tl.maximum(load_shares(d_ptr, row, n, width, cols, TARGET), 0.0)
         if e_ptr is not None:
             x = tl.where(load_weight(e_ptr, row, e_row, e_col, n, cols) > 0, x, float("-inf"))
-        z = (x - center) + delta
-        z = tl.where(endless, tl.where(tl.abs(x) == float("inf"), x, z), z)
-        yes = tl.where(share > 0, share * softplus(-z), 0.0)
-        no = tl.where(share < 1, (1 - share) * softplus(z), 0.0)
-        loss += tl.where(cols < n, yes + no, 0.0)
+        term, slope = budget_terms(x, share, center, delta)
+        loss += tl.where(cols < n, term, 0.0)
         some |= (x != float("-inf")).to(tl.int32)
         if GRADIENT:
-            p, miss = sigmoids(z)
-            slope = (1 - share) * p - share * miss
-            slope = tl.where(is_finite(x), tl.where(endless, 0.0, slope), 0.0)
-            store_row(out_ptr, row, n, cols, tl.where(delta == delta, slope, float("nan")))
+            store_row(out_ptr, row, n, cols, slope)
     tl.store(loss_ptr + row, tl.sum(loss, 0))
     tl.store(counts_ptr + row, tl.max(some, 0).to(tl.int8))
 

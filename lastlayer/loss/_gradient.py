@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lastlayer._check import Labels
-from lastlayer._threshold.compiled import compiled, fused
+from lastlayer import _check
+from lastlayer._check import Labels, Reduction
+from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu
 from lastlayer._threshold.dispatch import differentiated, recorded
 from lastlayer.loss import _rows
 from lastlayer.shard import ClassShard
@@ -41,7 +42,63 @@ def at_once(
     return Rows(loss, found.counts, found.extra)
 
 
+class End(NamedTuple):
+    """What becomes of the losses of the rows: the arguments of `_rows.leave`."""
+
+    op: str
+    reduction: Reduction
+    dtype: torch.dtype
+    sample_weight: Tensor | None
+
+    def of(self, loss: Tensor, counts: Tensor | None) -> Tensor:
+        """Return the result for one loss per row."""
+        return _rows.leave(self.op, loss, self.reduction, counts, self.dtype, self.sample_weight)
+
+    def of_number(self, loss: Tensor) -> Tensor:
+        """Return the result for a loss that is reduced."""
+        return loss if self.dtype == loss.dtype else _rows.leave(self.op, loss, "none", None, self.dtype)
+
+    @property
+    def number(self) -> bool:
+        """Whether kernels can compute the reduced loss: a mean or a sum of rows without weights."""
+        return self.sample_weight is None and self.reduction in ("mean", "sum")
+
+
+def reduced_at_once(
+    end: End,
+    name: str,
+    x: Tensor,
+    labels: Labels,
+    numbers: tuple[float, ...],
+    plain: Callable[[Tensor], Tensor],
+    **more: Any,
+) -> Tensor | None:
+    """As `at_once`, and reduce the losses of the rows: on a GPU by a kernel, so that there is one node of the graph."""
+    rows, n = x.shape[:-1].numel(), x.shape[-1]
+    if not (end.number and on_gpu(x) and compiled(x, labels.dense, labels.index, *more.values())):
+        found = at_once(name, x, labels, numbers, plain, **more)
+        return None if found is None else end.of(found.loss, found.counts)
+    kernels, mean = fused(x), end.reduction == "mean"
+    if not (kernels.takes(name, rows, n, numbers) and kernels.sums(rows, n)):
+        found = at_once(name, x, labels, numbers, plain, **more)
+        return None if found is None else end.of(found.loss, found.counts)
+
+    def forward(x: Tensor, gradient: bool) -> tuple[Tensor, ...]:
+        found = kernels.run(name, x, labels, numbers, gradient=gradient, **more)
+        total, factor = kernels.reduced(found, mean)
+        return total, found.out, factor, found.counts
+
+    def backward(upstream: Tensor, x: Tensor, grad: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
+        return grad * (upstream * factor)
+
+    def again(x: Tensor, grad: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
+        return _check.reduced(end.op, plain(x), end.reduction, counts)
+
+    return end.of_number(by_kernels(x, forward, backward, again))
+
+
 def per_class(
+    end: End,
     name: str,
     x: Tensor,
     labels: Labels,
@@ -50,13 +107,16 @@ def per_class(
     shard: ClassShard | None,
     each: Tensor | None,
     positive: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row, a sum over its classes, and whether a class takes part; an empty name is `plain`."""
+) -> Tensor:
+    """Return the loss of a batch whose rows have a sum over their classes; an empty name is `plain`.
+
+    A row counts in the mean if a class takes part.
+    """
     if name and shard is None:
-        found = at_once(name, x, labels, numbers, plain, each=each, positive=positive)
-        if found is not None:
-            return found.loss, found.counts
-    return plain(x), _rows.any_class(_rows.taking_part(x, labels)[1], shard)
+        loss = reduced_at_once(end, name, x, labels, numbers, plain, each=each, positive=positive)
+        if loss is not None:
+            return loss
+    return end.of(plain(x), _rows.any_class(_rows.taking_part(x, labels)[1], shard))
 
 
 def with_gradient(

@@ -14,7 +14,7 @@ from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer._threshold import search
 from lastlayer._threshold.autograd import apply_directly, without_transforms
-from lastlayer._threshold.compiled import compiled
+from lastlayer._threshold.compiled import compiled, fused, on_gpu
 from lastlayer._threshold.dispatch import (
     Impl,
     Problem,
@@ -30,7 +30,7 @@ from lastlayer._threshold.dispatch import (
     transformed,
 )
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once
+from lastlayer.loss._gradient import End, at_once, reduced_at_once
 from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, local_part, reduce, replicate, total, unwrap
 
@@ -258,6 +258,42 @@ def lml_fenchel_young_loss(
     logits = _check.logits(op, logits)
     labels = _check.target(op, target, logits, shard)
     mask = _check.mask(op, local_part(mask), logits)
+    end = End(op, reduction, logits.dtype, sample_weight)
+    whole = _fenchel_young_by_kernel(end, logits, labels, mask, k) if shard is None else None
+    if whole is not None:
+        return whole
+    problem, count = _fenchel_young_problem(op, logits, labels, mask, k, shard)
+    loss = _fenchel_young_at_once(problem, labels, count) if shard is None else None
+    return end.of(_fenchel_young(problem, labels, count) if loss is None else loss, None)
+
+
+def _fenchel_young_by_kernel(
+    end: End, logits: Tensor, labels: Labels, mask: Tensor | None, k: float | Tensor | None
+) -> Tensor | None:
+    """Return the loss by the GPU's kernel, None where that does not apply."""
+    x, n = logits.to(_check.work_dtype(logits)), logits.shape[-1]
+    if not on_gpu(x) or not compiled(x, k, mask, labels.dense, labels.index):
+        return None
+    if not fused(x).takes("fenchel_young", x.shape[:-1].numel(), n):
+        return None
+    first, number = None, -1.0
+    if isinstance(k, Tensor):
+        first = _check.cardinality(end.op, k, x).squeeze(-1)
+    elif k is not None:
+        number = _check.cardinality_of_all(end.op, k, n, n)
+
+    def plain(x: Tensor) -> Tensor:
+        problem, count = _fenchel_young_problem(end.op, x, labels, mask, k, None)
+        return _fenchel_young(problem, labels, count)
+
+    numbers = (number, float(labels.dense is not None))
+    return reduced_at_once(end, "fenchel_young", x, labels, numbers, plain, mask=mask, first=first)
+
+
+def _fenchel_young_problem(
+    op: str, logits: Tensor, labels: Labels, mask: Tensor | None, k: float | Tensor | None, shard: ClassShard | None
+) -> tuple[Problem, Tensor]:
+    """Return the problem that the loss solves, and the number of labels per row."""
     work = _check.work_dtype(logits)
     if labels.dense is None:
         count = labels.count().to(work)
@@ -270,11 +306,7 @@ def lml_fenchel_young_loss(
     size = search.sizes(problem.k, problem.x)
     if labels.dense is not None:  # where less is known, less can be asked for
         size = torch.minimum(size, total(known.sum(-1, keepdim=True).to(size.dtype), shard))
-    problem = problem._replace(k=size)
-    loss = _fenchel_young_at_once(problem, labels, count) if shard is None else None
-    if loss is None:
-        loss = _fenchel_young(problem, labels, count)
-    return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
+    return problem._replace(k=size), count
 
 
 def _fenchel_young_at_once(problem: Problem, labels: Labels, count: Tensor) -> Tensor | None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
-from lastlayer._threshold.compiled import compiled, fused
+from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu
 from lastlayer._threshold.dispatch import recorded
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once, per_class, with_shared_term
+from lastlayer.loss._gradient import End, at_once, per_class, with_shared_term
 from lastlayer.shard import ClassShard, Ranks, Replicas, averaged, total, unwrap
 
 
@@ -82,6 +82,9 @@ def two_way_loss(
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels = _rows.given(op, logits, target, shard)
     if per == "both" and shard is None and data_group is None:
+        whole = _by_kernels(End(op, reduction, logits.dtype, sample_weight), x, labels, form)
+        if whole is not None:
+            return whole
         rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
         both = _both_at_once(x, labels, form, rows)
         if both is not None:
@@ -161,18 +164,41 @@ def _per_class(
     return plain(x) if found is None else (found.loss, found.counts)
 
 
+def _by_kernels(end: End, x: Tensor, labels: Labels, form: _Form) -> Tensor | None:
+    """Return the reduced loss of rows and columns by kernels for the whole batch, None where these do not apply."""
+    if not (end.number and on_gpu(x) and compiled(x, labels.dense, labels.index)):
+        return None
+    kernels, mean = fused(x), end.reduction == "mean"
+    if not kernels.sums(x.shape[:-1].numel(), x.shape[-1], columns=True):
+        return None
+
+    def forward(x: Tensor, gradient: bool) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = kernels.two_way(x, labels, form, mean)
+        return found
+
+    def backward(upstream: Tensor, x: Tensor, *found: Tensor) -> Tensor:
+        grad: Tensor = kernels.two_way_backward(x, labels, form, *found, upstream)
+        return grad
+
+    def plain(x: Tensor, *_: Tensor) -> Tensor:
+        loss, counts = _both(x, labels, form, None)
+        return _check.reduced(end.op, loss, end.reduction, counts)
+
+    return end.of_number(by_kernels(x.contiguous(), forward, backward, plain))
+
+
+def _both(x: Tensor, labels: Labels, form: _Form, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row with that of the columns, and which count, by differentiable operations."""
+    sides = _sides(*_rows.taking_part(x, labels), labels)
+    loss, counts = _positives_above(sides, form, None)
+    by_class, occurs = _positives_above(_columns(sides, rows), form, None)
+    return loss + torch.where(counts, by_class.sum() / occurs.sum().clamp(min=1), 0), counts
+
+
 def _both_at_once(x: Tensor, labels: Labels, form: _Form, rows: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Return the loss of each row with that of the columns, by compiled operations, None where plain torch must."""
     if not compiled(x, labels.dense, labels.index, rows):
         return None
-
-    def plain(x: Tensor) -> Tensor:
-        x, live = _rows.taking_part(x, labels)
-        sides = _sides(x, live, labels)
-        loss, counts = _positives_above(sides, form, None)
-        by_class, occurs = _positives_above(_columns(sides, rows), form, None)
-        return loss + torch.where(counts, by_class.sum() / occurs.sum().clamp(min=1), 0)
-
     wanted, fixed, run = recorded(x), x.detach(), fused(x).run
     with torch.no_grad():
         found = run("two_way_rows", fixed, labels, form, gradient=wanted)
@@ -184,6 +210,7 @@ def _both_at_once(x: Tensor, labels: Labels, form: _Form, rows: Tensor | None) -
         if not wanted:
             return loss, found.counts
         term, part = columns.out / classes, found.counts.to(x.dtype)
+    plain = lambda x: _both(x, labels, form, rows)[0]  # noqa: E731
     return with_shared_term(x, loss, found.out, part, term, plain), found.counts
 
 
@@ -269,13 +296,16 @@ def asymmetric_loss(
 
     def plain(x: Tensor) -> Tensor:
         x, live = _rows.taking_part(x, labels)
-        gain = _rows.weighed(-_focal((plus * F.logsigmoid(-x)).exp(), detach_weight) * F.logsigmoid(x), positives)
+        gain = -F.logsigmoid(x)
+        if plus > 0:  # of an infinite score the power 0 would be nan
+            gain = _focal((plus * F.logsigmoid(-x)).exp(), detach_weight) * gain
+        gain = _rows.weighed(gain, positives)
         loss = _rows.mixed(labels, live, gain, _shifted_negatives(x, minus, cut, detach_weight))
         return _rows.over_classes(loss, live, shard, each)
 
     numbers = (plus, minus, cut, float(not detach_weight))
-    loss, counts = per_class("asymmetric", x, labels, numbers, plain, shard, each, positives)
-    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
+    end = End(op, reduction, logits.dtype, sample_weight)
+    return per_class(end, "asymmetric", x, labels, numbers, plain, shard, each, positives)
 
 
 def _focal(weight: Tensor, detach: bool) -> Tensor:
@@ -417,8 +447,8 @@ def binary_loss(
     # The compiled loss weighs the part of a label by `pos_weight`, not what smoothing gives to the other classes.
     name = "logistic" if smoothing == 0 or positives is None else ""
     numbers = (1 - smoothing / 2, smoothing / 2, smoothing / 2, 1 - smoothing / 2)
-    loss, counts = per_class(name, x, labels, numbers, plain, shard, each, positives)
-    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
+    end = End(op, reduction, logits.dtype, sample_weight)
+    return per_class(end, name, x, labels, numbers, plain, shard, each, positives)
 
 
 class TwoWayLoss(LossModule):

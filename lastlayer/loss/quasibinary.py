@@ -8,10 +8,10 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
-from lastlayer._threshold.compiled import compiled, fused
+from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu
 from lastlayer._threshold.dispatch import direct, recorded
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once, with_shared_term
+from lastlayer.loss._gradient import End, at_once, with_shared_term
 from lastlayer.shard import ClassShard, Ranks, reduce, total, unwrap
 
 
@@ -55,6 +55,9 @@ def quasibinary_loss(
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels = _rows.given(op, logits, target, shard)
     if log_normalizer is None:
+        whole = _by_kernels(End(op, reduction, logits.dtype, sample_weight), x, labels) if shard is None else None
+        if whole is not None:
+            return whole
         rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
         loss = _at_once(x, labels, rows) if shard is None and not recorded(rows) else None
         if loss is None:
@@ -80,6 +83,28 @@ def _plain(x: Tensor, labels: Labels, weight: Tensor | None, shard: ClassShard |
     return torch.where(known, total(row_loss(x, labels, live, log_c), shard), 0)
 
 
+def _by_kernels(end: End, x: Tensor, labels: Labels) -> Tensor | None:
+    """Return the reduced loss by kernels for the whole batch, None where these do not apply."""
+    if not (end.number and on_gpu(x) and compiled(x, labels.dense, labels.index)):
+        return None
+    kernels, mean = fused(x), end.reduction == "mean"
+    if not kernels.sums(x.shape[:-1].numel(), x.shape[-1]):
+        return None
+
+    def forward(x: Tensor, gradient: bool) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = kernels.quasibinary(x, labels, mean)
+        return found
+
+    def backward(upstream: Tensor, x: Tensor, result: Tensor) -> Tensor:
+        grad: Tensor = kernels.quasibinary_backward(x, labels, mean, result, upstream)
+        return grad
+
+    def plain(x: Tensor, result: Tensor) -> Tensor:
+        return _check.reduced(end.op, _plain(x, labels, None, None), end.reduction)
+
+    return end.of_number(by_kernels(x.contiguous(), forward, backward, plain))
+
+
 def _at_once(x: Tensor, labels: Labels, weight: Tensor | None) -> Tensor | None:
     """Return one loss per row by compiled operations, None where plain torch must."""
     if not compiled(x, labels.dense, labels.index, weight):
@@ -96,7 +121,7 @@ def _at_once(x: Tensor, labels: Labels, weight: Tensor | None) -> Tensor | None:
         if weight is not None:
             mass, count = mass * weight, count * weight
         whole, count = mass.sum(), count.sum()
-        known = (count > 0) & (whole > 0)
+        known = (count > 0) & ~(whole <= 0)  # nan shows
         log_c = torch.where(known, whole / count, 1).log()
         found = run("quasibinary", fixed, labels, (), first=peak, second=log_c, gradient=wanted)
         if found is None:
@@ -141,7 +166,7 @@ def batch_log_normalizer(
         mass = mass * weight.expand(x.shape[:-1]).unsqueeze(-1).expand(x.shape).reshape(1, -1)
         count = count * weight
     mass, count = reduce([mass, count.reshape(1, -1)], "sum", ranks)
-    known = (count > 0) & (mass > 0)
+    known = (count > 0) & ~(mass <= 0)  # nan shows
     log_c = torch.where(known, mass, 1).log() + peak - torch.where(known, count, 1).log()
     return torch.where(known, log_c, 0).reshape(()), known.reshape(())
 

@@ -10,7 +10,7 @@ from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import LossModule
 from lastlayer._renamed import renamed
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once
+from lastlayer.loss._gradient import End, reduced_at_once
 from lastlayer.shard import ClassShard
 
 _FEW = 64  # positives of a row up to which each is compared with every negative; more are ranked by sorting
@@ -67,9 +67,10 @@ def warp_loss(
         loss = torch.where(is_label, _rows.weighed(by_rank * _hinges(picked, negatives, 1.0), share), 0).sum(-1)
         return loss, is_label.any(-1) & (negatives != -torch.inf).any(-1)
 
-    found = at_once("warp", x, labels, (_FEW,), lambda x: plain(x)[0], each=each) if exact else None
-    loss, counts = plain(x) if found is None else (found.loss, found.counts)
-    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
+    end, loss = End(op, reduction, logits.dtype, sample_weight), None
+    if exact:
+        loss = reduced_at_once(end, "warp", x, labels, (_FEW,), lambda x: plain(x)[0], each=each)
+    return end.of(*plain(x)) if loss is None else loss
 
 
 @renamed("rml_loss", class_weight="unary_weight")

@@ -14,7 +14,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule, LossModule
 from lastlayer.loss import _rows
-from lastlayer.loss._gradient import at_once
+from lastlayer.loss._gradient import End, reduced_at_once
 from lastlayer.project._symmetric import balance, log_counts
 from lastlayer.shard import ClassShard, gather, local_part, reduce, total, unwrap
 
@@ -65,11 +65,11 @@ def truncated_entropy_loss(
     k = _places(op, k, logits.shape[-1] if shard is None else None)
     x, labels = _rows.given(op, logits, target, shard)
     each = _rows.class_weight(op, "weight", weight, x)
-    found = None
+    end, loss = End(op, reduction, logits.dtype, sample_weight), None
     if shard is None:
-        found = at_once("truncated", x, labels, (k,), lambda x: _truncated(x, labels, k, each, None)[0], each=each)
-    loss, counts = _truncated(x, labels, k, each, shard) if found is None else (found.loss, found.counts)
-    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
+        plain = lambda x: _truncated(x, labels, k, each, None)[0]  # noqa: E731
+        loss = reduced_at_once(end, "truncated", x, labels, (k,), plain, each=each)
+    return end.of(*_truncated(x, labels, k, each, shard)) if loss is None else loss
 
 
 def _truncated(
@@ -149,12 +149,12 @@ def smooth_topk_svm_loss(
     tau, alpha = _positive(op, "tau", tau), _check.number(op, "alpha", alpha)
     x, labels = _rows.given(op, logits, target)
     each = _rows.class_weight(op, "weight", weight, x)
-    found = None
+    end, loss = End(op, reduction, logits.dtype, sample_weight), None
     if k <= _FEW:
         numbers = (k, tau, alpha)
-        found = at_once("smooth_svm", x, labels, numbers, lambda x: _svm(x, labels, *numbers, each)[0], each=each)
-    loss, counts = _svm(x, labels, k, tau, alpha, each) if found is None else (found.loss, found.counts)
-    return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
+        plain = lambda x: _svm(x, labels, *numbers, each)[0]  # noqa: E731
+        loss = reduced_at_once(end, "smooth_svm", x, labels, numbers, plain, each=each)
+    return end.of(*_svm(x, labels, k, tau, alpha, each)) if loss is None else loss
 
 
 def _svm(x: Tensor, labels: Labels, k: int, tau: float, alpha: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from lastlayer._module import FunctionModule
 from lastlayer._ranked import exporting
 from lastlayer._threshold import exported
 from lastlayer._threshold.autograd import apply_directly, broken_rows, mapped, nestable, without_transforms
+from lastlayer._threshold.compiled import by_kernels, compiled, fused
 from lastlayer._threshold.dispatch import (
     Impl,
     Problem,
@@ -233,13 +234,42 @@ def lml_at_most(
             "lml_at_most", "at most", lml_at_most, logits, k, given, dim, temperature, mask, shard, impl
         )
     problem, back = enter("lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False)
+    y = _at_most_by_kernel(problem)
+    return back(_at_most(problem) if y is None else y)
+
+
+def _at_most(problem: Problem) -> Tensor:
+    """Return the projection to a budget from that to an exact one."""
     x = scores(problem.x, problem.mask, problem.temperature)
     if problem.shard is None and not isinstance(problem.k, Tensor):  # in fewer steps
         size = (x > -torch.inf).sum(-1, keepdim=True, dtype=x.dtype).clamp(max=problem.k)
     else:
         size = torch.minimum(sizes(problem.k, x), reduce((x > -torch.inf).to(x.dtype), "sum", problem.shard))
     tight, center, delta = apply(problem._replace(k=size), "y")
-    return back(torch.where(delta >= center, x.sigmoid().to(tight.dtype), tight))
+    return torch.where(delta >= center, x.sigmoid().to(tight.dtype), tight)
+
+
+def _at_most_by_kernel(problem: Problem) -> Tensor | None:
+    """Return the projection to a budget by one kernel each way, None where there is none."""
+    x, k, mask, temperature, shard, impl = problem
+    if impl != "triton" or shard is not None or not compiled(x, k, mask):
+        return None
+    kernels = fused(x)
+    if not kernels.takes("at_most", x.shape[:-1].numel(), x.shape[-1]):
+        return None
+    per_row = isinstance(k, Tensor)
+    numbers, first = (0.0 if per_row else k, temperature), k.squeeze(-1) if per_row else None
+
+    def forward(x: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+        found = kernels.run("at_most", x, None, numbers, mask=mask, first=first)
+        return found.out, found.extra
+
+    def backward(upstream: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+        given = (x, None, (temperature,))
+        out: Tensor = kernels.run("at_most_backward", *given, each=upstream, positive=mask, first=rows).out
+        return out
+
+    return by_kernels(x, forward, backward, lambda x, _: _at_most(problem._replace(x=x)))
 
 
 def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:

@@ -83,9 +83,10 @@ def _marginals_by_kernel(x: Tensor, k: int) -> Tensor | None:
         return None
 
     def pull(x: Tensor, pi: Tensor, upstream: Tensor) -> Tensor | None:
-        # A constant in the upstream gradient changes nothing, and would cancel; the GPU's sums are long enough.
-        mean = None if on_gpu(x) else (pi * upstream).sum(-1) / k
-        back = run("marginals_backward", x, None, (k,), each=upstream, first=mean)
+        # A constant in the upstream gradient changes nothing, and would cancel; the GPU's sums are long enough, and it
+        # takes the thresholds of the rows from the forward pass.
+        first = found.extra if on_gpu(x) else (pi * upstream).sum(-1) / k
+        back = run("marginals_backward", x, None, (k,), each=upstream, first=first)
         return None if back is None else back.out
 
     return projected(x, found.out, pull, lambda x: _marginals(x, k))

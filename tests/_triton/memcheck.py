@@ -36,7 +36,9 @@ def others(rows, n):
     loss = loss + ll.lml_fenchel_young_loss(x, target) + ll.loss.quasibinary_loss(x, target)
     loss = loss + ll.loss.truncated_entropy_loss(x, target, 5) + ll.loss.smooth_topk_svm_loss(x, target, 5)
     loss = loss + ll.loss.warp_loss(x, target)
-    for y in (ll.capped_softmax(x, 3), ll.capped_sparsemax(x, 3), ll.subset_marginals(x, 3)):
+    for function in (ll.two_way_loss, ll.lml_fenchel_young_loss, ll.loss.quasibinary_loss):
+        loss = loss + function(x, target, reduction="none").sum()
+    for y in (ll.capped_softmax(x, 3), ll.capped_sparsemax(x, 3), ll.subset_marginals(x, 3), ll.lml_at_most(x, 3)):
         loss = loss + y.square().sum()
     loss.backward()
     torch.cuda.synchronize()

@@ -1,8 +1,11 @@
 """The losses and projections of the GPU's fused kernels against plain torch: on a GPU, or in Triton's interpreter."""
 
+import importlib
+
 import pytest
 import torch
-from fused_tools import LOSSES, PROJECTIONS, arguments, labels, scores
+from fused_tools import LOSSES, arguments, labels, scores
+from fused_tools import PROJECTIONS as SHARED
 from tools import DEVICE, GPU_KERNELS
 
 import lastlayer as ll
@@ -24,7 +27,14 @@ QUICK = (
     "capped softmax 3.7",
     "capped sparsemax 3.7",
     "marginals 5",
+    "at most 3.5",
 )
+PROJECTIONS = SHARED | {
+    "at most 3.5": (ll.lml_at_most, {"k": 3.5}),
+    "at most 0.2": (ll.lml_at_most, {"k": 0.2, "temperature": 2.0}),
+    "at most 60": (ll.lml_at_most, {"k": 60, "temperature": 0.25}),
+}
+PLAIN = (_gradient, capped, subset, lml, multilabel, quasibinary, importlib.import_module("lastlayer.project.lml"))
 
 
 def results(function, x, positional, options, dtype, upstream):
@@ -60,7 +70,7 @@ def three(monkeypatch, function, x, positional, options, upstream):
     given = function, x, positional, options
     found = results(*given, torch.float32, upstream)
     with monkeypatch.context() as patch:
-        for module in (_gradient, capped, subset, lml, multilabel, quasibinary):
+        for module in PLAIN:
             patch.setattr(module, "compiled", lambda *_: False)
         exact = results(*given, torch.float64, upstream)
         plain = results(*given, torch.float32, upstream)
@@ -76,11 +86,11 @@ def check_as_accurate(found, exact, plain, name):
         assert error <= allowed + 2 * EPS * size, f"{name}, {what}: {error} > {allowed}"
 
 
-def case(function, options, rows, n, scale, kind):
+def case(function, options, rows, n, scale, kind, reduction="none"):
     x, target = scores(rows, n, scale).to(DEVICE), labels(rows, n, kind).to(DEVICE)
     given = arguments(options, rows, n)
     if function is not ll.two_way_loss or options.get("per") != "class":
-        given["reduction"] = "none"
+        given["reduction"] = reduction
     upstream = torch.rand(rows) if given.get("reduction") == "none" else torch.tensor(1.0)
     return x, (target,), given, upstream.to(DEVICE)
 
@@ -95,7 +105,70 @@ def test_each_kernel_once(monkeypatch, watched):
             given = case(function, options, 2, 40, "normal", ("unknown", "lists")[number % 2])
         check_as_accurate(*three(monkeypatch, function, *given), name)
     assert all(done for _, done in watched), watched
-    assert len({name for name, _ in watched}) == 15
+    assert len({name for name, _ in watched}) == 18
+
+
+def test_reduced_losses_take_one_node_of_the_graph(monkeypatch):
+    for number, name in enumerate(set(QUICK) & set(LOSSES)):
+        function, options = LOSSES[name]
+        given = case(function, options, 3, 40, "normal", ("unknown", "lists")[number % 2], ("mean", "sum")[number % 2])
+        x, (target,), more, _ = given
+        if "sample_weight" in more:  # then the reduction is torch's
+            del more["sample_weight"]
+        assert type(function(x.requires_grad_(), target, **more).grad_fn).__name__ == "_ByKernelsBackward", name
+        check_as_accurate(*three(monkeypatch, function, x.detach(), *given[1:]), name)
+
+
+@pytest.mark.slow
+def test_losses_of_a_whole_batch_are_as_accurate_as_plain_torch(monkeypatch):
+    for function in (ll.two_way_loss, ll.loss.quasibinary_loss, ll.lml_fenchel_young_loss):
+        for kind, scale, reduction in (("hard", "wide", "mean"), ("soft", "offset", "sum"), ("bool", "ties", "mean")):
+            given = case(function, {}, 3, 60, scale, kind, reduction)
+            check_as_accurate(*three(monkeypatch, function, *given), f"{function.__name__}, {kind}, {scale}")
+
+
+@pytest.mark.slow
+def test_odd_scores_in_losses_of_a_whole_batch_are_those_of_plain_torch(monkeypatch):
+    for function in (ll.two_way_loss, ll.loss.quasibinary_loss, ll.lml_fenchel_young_loss):
+        for place, value in (((2, 5), torch.nan), ((2, 5), torch.inf), ((2, 6), torch.inf), ((3, 5), -torch.inf)):
+            x, (target,), given, upstream = case(function, {}, 4, 40, "normal", "hard", "mean")
+            target[2, 5] = target[3, 5] = 1
+            target[2, 6] = 0
+            x[place], x[1] = value, -torch.inf
+            found, _, plain = three(monkeypatch, function, x, (target,), given, upstream)
+            name = f"{function.__name__}, {place}, {value}"
+            torch.testing.assert_close(found[0], plain[0], rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
+            if plain[0].isfinite():
+                torch.testing.assert_close(found[1], plain[1], rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
+
+
+@pytest.mark.slow
+def test_fenchel_young_where_every_class_or_none_is_chosen(monkeypatch):
+    from lastlayer._triton import fused
+
+    x, target = torch.randn(4, 30).to(DEVICE), labels(4, 30, "unknown").to(DEVICE)
+    for longest in (fused.LONGEST, 8):  # rows in registers, and in memory
+        monkeypatch.setattr(fused, "LONGEST", longest)
+        for k in (30, 0, None):
+            given = x, (target, k), {"reduction": "none"}, torch.rand(4).to(DEVICE)
+            found, _, plain = three(monkeypatch, ll.lml_fenchel_young_loss, *given)
+            torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_a_budget_per_row_with_a_mask(monkeypatch, watched):
+    x, mask = scores(6, 90, "normal").to(DEVICE), (torch.rand(6, 90) < 0.8).to(DEVICE)
+    for k in (4.5, torch.tensor([0.3, 1.0, 90.0, 7.5, 0.0, 33.0], device=DEVICE)):
+        upstream = torch.randn(x.shape).to(DEVICE)
+        check_as_accurate(*three(monkeypatch, ll.lml_at_most, x, (k,), {"mask": mask}, upstream), f"{k}")
+    assert len(watched) == 4
+    target = labels(6, 90, "unknown").to(DEVICE)
+    mask = mask | (target > 0)
+    for k in (None, torch.tensor([0.3, 1.0, 40.0, 7.5, 0.0, 33.0], device=DEVICE)):
+        given = x, (target, k), {"mask": mask, "reduction": "none"}, torch.rand(6).to(DEVICE)
+        check_as_accurate(*three(monkeypatch, ll.lml_fenchel_young_loss, *given), f"Fenchel-Young {k}")
+    assert len(watched) == 6
+    assert all(done for _, done in watched), watched
 
 
 @pytest.mark.slow
@@ -128,7 +201,7 @@ def check_odd(found, plain, place, name):
     fine = plain[0].isfinite()
     assert torch.equal(found[0].isfinite(), fine), f"{name}: {found[0]} for {plain[0]}"
     torch.testing.assert_close(found[0][fine], plain[0][fine], **near, msg=lambda text: f"{name}: {text}")
-    if not fine.all() and fine.any() == 0:
+    if not fine.all() and not (fine[[0, 2, 3]] if fine.ndim else fine).any():  # row 1 has no classes
         return  # one score spoils the whole batch
     grads = [grad.clone() for grad in (found[1], plain[1])]
     for grad in grads:

@@ -16,7 +16,7 @@ FILES = [Path(__file__).with_name(f"test_{name}.py") for name in ("lml", "weight
 FILES.append(Path(__file__).parents[1] / "loss/test_linear.py")
 SHARP = (
     "test_edges_of_the_loss or test_short_rows or (test_kernels_are_plain and dtype0 and shape0) or "
-    "test_rows_at_their_ends or test_each_kernel_once"
+    "test_rows_at_their_ends or test_each_kernel_once or test_reduced_losses"
 )
 
 

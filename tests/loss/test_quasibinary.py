@@ -92,3 +92,10 @@ def test_messages():
         quasibinary_loss(torch.zeros(2, 3), torch.zeros(2, 3), log_normalizer="1")
     with pytest.raises(ValueError, match="quasibinary_loss: `reduction` must be one of"):
         quasibinary_loss(torch.zeros(2, 3), torch.zeros(2, 3), reduction="max")
+
+
+def test_a_nan_shows():
+    x = torch.zeros(2, 3, dtype=torch.float64)
+    x[1, 2] = torch.nan
+    for dtype in (torch.float64, torch.float32):
+        assert quasibinary_loss(x.to(dtype), torch.tensor([0, 1])).isnan()
