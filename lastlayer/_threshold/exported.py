@@ -82,17 +82,21 @@ def _first(k: Tensor, n: int) -> Tensor:
 
 
 def _searched(e: Tensor, k: Tensor, solvable: Tensor) -> Tensor:
-    """Return ``delta`` close to the solution, in a loop or in a fixed number of passes."""
+    """Return ``delta`` close to the solution, in a loop or in a fixed number of passes.
+
+    The numbers per row have the shape of the batch here. Given a fixed shape, the exporter takes the sizes within a
+    loop for variable, and a last dimension of size 1 would not broadcast.
+    """
     up = e < 1
-    surplus = up.to(e.dtype).sum(-1, keepdim=True) - k
+    surplus, solvable = (up.to(e.dtype).sum(-1, keepdim=True) - k).squeeze(-1), solvable.squeeze(-1)
 
     def body(count: Tensor, step: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        odds = e * (-delta).exp()
+        odds = e * (-delta).exp().unsqueeze(-1)
         y = 1 / (1 + odds)
         rest = odds * y
         h = y * rest
-        a, b = (h * y).sum(-1, keepdim=True), (h * rest).sum(-1, keepdim=True)
-        f = surplus + torch.where(up, -rest, y).sum(-1, keepdim=True)
+        a, b = (h * y).sum(-1), (h * rest).sum(-1)
+        f = surplus + torch.where(up, -rest, y).sum(-1)
         # The root of b q^2 + 2 c q - a in q = exp(step); their squares would underflow for a tiny k.
         size = a + b
         a, b, c = a / size, b / size, (f - (b - a)) / (2 * size)
@@ -110,7 +114,7 @@ def _searched(e: Tensor, k: Tensor, solvable: Tensor) -> Tensor:
     else:
         for _ in range(_PASSES):
             state = body(*state)
-    return state[2]
+    return state[2].unsqueeze(-1)
 
 
 def _loops() -> bool:
