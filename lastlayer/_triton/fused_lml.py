@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from lastlayer._triton.device import (
+    COMPILED,
     advance,
     bracket,
     exp,
@@ -35,15 +36,30 @@ def number_of(value):
 
 
 @triton.jit
+def _add_and_least(a0, a1, b0, b1):
+    return a0 + b0, tl.minimum(a1, b1)
+
+
+@triton.jit
+def _count_and_least(reached, key):
+    """The number of the keys reached, and the least of them; one reduction of both costs the barriers of one."""
+    count = reached.to(tl.int32)
+    least = tl.where(reached, key, MOST)
+    if COMPILED:
+        return tl.reduce((count, least), 0, _add_and_least)
+    else:
+        return tl.sum(count, 0), tl.min(least, 0)
+
+
+@triton.jit
 def kth(key, rank):
     """The key of a rank, 1 for the largest; LEAST where there are fewer keys above it."""
     lo = tl.min(key, 0).to(tl.int64)  # at least `rank` keys are no less than lo, and fewer are above hi
     hi = tl.max(key, 0).to(tl.int64)
     while lo < hi:
         mid = lo + (hi - lo + 1) // 2
-        reached = key >= mid.to(tl.int32)
-        count = tl.sum(reached.to(tl.int32), 0)
-        least = tl.min(tl.where(reached, key, MOST), 0).to(tl.int64)
+        count, least = _count_and_least(key >= mid.to(tl.int32), key)
+        least = least.to(tl.int64)
         lo = tl.where(count >= rank, least, lo)
         hi = tl.where(count == rank, least, tl.where(count > rank, hi, mid - 1))
     return lo.to(tl.int32)

@@ -108,14 +108,17 @@ def warp(
 
 
 @triton.jit
-def _capped_scores(x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, temperature, cols):
+def _capped_scores(x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, temperature, size, cols):
     """Scores, the finite ones as keys, what is left of k, the number of finite scores, and whether one is nan."""
     x = load_scores(x_ptr, row, n, cols)
     if e_ptr is not None:
         x = tl.where(load_weight(e_ptr, row, e_row, e_col, n, cols) > 0, x, float("-inf"))
     x = tl.where(is_finite(x), tl.div_rn(x, x * 0.0 + temperature), x)
     finite = is_finite(x)
-    k = tl.load(f_ptr + row * f_row) - tl.sum((x == float("inf")).to(tl.float32), 0)
+    k = number_of(size)
+    if f_ptr is not None:
+        k = tl.load(f_ptr + row * f_row)
+    k = k - tl.sum((x == float("inf")).to(tl.float32), 0)
     live = tl.sum(finite.to(tl.float32), 0)
     key = tl.where(finite, key_of(tl.where(finite, x, 0.0)), LEAST)
     return x, finite, key, k, live, tl.max((x != x).to(tl.int32), 0) > 0
@@ -130,7 +133,7 @@ def _ended(x, y, k, live, bad):
     return tl.where(bad | (end != end) & (solvable == 0), float("nan"), y)
 
 
-# first: k of each row; number0: the temperature. The mask takes the place of the weights.
+# first: k of each row, or None: number1. number0: the temperature. The mask takes the place of the weights.
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def capped_softmax(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
@@ -140,7 +143,9 @@ def capped_softmax(
     """min(1, exp(x - tau)): Newton's method from the most classes at 1, as in `lastlayer.project.capped`."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    x, finite, key, k, live, bad = _capped_scores(x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, number0, cols)
+    x, finite, key, k, live, bad = _capped_scores(
+        x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, number0, number1, cols
+    )
     y = tl.zeros((BLOCK,), tl.float32)
     if (k > 0) & (k < live):
         most = tl.ceil(k) - 1
@@ -171,7 +176,9 @@ def capped_sparsemax(
     """clip(x - tau, 0, 1): Newton's method within bounds, as in `lastlayer.project.capped`."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    x, finite, key, k, live, bad = _capped_scores(x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, number0, cols)
+    x, finite, key, k, live, bad = _capped_scores(
+        x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, number0, number1, cols
+    )
     y = tl.zeros((BLOCK,), tl.float32)
     if (k > 0) & (k < live):
         upper, lower = two_ranks(key, k)

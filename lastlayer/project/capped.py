@@ -10,7 +10,7 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import broken_rows, mapped, nestable
-from lastlayer._threshold.compiled import compiled, fused, projected
+from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu, projected
 from lastlayer._threshold.dispatch import Problem, enter
 from lastlayer._threshold.search import feasible, finite_part, kinds, scores, sizes
 from lastlayer.shard import ClassShard, kth_largest, reduce
@@ -117,18 +117,38 @@ def _by_kernel(problem: Problem, kind: Kind) -> Tensor | None:
     if shard is not None or not compiled(logits, k, mask):
         return None
     x = logits.to(torch.float32)
-    sizes = k.squeeze(-1) if isinstance(k, Tensor) else x.new_full((), k)
-    run = fused(x).run
-    found = run(f"capped_{kind}", x.detach(), None, (temperature,), mask=mask, first=sizes)
+    per_row, kernels = isinstance(k, Tensor), fused(x)
+    # The GPU takes one number for all rows as it is; to make a tensor of it would be a launch.
+    as_number = not per_row and on_gpu(x)
+    numbers = (temperature, k) if as_number else (temperature,)
+    sizes = None if as_number else k.squeeze(-1) if per_row else x.new_full((), k)
+    name = f"capped_{kind}"
+
+    def plain(x: Tensor) -> Tensor:
+        return _apply(x, k, mask, temperature, None, kind)[0]
+
+    if on_gpu(x):
+        if not kernels.takes(name, x.shape[:-1].numel(), x.shape[-1]):
+            return None
+
+        def forward(x: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+            y = kernels.run(name, x, None, numbers, mask=mask, first=sizes).out
+            return y, y
+
+        def backward(upstream: Tensor, x: Tensor, y: Tensor) -> Tensor:
+            grad: Tensor = kernels.run(f"{name}_backward", y, None, (temperature,), each=upstream).out
+            return grad
+
+        return by_kernels(x, forward, backward, lambda x, _: plain(x)).to(logits.dtype)
+    found = kernels.run(name, x.detach(), None, numbers, mask=mask, first=sizes)
     if found is None:
         return None
 
     def pull(x: Tensor, y: Tensor, upstream: Tensor) -> Tensor | None:
-        back = run(f"capped_{kind}_backward", y, None, (temperature,), each=upstream)
+        back = kernels.run(f"{name}_backward", y, None, (temperature,), each=upstream)
         return None if back is None else back.out
 
-    y = projected(x, found.out, pull, lambda x: _apply(x, k, mask, temperature, None, kind)[0])
-    return y.to(logits.dtype)
+    return projected(x, found.out, pull, plain).to(logits.dtype)
 
 
 def _apply(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
-from lastlayer._threshold.compiled import compiled, fused, on_gpu, projected
+from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu, projected
 from lastlayer.project._symmetric import Tree, balance, log_counts, split, tilt
 
 _FEW = 16  # classes of a subset for which the compiled operation divides polynomials
@@ -77,16 +77,28 @@ def _marginals_by_kernel(x: Tensor, k: int) -> Tensor | None:
     """Return the marginals by the compiled operation, None where plain torch must."""
     if not 0 < k <= min(_FEW, x.shape[-1] - 1) or not compiled(x):
         return None
-    run = fused(x).run
-    found = run("marginals", x.detach(), None, (k,))
+    kernels = fused(x)
+    if on_gpu(x):
+        if not kernels.takes("marginals", x.shape[:-1].numel(), x.shape[-1], (k,)):
+            return None
+
+        def forward(x: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+            found = kernels.run("marginals", x, None, (k,))
+            return found.out, found.extra  # the thresholds of the rows
+
+        def backward(upstream: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+            grad: Tensor = kernels.run("marginals_backward", x, None, (k,), each=upstream, first=rows).out
+            return grad
+
+        return by_kernels(x, forward, backward, lambda x, _: _marginals(x, k))
+    found = kernels.run("marginals", x.detach(), None, (k,))
     if found is None:
         return None
 
     def pull(x: Tensor, pi: Tensor, upstream: Tensor) -> Tensor | None:
-        # A constant in the upstream gradient changes nothing, and would cancel; the GPU's sums are long enough, and it
-        # takes the thresholds of the rows from the forward pass.
-        first = found.extra if on_gpu(x) else (pi * upstream).sum(-1) / k
-        back = run("marginals_backward", x, None, (k,), each=upstream, first=first)
+        # A constant in the upstream gradient changes nothing, and would cancel.
+        mean = (pi * upstream).sum(-1) / k
+        back = kernels.run("marginals_backward", x, None, (k,), each=upstream, first=mean)
         return None if back is None else back.out
 
     return projected(x, found.out, pull, lambda x: _marginals(x, k))
