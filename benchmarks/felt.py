@@ -6,13 +6,14 @@ The parts: `eager`, `half`, `others`, `compiled`; on a GPU `first` and `many` (f
 `beginning` and `lengths`, the same for the other projections and losses.
 
 `benchmarks.run` measures the device; here the clock on the wall counts, with everything that Python does around it.
-On the CPU with one thread it is the clock of the processor, which a busy machine does not disturb; `worst` is the
-largest ratio of five rounds.
+On the CPU both functions are called in turn, each after another operation on torch's threads, as in training, where
+these threads spin. A round counts with its median; `worst` is the largest ratio of five rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import lastlayer as ll
 from benchmarks.run import machine
@@ -73,29 +74,42 @@ def both(function: Callable[[Tensor], Tensor], x: Tensor) -> Thunk:
 
 
 def wall(thunks: dict[str, Thunk], device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """Microseconds per call of each function in five rounds, called in turn."""
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if alone else time.perf_counter
+    """Microseconds per call of each function in five rounds."""
+    if device.type == "cpu":
+        return wall_between(thunks, seconds)
     for thunk in thunks.values():
-        for _ in range(5 if device.type == "cpu" else 60):  # past the calls after which a kernel is made for a shape
+        for _ in range(60):  # past the calls after which a kernel is made for a shape
             thunk()
     times: dict[str, list[float]] = {name: [] for name in thunks}
     for _ in range(5):
         for name, thunk in thunks.items():
-            sync(device)
-            start, calls = clock(), 0
-            while clock() - start < seconds / 5:
+            torch.cuda.synchronize()
+            start, calls = time.perf_counter(), 0
+            while time.perf_counter() - start < seconds / 5:
                 for _ in range(10 if calls else 1):
                     thunk()
                 calls += 10 if calls else 1
-            sync(device)
-            times[name].append(1e6 * (clock() - start) / calls)
+            torch.cuda.synchronize()
+            times[name].append(1e6 * (time.perf_counter() - start) / calls)
     return times
 
 
-def sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def wall_between(thunks: dict[str, Thunk], seconds: float) -> dict[str, list[float]]:
+    """Microseconds per call on the CPU in five rounds: call by call in turn, with another operation before each."""
+    other = torch.randn(256, 1000)
+    times: dict[str, list[float]] = {name: [] for name in thunks}
+    for _ in range(6):  # the first round is thrown away
+        calls: dict[str, list[float]] = {name: [] for name in thunks}
+        end = time.perf_counter() + seconds / 5 * len(thunks)
+        while time.perf_counter() < end or len(calls["base"]) < 5:
+            for name, thunk in thunks.items():
+                other.relu()
+                start = time.perf_counter()
+                thunk()
+                calls[name].append(1e6 * (time.perf_counter() - start))
+        for name, found in calls.items():
+            times[name].append(sorted(found)[len(found) // 2])
+    return {name: found[1:] for name, found in times.items()}
 
 
 def data(rows: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,10 +173,76 @@ def half(device: torch.device, seconds: float) -> list[dict[str, Any]]:
     """Half precision beside float32."""
     found = []
     for dtype in (torch.bfloat16, torch.float16):
-        x, _, _ = data(256, 1000, device, dtype)
-        w = x.float()
-        times = wall({"ours": lambda: ll.lml(x, 5), "base": lambda: ll.lml(w, 5)}, device, seconds)  # noqa: B023
-        found.append(row(f"lml {str(dtype)[6:]}", 256, 1000, times, "lml float32"))
+        x, y, t = data(256, 1000, device, dtype)
+        calls: dict[str, Callable[[Tensor], Thunk]] = {
+            "lml": lambda x: lambda: ll.lml(x, 5),
+            "lml, both ways": lambda x: both(lambda x: ll.lml(x, 5), x),
+            "lml_loss, both ways": lambda x: both(lambda x: ll.lml_loss(x, t, 5), x),  # noqa: B023
+            "lml_loss multi-hot, both ways": lambda x: both(lambda x: ll.lml_loss(x, y, 5, observed=0.5), x),  # noqa: B023
+        }
+        for name, call in calls.items():
+            leaves = (scores.clone().requires_grad_("both" in name) for scores in (x, x.float()))
+            times = wall(dict(zip(("ours", "base"), map(call, leaves), strict=True)), device, seconds)
+            found.append(row(f"{name}, {str(dtype)[6:]}", 256, 1000, times, f"{name}, float32"))
+    return found
+
+
+def every_k(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+    """`lml` beside softmax for small and large k."""
+    found = []
+    for rows, n in ((256, 100), (256, 1000), (64, 10_000)):
+        x, _, _ = data(rows, n, device)
+        for k in (1, n // 20, n // 2):
+            times = wall({"ours": lambda: ll.lml(x, k), "base": lambda: torch.softmax(x, -1)}, device, seconds)  # noqa: B023
+            found.append(row(f"lml, k = {k}", rows, n, times, "softmax"))
+    return found
+
+
+def training_step(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+    """A step of training of a network with two hidden layers, with `lml_loss` and with cross-entropy."""
+    found = []
+    for n in (100, 1000, 10_000):
+        x, t = torch.randn(256, 512, device=device), torch.randint(n, (256,), device=device)
+        steps = [step(n, x, lambda z: ll.lml_loss(z, t, 5)), step(n, x, lambda z: F.cross_entropy(z, t))]  # noqa: B023
+        times = wall(dict(zip(("ours", "base"), steps, strict=True)), device, 4 * seconds)
+        found.append(row("training step, lml_loss", 256, n, times, "training step, cross_entropy"))
+    return found
+
+
+def step(n: int, x: Tensor, loss: Callable[[Tensor], Tensor]) -> Thunk:
+    torch.manual_seed(0)
+    sizes = (512, 1024, 1024)
+    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(sizes[-1], n)).to(x.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        loss(model(x)).backward()
+        optimizer.step()
+
+    return run
+
+
+def in_onnxruntime(seconds: float) -> list[dict[str, Any]]:
+    """`lml` and softmax as ONNX files in onnxruntime, on as many threads as torch uses."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    found = []
+    for rows, n in ((1, 1000), (64, 1000)):
+        x, _, _ = data(rows, n, torch.device("cpu"))
+        thunks: dict[str, Thunk] = {}
+        for name, module in {"ours": ll.LML(5), "base": nn.Softmax(-1)}.items():
+            with tempfile.TemporaryDirectory() as folder:
+                file = f"{folder}/model.onnx"
+                torch.onnx.export(module, (x,), file, dynamo=True, verbose=False)
+                session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+            given = {session.get_inputs()[0].name: x.numpy()}
+            thunks[name] = lambda run=session.run, given=given: run(None, given)
+        times = wall(thunks, torch.device("cpu"), seconds)
+        found.append(row("lml in onnxruntime", rows, n, times, "softmax in onnxruntime"))
     return found
 
 
@@ -266,6 +346,12 @@ def main(argv: list[str] | None = None) -> int:
     }
     if device.type == "cuda":
         parts |= {"first": first_calls, "many": lambda: many_sizes(device)}
+    else:
+        parts |= {
+            "every_k": lambda: every_k(device, options.seconds),
+            "step": lambda: training_step(device, options.seconds),
+            "onnx": lambda: in_onnxruntime(options.seconds),
+        }
         parts |= {"beginning": lambda: first_calls(True), "lengths": lambda: many_sizes(device, True)}
     found: list[dict[str, Any]] = []
     for name, part in parts.items():

@@ -276,19 +276,20 @@ def _run_short(
     grad: Tensor | None,
 ) -> None:
     """Run the common call: y for one number k, or its gradient."""
-    n, double, mask_stride = x.shape[-1], x.dtype == torch.float64, 0
-    if out.numel() == 0:
+    n, dtype, size, mask_stride = x.shape[-1], x.dtype, x.numel(), 0
+    double = dtype is torch.float64
+    if size == 0:
         return
     if mask is not None:
         mask, mask_stride = _read_mask(mask, n)
     number = ctypes.c_double(k) if double else ctypes.c_float(k)
-    count = out.numel() // n
+    count = size // n
     center = 0 if rows is None else rows.data_ptr()
     call = CALL.pack(
         count, n, x.data_ptr(), ctypes.addressof(number), 0, 0 if mask is None else mask.data_ptr(), mask_stride,
         temperature, 0, torch.get_num_threads(), out.data_ptr(), center, center and center + (count << 2 + double),
         0 if grad is None else grad.data_ptr(), 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0,
-        _HALF.get(x.dtype, 0),
+        _HALF.get(dtype, 0),
     )  # fmt: skip
     if _RUN(call, double, operation):
         raise MemoryError(_NO_MEMORY)

@@ -259,6 +259,15 @@ FN void NAME(row_of_lane)(NAME(row) * row, const NAME(tile) * tile, int i, const
     NAME(split)(row, (double)tile->c[i], tile->at[i]);
 }
 
+/* nu = t - c of all rows, as `split` does. */
+FN void NAME(tile_split)(const NAME(tile) * tile, double *c, double *t) {
+    EACH_LANE {
+        double center = tile->c[i], at = tile->at[i];
+        c[i] = (double)(REAL)(fabs(at) < 0.03 ? center : center - at);
+        t[i] = (double)(REAL)((c[i] - center) + at);
+    }
+}
+
 FN void NAME(forward_tile)(const struct call *call, int64_t index, int count, struct space *space) {
     NAME(tile) tile;
     REAL *out[LANES] = {0};
@@ -266,17 +275,19 @@ FN void NAME(forward_tile)(const struct call *call, int64_t index, int count, st
     for (int i = 0; i < count; i++)
         if (tile.state[i] == CLOSE) out[i] = (REAL *)call->out + (index + i) * call->n;
     if (call->kind == KIND_Y) NAME(tile_write)(&tile, out);
+    double c[LANES], t[LANES];
+    NAME(tile_split)(&tile, c, t);
     for (int i = 0; i < count; i++) {
         if (tile.state[i] != CLOSE) {
             NAME(forward_rows)(call, index + i, 1, space);
-            continue;
-        }
-        NAME(row) row;
-        NAME(row_of_lane)(&row, &tile, i, call, index + i, space);
-        if (call->kind == KIND_LOG)
+        } else if (call->kind == KIND_LOG) {
+            NAME(row) row;
+            NAME(row_of_lane)(&row, &tile, i, call, index + i, space);
             NAME(write)(call, &row, index + i);
-        else
-            NAME(write_point)(call, &row, index + i);
+        } else if (call->center) {
+            ((REAL *)call->center)[index + i] = (REAL)c[i];
+            ((REAL *)call->delta)[index + i] = (REAL)t[i];
+        }
     }
 }
 
@@ -306,11 +317,10 @@ FN void NAME(tile_listed)(NAME(tile) * tile, const struct call *call, int64_t in
     REAL *out[LANES] = {0}, factor[LANES], slope[LANES];
     double loss[LANES] = {0}, pull[LANES] = {0}, sum_h[LANES], log_mass[LANES], scale = call->unit / call->temperature;
     EACH_LANE {
-        double a = tile->a[i], b = tile->b[i], step = tile->step[i], c = tile->c[i], t = tile->at[i];
+        double a = tile->a[i], b = tile->b[i], step = tile->step[i];
         sum_h[i] = (a + b) + step * ((b - a) + step / 2 * (a + b - 6 * tile->square[i]));
-        column.c[i] = (double)(REAL)(fabs(t) < 0.03 ? c : c - t); /* as `split` does */
-        column.t[i] = (double)(REAL)((column.c[i] - c) + t);
     }
+    NAME(tile_split)(tile, column.c, column.t);
     for (int64_t j = 0; j < call->m; j++) {
         NAME(read_column)(&column, tile, call, index, count, j);
         EACH_LANE {
