@@ -16,6 +16,7 @@ from torch import Tensor
 from lastlayer._native import CALL, library
 
 _RUN = library().lastlayer_run  # this module is imported where there is a library
+_PACK, _ADDRESS, _THREADS = CALL.pack, ctypes.addressof, torch.get_num_threads
 _NO_MEMORY = "lastlayer: no memory for the rows that are being worked on."
 _KINDS = {"y": 0, "log": 1, "nu": 2}
 _HALF = {torch.bfloat16: 1, torch.float16: 2}
@@ -68,8 +69,11 @@ def probabilities(
     """Return y for one `k`, and with `record` what the backward pass needs: center and delta, ``(2, rows)``."""
     x = logits if logits.is_contiguous() else logits.contiguous()
     out = torch.empty_like(x)
-    work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows = x.new_empty((2, *x.shape[:-1]), dtype=work) if record else None
+    if not record:
+        _run_short(_FORWARD, x, mask, temperature, k, out, None, None)
+        return out, None
+    work = torch.float64 if x.dtype is torch.float64 else torch.float32
+    rows = x.new_empty((2, *x.shape[:-1]), dtype=work)
     _run_short(_FORWARD, x, mask, temperature, k, out, rows, None)
     return out, rows
 
@@ -285,9 +289,9 @@ def _run_short(
     number = ctypes.c_double(k) if double else ctypes.c_float(k)
     count = size // n
     center = 0 if rows is None else rows.data_ptr()
-    call = CALL.pack(
-        count, n, x.data_ptr(), ctypes.addressof(number), 0, 0 if mask is None else mask.data_ptr(), mask_stride,
-        temperature, 0, torch.get_num_threads(), out.data_ptr(), center, center and center + (count << 2 + double),
+    call = _PACK(
+        count, n, x.data_ptr(), _ADDRESS(number), 0, 0 if mask is None else mask.data_ptr(), mask_stride,
+        temperature, 0, _THREADS(), out.data_ptr(), center, center and center + (count << 2 + double),
         0 if grad is None else grad.data_ptr(), 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0,
         _HALF.get(dtype, 0),
     )  # fmt: skip

@@ -18,7 +18,7 @@
 #define POOL_MAX 256
 #define POOL_SPINS 4000 /* some tens of microseconds: the pause between the passes over one long row */
 
-#define POOL_GRAIN 2048 /* scores that a thread takes at a time, at the least */
+#define POOL_GRAIN 1024 /* scores that a thread takes at a time, at the least */
 #define SERIAL_BELOW (pool_team ? 8192 : 32768) /* scores; less is not worth a second thread */
 
 /* Work on part `part`; `slot` is the same for all parts of a thread, and less than the number of threads. */
