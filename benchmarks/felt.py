@@ -169,6 +169,36 @@ def eager_at(rows: int, n: int, device: torch.device, seconds: float, compiled: 
     return found
 
 
+def events(device: torch.device) -> list[dict[str, Any]]:
+    """`lml_loss` beside cross-entropy on 64 million logits, both ways, by events around eager calls."""
+    found = []
+    for n in (100, 1000, 4096, 32768, 131072, 1_000_000):
+        rows = (1 << 26) // n
+        z = torch.randn(rows, n, device=device, requires_grad=True)
+        t = torch.randint(n, (rows,), device=device)
+        thunks = {
+            "ours": both(lambda x, t=t: ll.lml_loss(x, t, 5), z),
+            "base": both(lambda x, t=t: F.cross_entropy(x, t), z),
+        }
+        times: dict[str, list[float]] = {name: [] for name in thunks}
+        for thunk in thunks.values():
+            for _ in range(5):
+                thunk()
+        for _ in range(5):
+            for name, thunk in thunks.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                start.record()
+                for _ in range(10):
+                    thunk()
+                end.record()
+                torch.cuda.synchronize()
+                times[name].append(100 * start.elapsed_time(end))
+        found.append(row("lml_loss, both ways, by events", rows, n, times, "cross_entropy, both ways"))
+        del z, t, thunks
+    return found
+
+
 def half(device: torch.device, seconds: float) -> list[dict[str, Any]]:
     """Half precision beside float32."""
     found = []
@@ -345,14 +375,19 @@ def main(argv: list[str] | None = None) -> int:
         "compiled": lambda: eager(device, options.seconds, True),
     }
     if device.type == "cuda":
-        parts |= {"first": first_calls, "many": lambda: many_sizes(device)}
+        parts |= {
+            "events": lambda: events(device),
+            "first": first_calls,
+            "beginning": lambda: first_calls(True),
+            "many": lambda: many_sizes(device),
+            "lengths": lambda: many_sizes(device, True),
+        }
     else:
         parts |= {
             "every_k": lambda: every_k(device, options.seconds),
             "step": lambda: training_step(device, options.seconds),
             "onnx": lambda: in_onnxruntime(options.seconds),
         }
-        parts |= {"beginning": lambda: first_calls(True), "lengths": lambda: many_sizes(device, True)}
     found: list[dict[str, Any]] = []
     for name, part in parts.items():
         if re.search(options.parts, name):

@@ -26,9 +26,10 @@ def without_transforms(function: type[torch.autograd.Function]) -> type[torch.au
     return type(f"{function.__name__}Backward", (torch.autograd.Function,), members)
 
 
-def apply_directly(function: type[torch.autograd.Function], *inputs: Any) -> Any:
-    """As ``function.apply(*inputs)``, for tensors that are known to be plain: torch looks at each for a transform."""
-    return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]
+def directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` for tensors that are known to be plain: torch looks at each for a transform."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from lastlayer import _check, _native, _triton
 from lastlayer._ranked import exporting
@@ -23,6 +24,12 @@ from lastlayer._threshold.search import sizes
 from lastlayer.shard import ClassShard, local_part, spread, unwrap
 
 Impl = Literal["auto", "torch", "native", "triton"]
+
+# By name, since the shortest calls notice the way through modules.
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_interpreters: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+_is_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
 class Problem(NamedTuple):
@@ -81,18 +88,18 @@ def enter(
 def ordinary(logits: Any, k: Any, temperature: Any) -> bool:
     """Whether this is the common call, for which nothing else need be looked at."""
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and type(logits) is Tensor
         and (type(k) is int or type(k) is float)
         and type(temperature) is float
         and temperature == 1
         and logits.dtype in _check.FLOATS
         and (not _native.missing if logits.is_cpu else logits.is_cuda and _triton.FOUND and logits.itemsize < 8)
-        and logits.layout is torch.strided
+        and logits.layout is strided
         and not logits.is_nested
         and logits.ndim > 0
         and 0 <= k <= logits.shape[-1]
-        and not (_triton.INTERPRETED or torch._C._is_tracing())
+        and not (_triton.INTERPRETED or _is_tracing())
     )
 
 
@@ -187,11 +194,25 @@ def shortest(
     """Return which kernel takes the common call, on which nothing is to be changed, checked further or watched."""
     if not (mask is None and shard is None and dim == -1 and impl == "auto" and ordinary(logits, k, temperature)):
         return None
-    if torch._C._len_torch_dispatch_stack() or transformed():
+    if _dispatch_modes() or _interpreters() is not None or forward_ad._current_level >= 0:
         return None
-    if logits.is_neg() or logits._is_zerotensor() or not torch._C._has_storage(logits):
+    if logits.is_neg() or logits._is_zerotensor() or not _has_storage(logits):
         return None
     return "native" if logits.is_cpu else "triton"
+
+
+def unwatched(value: Any) -> bool:
+    """Whether a kernel may read the memory of a plain tensor, unseen by any trace, mode or transform."""
+    return not (
+        type(value) is not Tensor
+        or is_compiling()
+        or _dispatch_modes()
+        or _interpreters() is not None
+        or forward_ad._current_level >= 0
+        or value.is_neg()
+        or value._is_zerotensor()
+        or not _has_storage(value)
+    )
 
 
 def straight(problem: Problem) -> bool:

@@ -19,6 +19,8 @@ from lastlayer._triton import INTERPRETED
 # a number, which spares asking each tensor for its address and the driver whether it is one of the device.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6) and not INTERPRETED
 _runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)  # profilers hang their hooks there
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # which a build of torch without CUDA lacks
+_current: Any = getattr(torch._C, "_cuda_getDevice", None)
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
@@ -66,18 +68,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
 
 def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[Any, ...]) -> None:
     """As ``compiled[grid](*given)``, which asks for the device and prepares the kernel each time."""
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = _stream(device)
     enter, leave, metadata = _runtime.launch_enter_hook, _runtime.launch_exit_hook, None
-    if _listens(enter) or _listens(leave):
-        metadata = compiled.launch_metadata(grid, stream, *given)
+    if (enter is None or not getattr(enter, "calls", True)) and (leave is None or not getattr(leave, "calls", True)):
+        enter = leave = None  # no profiler is to be told; chains of hooks are there when they are empty too
     else:
-        enter = leave = None
+        metadata = compiled.launch_metadata(grid, stream, *given)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *given)
-
-
-def _listens(hook: Any) -> bool:
-    """Whether a profiler is to be told of a launch: chains of hooks are there when they are empty too."""
-    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def prepare(key: tuple[Any, ...], held: Any, rows: int) -> None:
@@ -92,7 +89,7 @@ def relaunch(key: tuple[Any, ...], device: int, rows: int, *given: Any) -> bool:
     The key stands for all that a kernel is compiled for. Pointers are given as numbers.
     """
     held = _ready.get(key)
-    if held is None or device != torch._C._cuda_getDevice():
+    if held is None or device != _current():
         return False
     compiled, last, per = held
     _run(compiled, (-(-rows // per), 1, 1), device, (*given, *last))

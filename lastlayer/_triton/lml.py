@@ -56,7 +56,7 @@ def _resident(
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
     KIND: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """R rows per program, held in registers."""
+    """R rows per program, held in registers; center and delta are stored unless their address is 0."""
     n = units * ALIGN
     first = tl.program_id(0).to(tl.int64) * R
     row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may occur several times
@@ -64,8 +64,9 @@ def _resident(
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
     ea, eb, ec, center, delta, _, lost = search(xa, xb, xc, shift, k, n, inv_t, WB, WC, not FULL, MASKED, TOL)
-    tl.store(center_ptr + row, center)
-    tl.store(delta_ptr + row, delta)
+    kept = center_ptr.to(tl.int64) != 0
+    tl.store(center_ptr + row, center, mask=kept)
+    tl.store(delta_ptr + row, delta, mask=kept)
     if KIND != "nu":
         _emit_tile(
             ea, x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, inv_t, 0, WA, C, KIND,
@@ -96,8 +97,9 @@ def _resident(
 @triton.jit
 def _settle_and_emit(x_ptr, m_ptr, out_ptr, center_ptr, delta_ptr, row, m_row, m_col, n, k, inv_t, KIND, BLOCK, MASKED):
     center, delta = settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK, MASKED)
-    tl.store(center_ptr + row, center)
-    tl.store(delta_ptr + row, delta)
+    kept = center_ptr.to(tl.int64) != 0
+    tl.store(center_ptr + row, center, mask=kept)
+    tl.store(delta_ptr + row, delta, mask=kept)
     if KIND != "nu":
         emit(x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, 0, n, center, delta, inv_t, KIND, BLOCK, MASKED)
 
@@ -128,24 +130,29 @@ def forward(
 
 def probabilities(
     logits: Tensor, k: float, mask: Tensor | None, temperature: float, record: bool
-) -> tuple[Tensor, Tensor]:
-    """Return y for one `k`, and what the backward pass needs: center and delta, ``(3, *batch)``, and one row to spare.
+) -> tuple[Tensor, Tensor | None]:
+    """Return y for one `k`, and with `record` what the backward pass needs: center, delta and one more row to spare.
 
-    The common call, in as few steps as there can be; it takes no mask.
+    These are of shape ``(3, *batch)``. The common call, in as few steps as there can be; it takes no mask.
     """
     n, x = logits.shape[-1], logits.contiguous()
-    out = torch.empty_like(x)
-    numbers = torch.empty((3, *x.shape[:-1]), dtype=torch.float32, device=x.device)
-    rows = numbers.numel() // 3
-    if rows == 0 or n == 0 or n > shapes.LONGEST or rows >> 31:
+    rows = x.numel() // n if n else 0
+    if not 0 < rows < 1 << 31 or n > shapes.LONGEST:
         out, center, delta = forward(logits, k, mask, temperature, "y")
-        return out, torch.cat([center, delta, delta], -1).movedim(-1, 0).contiguous()
-    device, first, address = x.get_device(), x.data_ptr(), numbers.data_ptr()
+        return out, torch.cat([center, delta, delta], -1).movedim(-1, 0).contiguous() if record else None
+    out = torch.empty_like(x)
+    numbers = shapes.floats(x, (3, *x.shape[:-1])) if record else None
+    device, first = x.get_device(), x.data_ptr()
     key = ("y", device, x.dtype, n, first & 15, rows & 3, temperature == 1)
+    center_at = 0 if numbers is None else numbers.data_ptr()  # 0: not to be stored
     inverse = None if temperature == 1 else 1.0 / temperature
-    given = (first, first, k, out.data_ptr(), address, address + 4 * rows, rows)
-    if relaunch(key, device, rows, *given, n // shapes.alignment(n), 0, 0, None, inverse):
+    if relaunch(
+        key, device, rows, first, first, k, out.data_ptr(), center_at, center_at + 4 * rows, rows,
+        n // shapes.alignment(n), 0, 0, None, inverse,
+    ):  # fmt: skip
         return out, numbers
+    if numbers is None:
+        numbers = shapes.floats(x, (3, *x.shape[:-1]))
     p = shapes.plan(n, shapes.FORWARD, x.element_size())
     flat = Rows(x.view(rows, n), k, None, temperature, p.align)
     held = launch(

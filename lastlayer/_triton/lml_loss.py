@@ -486,7 +486,7 @@ def loss_forward_with_grad(
     """
     count = weight is None
     if weight is None:
-        weight = torch.empty((), dtype=torch.float32, device=logits.device)
+        weight = shapes.floats(logits, ())
     return *_forward(logits, k, mask, temperature, observed, index, dense, weight, count), weight
 
 
@@ -502,8 +502,8 @@ def _forward(
     count: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, x = logits.shape[-1], logits.contiguous()
-    loss = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    numbers = torch.empty((4, *x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    batch = x.shape[:-1]
+    loss, numbers = shapes.floats(x, batch), shapes.floats(x, (4, *batch, 1))
     grad = x.new_empty(0) if weight is None else torch.empty_like(x)
     rows = loss.numel()
     if rows == 0 or n == 0:
@@ -517,7 +517,7 @@ def _forward(
         _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *numbers)
         return loss, numbers, grad
     target = _Target(x, index, dense)
-    factor, step = (loss, 0) if weight is None else _per_row(weight, loss.shape)
+    factor, step = (loss, 0) if weight is None else _per_row(weight, batch)
     key: tuple[Any, ...] = ()
     if mask is None and type(k) is float and not rows >> 31:  # the common call
         device, first, address, size = x.get_device(), x.data_ptr(), numbers.data_ptr(), 4 * rows
@@ -553,6 +553,8 @@ def _per_row(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
     value = value if value.dtype == torch.float32 else value.float()
     if value.ndim == 0:
         return value, 0
+    if value.shape == batch and value.is_contiguous():
+        return value, 1
     flat = value.expand(batch).reshape(batch.numel())
     return flat, flat.stride(0)
 
@@ -626,7 +628,7 @@ def weight_of_mean(index: Tensor) -> Tensor:
     rows = index.numel() // max(index.shape[-1], 1)
     if not 0 < index.numel() <= 1 << 14:
         return (index >= 0).any(-1).sum().clamp(min=1).float().reciprocal()
-    weight = torch.empty((), dtype=torch.float32, device=index.device)
+    weight = index.new_empty((), dtype=torch.float32)
     flat, width, device = index.contiguous(), index.shape[-1], index.get_device()
     key = ("weight of mean", device, flat.data_ptr() & 15)
     if not relaunch(key, device, 1, flat.data_ptr(), weight.data_ptr(), rows, width):
@@ -637,7 +639,7 @@ def weight_of_mean(index: Tensor) -> Tensor:
 def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
     """The weight of each row of a dense target: 1 where it contributes, or 1 over the number of those rows."""
     rows, n = dense.shape[:-1].numel(), dense.shape[-1]
-    weight = torch.empty(dense.shape[:-1], dtype=torch.float32, device=dense.device)
+    weight = shapes.floats(dense, dense.shape[:-1])
     flat = dense.contiguous()
     flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
     device, wide = flat.get_device(), min(shapes.power_of_2(n), 1024)

@@ -15,6 +15,7 @@ BLOCK = 1024  # classes at a time where a long row is settled
 # A length that a function meets in so many calls in succession, or so often in all, is worth kernels of its own.
 PATIENCE = 1 if INTERPRETED else 3
 OFTEN = 64
+CLASSES = (64, 256, 1024, 4096, 8192, 16384, LONGEST)  # until then it shares the kernels of the next of these lengths
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,12 @@ def plan(n: int, tables: dict[int, Table], itemsize: int) -> Plan:
     """Lay rows of n classes over threads; short rows share a warp.
 
     A kernel takes a second or more to compile. A length that has been met rarely is therefore given one that serves
-    all lengths up to the next power of two and is a little slower; kernels of its own follow when they are worth it.
+    all lengths up to the next of `CLASSES` and is slower; kernels of its own follow when they are worth it.
     """
     seen = _seen.get((id(tables), itemsize))
     if seen is None:
         seen = _seen[id(tables), itemsize] = Seen()
-    return exact(n, tables[itemsize], itemsize) if seen.often(n) else general(power_of_2(max(n, 32)))
+    return exact(n, tables[itemsize], itemsize) if seen.often(n) else shared(n)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -124,6 +125,11 @@ def exact(n: int, table: Table, itemsize: int) -> Plan:
     c = threads * vector(n, itemsize)
     parts = tiles(n, c)
     return _plan(threads, c, parts, alignment(n), full=c * sum(parts) == n)
+
+
+def shared(n: int) -> Plan:
+    """The plan that a length shares with others."""
+    return general(next(longest for longest in CLASSES if n <= longest))
 
 
 @functools.lru_cache(maxsize=64)
@@ -145,6 +151,11 @@ def _plan(threads: int, c: int, parts: tuple[int, int, int], align: int, *, full
     rows, warps = max(1, 32 // threads), max(1, threads // 32)
     constants = {"R": rows, "C": c, "WA": parts[0], "WB": parts[1], "WC": parts[2], "ALIGN": align}
     return Plan(rows, warps, align, {**constants, "FULL": full, "BLOCK": min(128 * warps, BLOCK)})
+
+
+def floats(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Memory for numbers of float32 beside `x`; with a dtype torch takes longer to read the call."""
+    return x.new_empty(shape) if x.dtype is torch.float32 else x.new_empty(shape, dtype=torch.float32)
 
 
 def flat_mask(mask: Tensor | None, x: Tensor) -> tuple[Tensor, int, int]:

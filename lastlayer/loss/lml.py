@@ -13,7 +13,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer._threshold import search
-from lastlayer._threshold.autograd import apply_directly, without_transforms
+from lastlayer._threshold.autograd import directly, without_transforms
 from lastlayer._threshold.compiled import compiled, fused, on_gpu
 from lastlayer._threshold.dispatch import (
     Impl,
@@ -28,6 +28,7 @@ from lastlayer._threshold.dispatch import (
     recorded,
     shortest,
     transformed,
+    unwatched,
 )
 from lastlayer.loss import _rows
 from lastlayer.loss._gradient import End, at_once, reduced_at_once
@@ -96,10 +97,14 @@ def lml_loss(
     op = "lml_loss"
     rho = _check.number(op, "observed", observed, 0, 1)
     summed = weight is pos_weight is sample_weight is None and reduction in ("mean", "sum")
-    if summed and shortest(logits, k, -1, temperature, mask, shard, impl) == "native":
-        form = _short_form(logits, target)
-        if form is not None:
+    kernel = shortest(logits, k, -1, temperature, mask, shard, impl) if summed else None
+    form = None if kernel is None else _short_form(logits, target)
+    if form is not None:
+        if kernel == "native":
             return _summed(op, logits, float(k), None, 1.0, rho, *form, reduction == "mean")
+        loss = _by_short_way(logits, float(k), rho, *form, reduction == "mean")
+        if loss is not None:
+            return loss if logits.itemsize == 4 else loss.to(logits.dtype)
     problem, _ = enter(op, logits, k, -1, temperature, mask, shard, impl)
     once = summed and problem.impl == "native" and _at_once(problem, target)
     labels = _check.target(op, target, problem.x, problem.shard, in_range=not once)
@@ -119,13 +124,35 @@ def lml_loss(
         loss = _plain(problem, rho, labels, *_rows.class_weights(op, weight, pos_weight, _like(problem.x)))
     elif reduction in ("mean", "sum") and _at_once(problem, labels.index if labels.dense is None else labels.dense):
         rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
-        loss = apply_directly(_LMLReducedLoss, problem.x, problem.k, problem, rho, labels, rows)
+        loss = _reduced(*problem[:4], problem.impl, rho, labels.index, labels.dense, rows)
         return _rows.leave(op, loss, "none", None, logits.dtype) if logits.itemsize < 4 else loss
     else:
         loss = _by_kernel(problem, rho, labels)
     contributes = _contributes(labels, rho, loss.dtype, problem.shard)
     loss = torch.where(contributes, loss, 0)  # a row that does not contribute has no loss, even if it is NaN
     return _rows.leave(op, loss, reduction, contributes, logits.dtype, sample_weight)
+
+
+def _by_short_way(
+    logits: Tensor, k: float, rho: float, index: Tensor | None, dense: Tensor | None, mean: bool
+) -> Tensor | None:
+    """Return the reduced loss of the common training step on a GPU, in as few steps as there can be; or None."""
+    triton, n = kernels("triton"), logits.shape[-1]
+    rows = logits.numel() // n if n else 0
+    if rows == 0 or rho == 1:
+        return None
+    if index is not None:
+        index = index.unsqueeze(-1)
+        if not mean or rho > 0:
+            weight = index.new_full((), 1 / rows if mean else 1, dtype=torch.float32)
+        else:
+            weight = None if triton.counts_rows(index, n) else triton.weight_of_mean(index)
+    elif dense is not None and dense.numel() <= 1 << 18:
+        weight = triton.weights_of_dense(dense, rho > 0, mean)
+    else:
+        return None
+    loss: Tensor = _reduced(logits, k, None, 1.0, "triton", rho, index, dense, weight)
+    return loss
 
 
 def _like(x: Tensor) -> Tensor:
@@ -185,12 +212,12 @@ def _at_once(problem: Problem, target: Any) -> bool:
 
 def _short_form(logits: Tensor, target: Any) -> tuple[Tensor | None, Tensor | None] | None:
     """Return a target that needs no further check as ``(index, dense)``, if a gradient of the logits is wanted."""
-    if not (type(target) is Tensor and logits.requires_grad and torch.is_grad_enabled() and target.is_cpu):
+    if not (unwatched(target) and logits.requires_grad and torch.is_grad_enabled()):
         return None
     one_per_row = target.dtype is torch.int64 and target.shape == logits.shape[:-1]
     if not (one_per_row or (target.dtype is torch.float32 and target.shape == logits.shape)):
         return None
-    if target.layout is not torch.strided or target.is_nested or not direct(target):
+    if target.layout is not torch.strided or target.is_nested or target.device != logits.device:
         return None
     return (target, None) if one_per_row else (None, target)
 
@@ -208,7 +235,7 @@ def _summed(
 ) -> Tensor:
     """Return the reduced loss by the compiled kernel, which looks for classes that do not exist as well."""
     try:
-        loss: Tensor = apply_directly(_LMLSummedLoss, x, k, mask, temperature, rho, index, dense, mean)
+        loss: Tensor = _summed_at_once(x, k, mask, temperature, rho, index, dense, mean)
     except IndexError:
         assert index is not None
         _check.classes_below(op, index, x.shape[-1])
@@ -519,16 +546,24 @@ class _LMLReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, k: Any, problem: Problem, rho: float, labels: Labels, weight: Tensor | None
+        ctx: Any,
+        logits: Tensor,
+        k: Any,
+        mask: Tensor | None,
+        temperature: float,
+        impl: Impl,
+        rho: float,
+        index: Tensor | None,
+        dense: Tensor | None,
+        weight: Tensor | None,
     ) -> Tensor:
-        _, _, mask, temperature, _, impl = problem
-        index, dense = labels.index, labels.dense
-        arguments = (logits, k, mask, temperature, rho, index, dense)
         if impl == "triton":
-            loss, rows, ctx.grad, weight = kernels(impl).loss_forward_with_grad(*arguments, weight)
+            loss, rows, ctx.grad, weight = kernels(impl).loss_forward_with_grad(
+                logits, k, mask, temperature, rho, index, dense, weight
+            )
         else:
             assert weight is not None
-            loss, *each = kernels(impl).loss_forward(*arguments)
+            loss, *each = kernels(impl).loss_forward(logits, k, mask, temperature, rho, index, dense)
             loss, rows, ctx.grad = torch.where(weight > 0, weight * loss, 0), torch.stack(each), None
         ctx.temperature, ctx.rho, ctx.impl = temperature, rho, impl
         _save(ctx, logits, k, mask, index, dense, weight, rows)
@@ -536,20 +571,25 @@ class _LMLReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        problem, labels, (weight, rows) = _saved(ctx)
         grad, ctx.grad = ctx.grad, None  # handed over once; a second backward pass computes it again
+        plain, with_k = unwatched(grads[0]) and not torch.is_grad_enabled(), ctx.needs_input_grad[1]
+        if grad is not None and plain and not with_k:
+            return kernels(ctx.impl).scale_rows_(grad, grads[0]), *(None,) * 8
+        problem, labels, (weight, rows) = _saved(ctx)
         if differentiated(*grads):
             grad_logits, grad_k = _plain_gradients(ctx, problem, labels, grads[0] * weight)
-        elif grad is not None and direct(*grads):
-            grad_logits, grad_k = kernels(ctx.impl).scale_rows_(grad, grads[0]), None
-            if ctx.needs_input_grad[1]:
-                _, _, log_mass, pull = rows
-                grad_k = (grads[0] * weight).unsqueeze(-1) * pull * (-log_mass).exp()
+        elif grad is not None and plain:
+            _, _, log_mass, pull = rows
+            grad_logits = kernels(ctx.impl).scale_rows_(grad, grads[0])
+            grad_k = (grads[0] * weight).unsqueeze(-1) * pull * (-log_mass).exp()
         else:
             x, _, mask, temperature, _, impl = problem
             arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, grads[0] * weight)
             grad_logits, grad_k = loss_backward(impl, *arguments)
-        return grad_logits, grad_k if ctx.needs_input_grad[1] else None, None, None, None, None
+        return grad_logits, grad_k if with_k else None, *(None,) * 7
+
+
+_reduced = directly(_LMLReducedLoss)
 
 
 class _LMLSummedLoss(torch.autograd.Function):
@@ -597,6 +637,9 @@ class _LMLSummedLoss(torch.autograd.Function):
             arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *each, grad * rows[5])
             grad_logits, grad_k = loss_backward(impl, *arguments)
         return grad_logits, grad_k if with_k else None, *nothing
+
+
+_summed_at_once = directly(_LMLSummedLoss)
 
 
 class LMLLoss(FunctionModule):

@@ -11,7 +11,7 @@ from torch import Tensor
 from lastlayer._module import FunctionModule
 from lastlayer._ranked import exporting
 from lastlayer._threshold import exported
-from lastlayer._threshold.autograd import apply_directly, broken_rows, mapped, nestable, without_transforms
+from lastlayer._threshold.autograd import broken_rows, directly, mapped, nestable, without_transforms
 from lastlayer._threshold.compiled import by_kernels, compiled, fused
 from lastlayer._threshold.dispatch import (
     Impl,
@@ -19,7 +19,6 @@ from lastlayer._threshold.dispatch import (
     backward,
     compiled_with_transform,
     differentiated,
-    direct,
     enter,
     forward,
     kernels,
@@ -27,6 +26,7 @@ from lastlayer._threshold.dispatch import (
     shortest,
     straight,
     transformed,
+    unwatched,
 )
 from lastlayer._threshold.search import points, scores, shifted, sizes, solve, tails
 from lastlayer.project.wider import Dim, Wider, project_wider
@@ -293,7 +293,7 @@ def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
 def _by_short_way(x: Tensor, k: float, mask: Tensor | None, temperature: float, impl: Impl) -> Tensor:
     """Return y from a kernel for one k, in as few steps as there can be."""
     if x.requires_grad and torch.is_grad_enabled():
-        out: Tensor = apply_directly(_Probabilities, x, k, mask, temperature, impl)
+        out: Tensor = _probabilities(x, k, mask, temperature, impl)
         return out
     return kernels(impl).probabilities(x, k, mask, temperature, False)[0]
 
@@ -383,16 +383,19 @@ class _Probabilities(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, mask, rows = ctx.saved_tensors
         (grad,) = grads
-        if differentiated(grad):
+        if unwatched(grad) and not torch.is_grad_enabled():
+            found = kernels(ctx.impl).probabilities_backward(logits, mask, ctx.temperature, rows, grad)
+        elif differentiated(grad):
             problem = Problem(logits, ctx.k, mask, ctx.temperature, None, ctx.impl)
             _, center, delta = _LMLBackward.apply(*problem, "y")
             found = _plain_backward(logits, mask, ctx.temperature, center, delta, grad, None, "y")[0]
-        elif direct(grad):
-            found = kernels(ctx.impl).probabilities_backward(logits, mask, ctx.temperature, rows, grad)
         else:
             center, delta = rows[:2].unsqueeze(-1)
             found = backward(ctx.impl, logits, mask, ctx.temperature, center, delta, grad, None, "y")[0]
         return found, None, None, None, None
+
+
+_probabilities = directly(_Probabilities)
 
 
 class _LMLForwardMode(_LML):

@@ -45,8 +45,8 @@ def kernel(monkeypatch):
     monkeypatch.setattr(launcher, "_compiled", {})
     monkeypatch.setattr(launcher, "_ready", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a tensor on the CPU
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    monkeypatch.setattr(launcher, "_current", lambda: -1)
+    monkeypatch.setattr(launcher, "_stream", lambda device: "stream")
     return Kernel()
 
 

@@ -338,6 +338,40 @@ def test_a_kernel_that_is_kept_serves_other_rows_and_addresses():
         check_pair(lambda x, impl, t=hot: lml_loss(x, t, 2.5, observed=0.3, impl=impl), x)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes no short way")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_common_call_is_the_general_one_to_the_last_bit(dtype):
+    """With `impl` given every check is made; without, the common call takes a short way, also once a kernel is kept."""
+    x = torch.randn(9, 200, device=DEVICE).mul(3).to(dtype)
+    x[1] *= 40
+    x[2, :150] = -torch.inf
+    x[3] = torch.nan
+    x[4, 5] = torch.inf
+    calls = {
+        "lml": lambda x, **way: lml(x, 5, **way),
+        "one label": lambda x, **way: lml_loss(x, x.argmax(-1), 5, **way),
+        "sum": lambda x, **way: lml_loss(x, x.argmax(-1), 5, reduction="sum", **way),
+        "thinned": lambda x, **way: lml_loss(x, x.argmax(-1), 5.5, observed=0.5, **way),
+        "multi-hot": lambda x, **way: lml_loss(x, (x > 4).float(), 5, observed=0.5, **way),
+        "many rows": lambda x, **way: lml_loss(x.repeat(60, 1), x.argmax(-1).repeat(60), 5, **way),
+    }
+    for name, call in calls.items():
+        for _ in range(5):
+            long, short = (both_ways(call, x, **way) for way in ({"impl": "triton"}, {}))
+            for a, b in zip(long, short, strict=True):
+                torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True, msg=name)
+            with torch.no_grad():
+                torch.testing.assert_close(call(x), long[0], rtol=1e-6, atol=0, equal_nan=True, msg=name)
+
+
+def both_ways(call, x, **way):
+    """Return the value and the gradient, for an upstream gradient that is not 1."""
+    leaf = x.clone().requires_grad_()
+    out = call(leaf, **way)
+    out.backward(torch.linspace(0.5, 1.5, out.numel(), device=DEVICE).view(out.shape).to(out.dtype))
+    return out.detach(), leaf.grad
+
+
 def check_pair(function, x):
     """Values and gradients of the kernel are those of plain torch."""
     found = []

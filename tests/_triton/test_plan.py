@@ -18,7 +18,7 @@ def fresh(monkeypatch):
 def test_lengths_that_vary_share_few_kernels(itemsize, fresh):
     for tables in TABLES:
         plans = {repr(plan.plan(n, tables, itemsize)) for n in range(2, 5001)}
-        assert len(plans) <= 9
+        assert len(plans) <= 5  # forward and backward together stay below 12
 
 
 def test_a_length_met_in_succession_or_often_is_given_its_own(fresh):
@@ -35,7 +35,7 @@ def test_every_plan_covers_its_rows(itemsize):
     for tables in TABLES:
         table = tables[itemsize]
         for n in (*range(1, 300), 1000, 5000, 12289, plan.LONGEST):
-            for found in (plan.exact(n, table, itemsize), plan.general(plan.power_of_2(max(n, 32)))):
+            for found in (plan.exact(n, table, itemsize), plan.shared(n)):
                 covered = found.tiles["C"] * (found.tiles["WA"] + found.tiles["WB"] + found.tiles["WC"])
                 assert covered >= n
                 assert n % found.align == 0
