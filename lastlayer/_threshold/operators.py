@@ -121,3 +121,34 @@ def _(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(delta)
+
+
+@torch.library.custom_op("lastlayer::lml_loss_with_grad", mutates_args=())
+def _loss_with_grad(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    rho: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted loss of each row, four numbers per row, and the gradient of the sum; on a GPU."""
+    return kernels("triton").loss_forward_with_grad(logits, k, mask, temperature, rho, index, dense, weight)[:3]
+
+
+@_loss_with_grad.register_fake
+def _(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    rho: float,
+    index: Tensor | None,
+    dense: Tensor | None,
+    weight: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return loss, loss.new_empty((4, *loss.shape, 1)), grad

@@ -64,9 +64,9 @@ def _resident(
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
     ea, eb, ec, center, delta, _, lost = search(xa, xb, xc, shift, k, n, inv_t, WB, WC, not FULL, MASKED, TOL)
-    kept = center_ptr.to(tl.int64) != 0
-    tl.store(center_ptr + row, center, mask=kept)
-    tl.store(delta_ptr + row, delta, mask=kept)
+    if center_ptr.to(tl.int64) != 0:
+        tl.store(center_ptr + row, center)
+        tl.store(delta_ptr + row, delta)
     if KIND != "nu":
         _emit_tile(
             ea, x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, inv_t, 0, WA, C, KIND,
@@ -97,9 +97,9 @@ def _resident(
 @triton.jit
 def _settle_and_emit(x_ptr, m_ptr, out_ptr, center_ptr, delta_ptr, row, m_row, m_col, n, k, inv_t, KIND, BLOCK, MASKED):
     center, delta = settle(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK, MASKED)
-    kept = center_ptr.to(tl.int64) != 0
-    tl.store(center_ptr + row, center, mask=kept)
-    tl.store(delta_ptr + row, delta, mask=kept)
+    if center_ptr.to(tl.int64) != 0:
+        tl.store(center_ptr + row, center)
+        tl.store(delta_ptr + row, delta)
     if KIND != "nu":
         emit(x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, 0, n, center, delta, inv_t, KIND, BLOCK, MASKED)
 

@@ -126,6 +126,10 @@ def lml_loss(
         rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
         loss = _reduced(*problem[:4], problem.impl, rho, labels.index, labels.dense, rows)
         return _rows.leave(op, loss, "none", None, logits.dtype) if logits.itemsize < 4 else loss
+    elif reduction in ("mean", "sum") and problem.impl == "triton" and _compiled_both_ways(problem.x):
+        rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
+        loss = _LMLCompiledLoss.apply(*problem[:4], rho, labels.index, labels.dense, rows)
+        return _rows.leave(op, loss, "none", None, logits.dtype)
     else:
         loss = _by_kernel(problem, rho, labels)
     contributes = _contributes(labels, rho, loss.dtype, problem.shard)
@@ -191,13 +195,14 @@ def _row_weights(
         weight = torch.where(_contributes(labels, rho, work, None), given.detach(), 0)
         mass = weight.sum()
         return weight / torch.where(mass == 0, 1, mass) if reduction == "mean" else weight
-    if problem.impl == "triton" and labels.index is not None:  # there a row without a label has no loss by itself
+    by_hand = problem.impl == "triton" and not torch.compiler.is_compiling()
+    if by_hand and labels.index is not None:  # there a row without a label has no loss by itself
         if rho == 0 and reduction == "mean":
             triton = kernels("triton")
             return None if triton.counts_rows(labels.index, x.shape[-1]) else triton.weight_of_mean(labels.index)
         rows = x.shape[:-1].numel() if reduction == "mean" else 1
         return torch.full((), 1 / max(rows, 1), dtype=torch.float32, device=x.device)
-    if problem.impl == "triton" and labels.dense is not None and 0 < labels.dense.numel() <= 1 << 18:
+    if by_hand and labels.dense is not None and 0 < labels.dense.numel() <= 1 << 18:
         return kernels("triton").weights_of_dense(labels.dense, rho > 0, reduction == "mean")
     weight = _contributes(labels, rho, work, None).to(work)
     return weight / weight.sum().clamp(min=1) if reduction == "mean" else weight
@@ -208,6 +213,11 @@ def _at_once(problem: Problem, target: Any) -> bool:
     x, k, mask, *_ = problem
     target = target.index if isinstance(target, _check.LabelLists) else target
     return torch.is_grad_enabled() and x.requires_grad and direct(x, k, mask, target) and not transformed()
+
+
+def _compiled_both_ways(x: Tensor) -> bool:
+    """Whether a training step is being compiled."""
+    return torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad
 
 
 def _short_form(logits: Tensor, target: Any) -> tuple[Tensor | None, Tensor | None] | None:
@@ -590,6 +600,36 @@ class _LMLReducedLoss(torch.autograd.Function):
 
 
 _reduced = directly(_LMLReducedLoss)
+
+
+class _LMLCompiledLoss(torch.autograd.Function):
+    """The same for the compiler: one operator, whose gradient the backward pass only scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        temperature: float,
+        rho: float,
+        index: Tensor | None,
+        dense: Tensor | None,
+        weight: Tensor,
+    ) -> Tensor:
+        loss, rows, grad = torch.ops.lastlayer.lml_loss_with_grad(
+            logits, k, mask, temperature, rho, index, dense, weight
+        )
+        ctx.save_for_backward(grad, rows, weight)
+        total: Tensor = loss.sum()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad, rows, weight = ctx.saved_tensors
+        _, _, log_mass, pull = rows
+        grad_k = (grads[0] * weight).unsqueeze(-1) * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
+        return (grads[0] * grad).to(grad.dtype), grad_k, *(None,) * 6
 
 
 class _LMLSummedLoss(torch.autograd.Function):

@@ -459,6 +459,27 @@ def test_registered_operators():
     more = (x, None, 1.0, 0.3, target, None, *results[1:], torch.ones(3, device=DEVICE), "triton")
     torch.library.opcheck(ops.lml_loss_backward, more, test_utils=tests)
     torch.library.opcheck(ops.lml_forward, (x, k, None, 1.0, "y", "triton"), test_utils=tests)
+    weight = torch.tensor([0.5, 0.5, 0.0], device=DEVICE)
+    torch.library.opcheck(ops.lml_loss_with_grad, (*arguments[:-1], weight), test_utils=tests)
+
+
+def test_the_loss_that_is_compiled_is_the_other_one():
+    from lastlayer.loss.lml import _LMLCompiledLoss
+
+    x, target = torch.randn(4, 9, device=DEVICE), torch.tensor([[1, 2], [2, -1], [-1, -1], [0, 3]], device=DEVICE)
+    weight = torch.tensor([1.0, 1.0, 0.0, 1.0], device=DEVICE) / 3
+    k = torch.tensor([[1.5], [2.0], [3.0], [4.0]], device=DEVICE)
+    found = []
+    for way in ("compiled", "other"):
+        leaves = x.clone().requires_grad_(), k.clone().requires_grad_()
+        if way == "compiled":
+            loss = _LMLCompiledLoss.apply(*leaves, None, 0.5, 0.3, target, None, weight)
+        else:
+            loss = lml_loss(leaves[0], target, leaves[1].squeeze(-1), observed=0.3, temperature=0.5, reduction="none")
+            loss = (loss * weight).sum()
+        found.append((loss, *torch.autograd.grad(3 * loss, leaves)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be compiled")
