@@ -145,6 +145,7 @@ def _by_short_way(
     rows = logits.numel() // n if n else 0
     if rows == 0 or rho == 1:
         return None
+    weight: Tensor | None
     if index is not None:
         index = index.unsqueeze(-1)
         if not mean or rho > 0:
