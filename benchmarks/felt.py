@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +134,14 @@ def row(name: str, rows: int, n: int, times: dict[str, list[float]], against: st
     }
 
 
-def eager(device: torch.device, seconds: float, compiled: bool) -> list[dict[str, Any]]:
+def eager(device: torch.device, seconds: float, compiled: bool) -> Iterator[dict[str, Any]]:
     """`lml` and `lml_loss` beside softmax, cross-entropy and BCE."""
     shapes = [(32, 100), (256, 1000)] if device.type == "cuda" else [(1, 100), (32, 1000), (256, 100), (256, 1000)]
-    return [line for shape in shapes for line in eager_at(*shape, device, seconds, compiled)]
+    for shape in shapes:
+        yield from eager_at(*shape, device, seconds, compiled)
 
 
-def eager_at(rows: int, n: int, device: torch.device, seconds: float, compiled: bool) -> list[dict[str, Any]]:
+def eager_at(rows: int, n: int, device: torch.device, seconds: float, compiled: bool) -> Iterator[dict[str, Any]]:
     make: Callable[..., Any] = torch.compile if compiled else lambda function: function
     word = "compiled " if compiled else ""
     x, y, t = data(rows, n, device)
@@ -162,16 +163,13 @@ def eager_at(rows: int, n: int, device: torch.device, seconds: float, compiled: 
             "BCE, both ways",
         ),
     ]
-    found = []
     for name, ours, base, against in pairs:
         times = wall({"ours": ours, "base": base}, device, seconds)
-        found.append(row(f"{word}{name}", rows, n, times, f"{word}{against}"))
-    return found
+        yield row(f"{word}{name}", rows, n, times, f"{word}{against}")
 
 
-def events(device: torch.device) -> list[dict[str, Any]]:
+def events(device: torch.device) -> Iterator[dict[str, Any]]:
     """`lml_loss` beside cross-entropy on 64 million logits, both ways, by events around eager calls."""
-    found = []
     for n in (100, 1000, 4096, 32768, 131072, 1_000_000):
         rows = (1 << 26) // n
         z = torch.randn(rows, n, device=device, requires_grad=True)
@@ -194,14 +192,12 @@ def events(device: torch.device) -> list[dict[str, Any]]:
                 end.record()
                 torch.cuda.synchronize()
                 times[name].append(100 * start.elapsed_time(end))
-        found.append(row("lml_loss, both ways, by events", rows, n, times, "cross_entropy, both ways"))
+        yield row("lml_loss, both ways, by events", rows, n, times, "cross_entropy, both ways")
         del z, t, thunks
-    return found
 
 
-def half(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+def half(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
     """Half precision beside float32."""
-    found = []
     for dtype in (torch.bfloat16, torch.float16):
         x, y, t = data(256, 1000, device, dtype)
         calls: dict[str, Callable[[Tensor], Thunk]] = {
@@ -213,30 +209,25 @@ def half(device: torch.device, seconds: float) -> list[dict[str, Any]]:
         for name, call in calls.items():
             leaves = (scores.clone().requires_grad_("both" in name) for scores in (x, x.float()))
             times = wall(dict(zip(("ours", "base"), map(call, leaves), strict=True)), device, seconds)
-            found.append(row(f"{name}, {str(dtype)[6:]}", 256, 1000, times, f"{name}, float32"))
-    return found
+            yield row(f"{name}, {str(dtype)[6:]}", 256, 1000, times, f"{name}, float32")
 
 
-def every_k(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+def every_k(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
     """`lml` beside softmax for small and large k."""
-    found = []
     for rows, n in ((256, 100), (256, 1000), (64, 10_000)):
         x, _, _ = data(rows, n, device)
         for k in (1, n // 20, n // 2):
             times = wall({"ours": lambda: ll.lml(x, k), "base": lambda: torch.softmax(x, -1)}, device, seconds)  # noqa: B023
-            found.append(row(f"lml, k = {k}", rows, n, times, "softmax"))
-    return found
+            yield row(f"lml, k = {k}", rows, n, times, "softmax")
 
 
-def training_step(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+def training_step(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
     """A step of training of a network with two hidden layers, with `lml_loss` and with cross-entropy."""
-    found = []
     for n in (100, 1000, 10_000):
         x, t = torch.randn(256, 512, device=device), torch.randint(n, (256,), device=device)
         steps = [step(n, x, lambda z: ll.lml_loss(z, t, 5)), step(n, x, lambda z: F.cross_entropy(z, t))]  # noqa: B023
         times = wall(dict(zip(("ours", "base"), steps, strict=True)), device, 4 * seconds)
-        found.append(row("training step, lml_loss", 256, n, times, "training step, cross_entropy"))
-    return found
+        yield row("training step, lml_loss", 256, n, times, "training step, cross_entropy")
 
 
 def step(n: int, x: Tensor, loss: Callable[[Tensor], Tensor]) -> Thunk:
@@ -254,13 +245,12 @@ def step(n: int, x: Tensor, loss: Callable[[Tensor], Tensor]) -> Thunk:
     return run
 
 
-def in_onnxruntime(seconds: float) -> list[dict[str, Any]]:
+def in_onnxruntime(seconds: float) -> Iterator[dict[str, Any]]:
     """`lml` and softmax as ONNX files in onnxruntime, on as many threads as torch uses."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    found = []
     for rows, n in ((1, 1000), (64, 1000)):
         x, _, _ = data(rows, n, torch.device("cpu"))
         thunks: dict[str, Thunk] = {}
@@ -272,24 +262,21 @@ def in_onnxruntime(seconds: float) -> list[dict[str, Any]]:
             given = {session.get_inputs()[0].name: x.numpy()}
             thunks[name] = lambda run=session.run, given=given: run(None, given)
         times = wall(thunks, torch.device("cpu"), seconds)
-        found.append(row("lml in onnxruntime", rows, n, times, "softmax in onnxruntime"))
-    return found
+        yield row("lml in onnxruntime", rows, n, times, "softmax in onnxruntime")
 
 
-def others(device: torch.device, seconds: float) -> list[dict[str, Any]]:
+def others(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
     """Every other projection and loss, both ways, beside BCE."""
     x, y, t = data(256, 1000, device)
     z = x.requires_grad_()
     base = both(lambda x: F.binary_cross_entropy_with_logits(x, y), z)
-    found = []
     for name, function in OTHERS.items():
         ours = both(lambda x, f=function: f(x, y, t), z)
         times = wall({"ours": ours, "base": base}, device, seconds)
-        found.append(row(f"{name}, both ways", 256, 1000, times, "BCE, both ways"))
-    return found
+        yield row(f"{name}, both ways", 256, 1000, times, "BCE, both ways")
 
 
-def first_calls(others: bool = False) -> list[dict[str, Any]]:
+def first_calls(others: bool = False) -> Iterator[dict[str, Any]]:
     """Seconds of a first call in a new process with an empty cache, both ways where there is a gradient."""
     calls = {
         "lml": ("ll.lml(x, 5)", False),
@@ -304,23 +291,24 @@ def first_calls(others: bool = False) -> list[dict[str, Any]]:
         cases = [(256, 1000, "float32")]
     else:
         head = ""
-    found = []
     for name, (call, grad) in calls.items():
         for rows, n, dtype in cases:
             with tempfile.TemporaryDirectory() as cache:
                 code = head + FIRST.format(rows=rows, n=n, dtype=dtype, call=call, grad=grad)
                 env = {**os.environ, "TRITON_CACHE_DIR": cache}
                 out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-            found.append(
-                {"name": f"first call, {name}", "rows": rows, "n": n, "dtype": dtype, "s": round(float(out.stdout), 2)}
-            )
-    return found
+            yield {
+                "name": f"first call, {name}",
+                "rows": rows,
+                "n": n,
+                "dtype": dtype,
+                "s": round(float(out.stdout), 2),
+            }
 
 
-def many_sizes(device: torch.device, others: bool = False) -> list[dict[str, Any]]:
+def many_sizes(device: torch.device, others: bool = False) -> Iterator[dict[str, Any]]:
     """Seconds for 500 different n between 2 and 5,000, forward and backward, with an empty cache."""
     sizes = random.Random(0).sample(range(2, 5001), 500)
-    found = []
     from lastlayer._triton import launch
 
     calls: dict[str, Callable[..., Tensor]] = {
@@ -349,10 +337,7 @@ def many_sizes(device: torch.device, others: bool = False) -> list[dict[str, Any
                 call(x, y, torch.zeros(64, dtype=torch.int64, device=device)).backward()
             torch.cuda.synchronize()
             seconds, made = time.perf_counter() - start, kernels(launch) - before
-            found.append(
-                {"name": f"500 sizes, {name}", "dtype": str(dtype)[6:], "s": round(seconds, 1), "kernels": made}
-            )
-    return found
+            yield {"name": f"500 sizes, {name}", "dtype": str(dtype)[6:], "s": round(seconds, 1), "kernels": made}
 
 
 def kernels(launch: Any) -> int:
@@ -368,7 +353,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "eager": lambda: eager(device, options.seconds, False),
         "half": lambda: half(device, options.seconds),
         "others": lambda: others(device, options.seconds),
@@ -394,9 +379,9 @@ def main(argv: list[str] | None = None) -> int:
             for line in part():
                 found.append(line)
                 print(json.dumps(line), flush=True)
-            if options.json:
-                record = {"machine": machine(device), "rows": found}
-                Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+                if options.json:
+                    record = {"machine": machine(device), "rows": found}
+                    Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

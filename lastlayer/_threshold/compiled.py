@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _native, _triton
-from lastlayer._threshold.autograd import apply_directly
+from lastlayer._threshold.autograd import directly
 from lastlayer._threshold.dispatch import differentiated, direct, recorded, transformed
 
 Pull = Callable[[Tensor, Tensor, Tensor], Tensor | None]
@@ -56,7 +56,7 @@ def by_kernels(
     gradients. The tensors must be plain.
     """
     result: Tensor
-    result = apply_directly(_ByKernels, x, forward, backward, plain) if recorded(x) else forward(x, False)[0]
+    result = _through_kernels(x, forward, backward, plain) if recorded(x) else forward(x, False)[0]
     return result
 
 
@@ -79,6 +79,9 @@ class _ByKernels(torch.autograd.Function):
         with torch.enable_grad():
             (grad,) = torch.autograd.grad(ctx.plain(x, *others), x, upstream, create_graph=further)
         return grad, None, None, None
+
+
+_through_kernels = directly(_ByKernels)
 
 
 def projected(x: Tensor, y: Tensor, pull: Pull, plain: Callable[[Tensor], Tensor]) -> Tensor:
