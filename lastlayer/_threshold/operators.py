@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._threshold.dispatch import kernels
 
+_library = torch.library.Library("lastlayer", "FRAGMENT")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-@torch.library.custom_op("lastlayer::lml_forward", mutates_args=())
+
+def _operator(name: str) -> Callable[[Function], Function]:
+    """Register a function as an operator.
+
+    `torch.library.custom_op` does the same with more Python at every call. Its checks are not needed: no operator here
+    changes or returns an argument, and autograd does not see them, since they are called within a Function.
+    """
+
+    def register(function: Function) -> Function:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def _fake(name: str) -> Callable[[Function], Function]:
+    """Register what an operator does to fake tensors."""
+
+    def register(function: Function) -> Function:
+        torch.library.register_fake(f"lastlayer::{name}", function, lib=_library)
+        return function
+
+    return register
+
+
+@_operator("lml_forward")
 def _forward(
     logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return kernels(impl).forward(logits, k, mask, temperature, kind)
 
 
-@_forward.register_fake
+@_fake("lml_forward")
 def _(
     logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,7 +57,7 @@ def _(
     return out, row, torch.empty_like(row)
 
 
-@torch.library.custom_op("lastlayer::lml_backward", mutates_args=())
+@_operator("lml_backward")
 def _backward(
     logits: Tensor,
     mask: Tensor | None,
@@ -40,7 +72,7 @@ def _backward(
     return kernels(impl).backward(logits, mask, temperature, center, delta, grad_out, grad_delta, kind)
 
 
-@_backward.register_fake
+@_fake("lml_backward")
 def _(
     logits: Tensor,
     mask: Tensor | None,
@@ -55,7 +87,7 @@ def _(
     return torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(delta)
 
 
-@torch.library.custom_op("lastlayer::lml_loss_forward", mutates_args=())
+@_operator("lml_loss_forward")
 def _loss_forward(
     logits: Tensor,
     k: Tensor,
@@ -71,7 +103,7 @@ def _loss_forward(
     return loss, center, delta, log_mass, pull
 
 
-@_loss_forward.register_fake
+@_fake("lml_loss_forward")
 def _(
     logits: Tensor,
     k: Tensor,
@@ -86,7 +118,7 @@ def _(
     return row.new_empty(row.shape[:-1]), row, torch.empty_like(row), torch.empty_like(row), torch.empty_like(row)
 
 
-@torch.library.custom_op("lastlayer::lml_loss_backward", mutates_args=())
+@_operator("lml_loss_backward")
 def _loss_backward(
     logits: Tensor,
     mask: Tensor | None,
@@ -105,7 +137,7 @@ def _loss_backward(
     return kernels(impl).loss_backward(*arguments)
 
 
-@_loss_backward.register_fake
+@_fake("lml_loss_backward")
 def _(
     logits: Tensor,
     mask: Tensor | None,
@@ -123,7 +155,7 @@ def _(
     return torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(delta)
 
 
-@torch.library.custom_op("lastlayer::lml_loss_with_grad", mutates_args=())
+@_operator("lml_loss_with_grad")
 def _loss_with_grad(
     logits: Tensor,
     k: Tensor,
@@ -138,7 +170,7 @@ def _loss_with_grad(
     return kernels("triton").loss_forward_with_grad(logits, k, mask, temperature, rho, index, dense, weight)[:3]
 
 
-@_loss_with_grad.register_fake
+@_fake("lml_loss_with_grad")
 def _(
     logits: Tensor,
     k: Tensor,

@@ -364,6 +364,27 @@ def test_the_common_call_is_the_general_one_to_the_last_bit(dtype):
                 torch.testing.assert_close(call(x), long[0], rtol=1e-6, atol=0, equal_nan=True, msg=name)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel is given the address as a pointer")
+def test_center_and_delta_are_not_stored_at_address_0():
+    from lastlayer._triton.lml import Rows, _resident
+
+    x = torch.randn(5, 40)
+    x[1] *= 100
+    x[2, 3:] = -torch.inf
+    found = []
+    for kept in (True, False):
+        out, center, delta = torch.empty_like(x), torch.full((5,), 7.0), torch.full((5,), 7.0)
+        p = plan.shared(40)
+        given = Rows(x, 2.0, None, 1.0, p.align)
+        _resident[(5,)](
+            *given.head, out, *((center, delta) if kept else (0, 0)), 5, *given.tail,
+            **p.tiles, KIND="y", MASKED=False, TOL=given.tolerance, num_warps=p.warps,
+        )  # fmt: skip
+        assert (center == 7).all() != kept
+        found.append(out)
+    assert torch.equal(*found)
+
+
 def both_ways(call, x, **way):
     """Return the value and the gradient, for an upstream gradient that is not 1."""
     leaf = x.clone().requires_grad_()
