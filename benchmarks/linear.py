@@ -2,8 +2,8 @@
 
     python -m benchmarks.linear [--rows 1024] [--features 512] [--dtype float32] [--classes 10000 1000000] [--trained]
 
-Memory is what a step needs at its peak beyond features, weight and, in backward, their gradients: on a GPU by the
-allocator, on a CPU by the resident set of a process that runs nothing else (some 20 MB of it is the first call of a
+Memory is what a step, forward and backward, needs at its peak beyond features, weight and their gradients: on a GPU by
+the allocator, on a CPU by the resident set of a process that runs nothing else (some 20 MB of it is the first call of a
 library). Time is that of the clock on a GPU, and that of the processor on a CPU (of all threads together: set
 OMP_NUM_THREADS=1). A way that does not fit is reported as such.
 """
@@ -60,16 +60,10 @@ def measure(
     clock = perf_counter if device.type == "cuda" else process_time
     before = _memory(device, start=True)
     first = clock()
-    loss = WAYS[way](features, weight, target, k)
+    loss = step()
     wait()
-    forward = _memory(device) - before
-    _memory(device, start=True)
-    loss.backward()
-    wait()
-    backward = _memory(device) - before - features.nbytes - weight.nbytes
     first = clock() - first
-    peak = max(forward, backward)
-    loss = loss.detach()
+    peak = _memory(device) - before - features.nbytes - weight.nbytes
     seconds = [] if repeats else [first]
     for _ in range(repeats):
         began = clock()

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton.device import (
+    LN2,
     LOG2E,
     advance,
     bracket,
@@ -26,29 +27,39 @@ from lastlayer._triton.plan import cdiv, power_of_2
 
 _PROGRAMS = 8192  # warps that fill the chip
 _TILE = 1024  # logits that a warp scans at a time
-_GRAD_BLOCK = 2048  # classes that a program of the gradient takes
+_GRAD_BLOCK = 1024  # classes that a program of the gradient takes
+_GRAD_WARPS = 2
 _LIST = 512  # logits of a list at a time
 _LABELS = 32  # labels at a time, at most
-_TERMS = tl.constexpr(8)  # powers that a scan sums
-_NUMBERS = tl.constexpr(11)  # those, and the counts of finite, +inf and nan logits
+_COUNTS = tl.constexpr(3)  # of finite, +inf and nan logits, after the sums of powers
 _FAR = tl.constexpr(1e30)  # a bound without effect
 
 
 @triton.jit
-def _floor_kernel(x_ptr, out_ptr, n, stride, rank, BLOCK: tl.constexpr):
-    """The logit of a rank (1 is the largest) of one row, by bisection of the keys; infinite logits come last."""
+def _floor_kernel(x_ptr, out_ptr, n, stride, rank, SPARE: tl.constexpr, BLOCK: tl.constexpr):
+    """The logit of a rank (1 is the largest) of one row, by bisection of the keys; infinite logits come last.
+
+    The last `SPARE` bits of a key are known from its sign, if the logits have 16 bits.
+    """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=float("-inf")).to(tl.float32)
-    key = key_of(tl.where(is_finite(x), x, float("-inf")))
-    lo = tl.full((), -2147483648, tl.int64)
-    hi = tl.full((), 2147483647, tl.int64)
-    for _ in range(33):
+    key = key_of(tl.where(is_finite(x), x, float("-inf"))) >> SPARE
+    lo = tl.full((), -2147483648 >> SPARE, tl.int64)
+    hi = tl.full((), 2147483647 >> SPARE, tl.int64)
+    for _ in range(33 - SPARE):
         mid = (lo + hi) >> 1
         enough = tl.sum((key >= mid.to(tl.int32)).to(tl.int32), 0) >= rank
         lo = tl.where(enough, mid, lo)
         hi = tl.where(enough, hi, mid)
-    tl.store(out_ptr + row, of_key(lo.to(tl.int32)))
+    found = lo << SPARE
+    tl.store(out_ptr + row, of_key(tl.where(lo < 0, found | ((1 << SPARE) - 1), found).to(tl.int32)))
+
+
+@triton.jit
+def _from_the_end():
+    """The part of a row that a program takes: the last classes first, which the product has just left in the cache."""
+    return tl.num_programs(1) - 1 - tl.program_id(1)
 
 
 @triton.jit
@@ -70,25 +81,29 @@ def _load_scan(x_ptr, cols, n):
 
 
 @triton.jit
-def _add_powers(x, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8):
-    """Add the powers of exp(x - floor) below the floor; `odd` becomes nan where a logit is not finite."""
+def _add_powers(x, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, SOME_ABOVE: tl.constexpr, TERMS: tl.constexpr):
+    """Add the powers of 2^(x log2(e) - shift) below the floor; `odd` becomes nan where a logit is not finite."""
     x = x.to(tl.float32)
-    w = tl.where(x <= floor, exp2((x - base) * LOG2E), 0.0)
+    w = exp2(tl.fma(x, LOG2E, -shift))
+    if SOME_ABOVE:
+        w = tl.where(x <= floor, w, 0.0)
     w2 = w * w
-    w3 = w2 * w
     w4 = w2 * w2
-    return (
-        tl.maximum(most, tl.max(tl.max(x, 2), 0)),
-        odd + _lane_sums(x * 0),
-        p1 + _lane_sums(w),
-        p2 + _lane_sums(w2),
-        p3 + _lane_sums(w3),
-        p4 + _lane_sums(w4),
-        p5 + _lane_sums(w4 * w),
-        p6 + _lane_sums(w4 * w2),
-        p7 + _lane_sums(w4 * w3),
-        p8 + _lane_sums(w4 * w4),
-    )
+    p1 += _lane_sums(w)
+    p2 += _lane_sums(w2)
+    p3 += _lane_sums(w2 * w)
+    p4 += _lane_sums(w4)
+    p5 += _lane_sums(w4 * w)
+    if TERMS > 5:
+        p6 += _lane_sums(w4 * w2)
+        p7 += _lane_sums(w4 * (w2 * w))
+        p8 += _lane_sums(w4 * w4)
+    return odd + _lane_sums(x * 0), p1, p2, p3, p4, p5, p6, p7, p8
+
+
+@triton.jit
+def _most(x):
+    return tl.max(tl.max(x.to(tl.float32), 2), 0)
 
 
 @triton.jit
@@ -107,10 +122,11 @@ def _append(x, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED:
 def _scan_kernel(
     x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, index_ptr, label_ptr, class_ptr,
     n, stride, span, splits, room, labels, start, V: tl.constexpr, M: tl.constexpr, NAMED: tl.constexpr,
+    TERMS: tl.constexpr,
 ):  # fmt: skip
     """A stretch of a row for one warp: no warp waits for another, a thread loads 16 bytes at once, few registers."""
     W: tl.constexpr = 8 // V
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part = tl.program_id(0).to(tl.int64), _from_the_end()
     lo = part * span
     hi = tl.minimum(lo + span, n)
     x_ptr += row * stride
@@ -120,6 +136,7 @@ def _scan_kernel(
     floor = tl.load(floor_ptr + row)
     base = tl.where(is_finite(floor), floor, 0.0)  # without a floor only -inf is below it
     lane = tl.arange(0, W)[:, None, None] * (32 * V) + (tl.arange(0, 32)[:, None] * V + tl.arange(0, V)[None, :])[None]
+    shift = base * LOG2E
     zero = tl.zeros([32], tl.float32)
     odd, p1, p2, p3, p4, p5, p6, p7, p8 = zero, zero, zero, zero, zero, zero, zero, zero, zero
     for first in range(lo, hi, 1024):
@@ -128,33 +145,50 @@ def _scan_kernel(
         xb = _load_scan(x_ptr, cols + 256, n)
         xc = _load_scan(x_ptr, cols + 512, n)
         xd = _load_scan(x_ptr, cols + 768, n)
-        most = zero - 3e38
-        most, odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-            xa, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8
-        )
-        most, odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-            xb, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8
-        )
-        most, odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-            xc, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8
-        )
-        most, odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-            xd, floor, base, most, odd, p1, p2, p3, p4, p5, p6, p7, p8
-        )
+        most = tl.maximum(tl.maximum(_most(xa), _most(xb)), tl.maximum(_most(xc), _most(xd)))
         if tl.max(most, 0) > floor:
+            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+                xa, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, True, TERMS
+            )
+            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+                xb, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, True, TERMS
+            )
+            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+                xc, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, True, TERMS
+            )
+            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+                xd, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, True, TERMS
+            )
             _append(xa, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
             _append(xb, cols + 256, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
             _append(xc, cols + 512, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
             _append(xd, cols + 768, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
-    sums_ptr += (row * splits + part) * _NUMBERS
-    _add(sums_ptr, p1)
-    _add(sums_ptr + 1, p2)
-    _add(sums_ptr + 2, p3)
-    _add(sums_ptr + 3, p4)
-    _add(sums_ptr + 4, p5)
-    _add(sums_ptr + 5, p6)
-    _add(sums_ptr + 6, p7)
-    _add(sums_ptr + 7, p8)
+        else:
+            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+                xa, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, False, TERMS
+            )
+            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+                xb, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, False, TERMS
+            )
+            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+                xc, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, False, TERMS
+            )
+            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
+                xd, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, False, TERMS
+            )
+    missing = exp(tl.fma(base, LOG2E, -shift) * -LN2)  # what rounding the shift has added, as a factor
+    missing2 = missing * missing
+    missing4 = missing2 * missing2
+    sums_ptr += (row * splits + part) * (TERMS + _COUNTS)
+    _add(sums_ptr, p1 * missing)
+    _add(sums_ptr + 1, p2 * missing2)
+    _add(sums_ptr + 2, p3 * (missing2 * missing))
+    _add(sums_ptr + 3, p4 * missing4)
+    _add(sums_ptr + 4, p5 * (missing4 * missing))
+    if TERMS > 5:
+        _add(sums_ptr + 5, p6 * (missing4 * missing2))
+        _add(sums_ptr + 6, p7 * (missing4 * missing2 * missing))
+        _add(sums_ptr + 7, p8 * (missing4 * missing4))
     finite = tl.maximum(hi - lo, 0).to(tl.float32)
     if tl.sum(odd, 0) != 0:
         low, high, bad = tl.zeros([32], tl.float32), tl.zeros([32], tl.float32), tl.zeros([32], tl.float32)
@@ -164,9 +198,9 @@ def _scan_kernel(
             high += _lane_sums((x == float("inf")).to(tl.float32))
             bad += _lane_sums((x != x).to(tl.float32))
         finite -= tl.sum(low + high + bad, 0)
-        _add(sums_ptr + _TERMS + 1, high)
-        _add(sums_ptr + _TERMS + 2, bad)
-    tl.store(sums_ptr + _TERMS, tl.load(sums_ptr + _TERMS) + finite)
+        _add(sums_ptr + TERMS + 1, high)
+        _add(sums_ptr + TERMS + 2, bad)
+    tl.store(sums_ptr + TERMS, tl.load(sums_ptr + TERMS) + finite)
     for j in range(0, labels, M):
         place = j + tl.arange(0, M)
         col = tl.load(index_ptr + row * labels + place, mask=place < labels, other=-1) - start
@@ -176,13 +210,13 @@ def _scan_kernel(
 
 
 @triton.jit
-def _totals(sums_ptr, splits):
+def _totals(sums_ptr, splits, NUMBERS: tl.constexpr):
     """The numbers of a scan, added over the stretches of a row: shape (16,), 0 beyond."""
     i = tl.arange(0, 16)[None, :]
     total = tl.zeros((16,), tl.float64)
     for first in range(0, splits, 32):
         part = first + tl.arange(0, 32)[:, None]
-        here = tl.load(sums_ptr + part * _NUMBERS + i, mask=(part < splits) & (i < _NUMBERS), other=0.0)
+        here = tl.load(sums_ptr + part * NUMBERS + i, mask=(part < splits) & (i < NUMBERS), other=0.0)
         total += tl.sum(here.to(tl.float64), 0)
     return total.to(tl.float32)
 
@@ -193,11 +227,11 @@ def _number(totals, i):
 
 
 @triton.jit
-def _below(totals, series_ptr, column, COLUMNS: tl.constexpr, log_w, unit):
+def _below(totals, series_ptr, column, COLUMNS: tl.constexpr, TERMS: tl.constexpr, log_w, unit):
     """The sum of a function over the classes below the floor, by its series; `unit` is the value of one w."""
     j = tl.arange(0, 16)
-    c = tl.load(series_ptr + j * COLUMNS + column, mask=j < _TERMS, other=0.0)
-    mass = tl.sum(tl.where(j < _TERMS, totals, 0.0) * c * exp(j.to(tl.float32) * log_w), 0)
+    c = tl.load(series_ptr + j * COLUMNS + column, mask=j < TERMS, other=0.0)
+    mass = tl.sum(tl.where(j < TERMS, totals, 0.0) * c * exp(j.to(tl.float32) * log_w), 0)
     return tl.where(mass == 0, 0.0, mass * unit)
 
 
@@ -255,12 +289,12 @@ def _unseen_sums(top_ptr, held, center, delta, rho, BLOCK: tl.constexpr):
 def _search_kernel(
     top_ptr, fill_ptr, floor_ptr, sums_ptr, k_ptr, series_ptr, out_ptr,
     rows, room, splits, limit, k_row, log_reach, deepest, rho, every,
-    COLUMNS: tl.constexpr, RHO: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, TERMS: tl.constexpr, RHO: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do `lastlayer.loss._scan.find` for one row, and `add_unseen`."""
     row = tl.program_id(0).to(tl.int64)
-    totals = _totals(sums_ptr + row * splits * _NUMBERS, splits)
-    n, n_top, n_nan = _number(totals, _TERMS), _number(totals, _TERMS + 1), _number(totals, _TERMS + 2)
+    totals = _totals(sums_ptr + row * splits * (TERMS + _COUNTS), splits, TERMS + _COUNTS)
+    n, n_top, n_nan = _number(totals, TERMS), _number(totals, TERMS + 1), _number(totals, TERMS + 2)
     first_power = _number(totals, 0)
     floor = tl.load(floor_ptr + row)
     filled = tl.load(fill_ptr + row)
@@ -292,11 +326,11 @@ def _search_kernel(
             depth = (floor - center) + delta
             log_w = tl.maximum(tl.minimum(depth, log_reach), -200.0)
             unit = exp(depth - peak)
-            a += _below(totals, series_ptr, 0, COLUMNS, log_w, unit)
-            b += _below(totals, series_ptr, 1, COLUMNS, log_w, unit)
-            residual += _below(totals, series_ptr, 2, COLUMNS, log_w, unit)
-            cubic += _below(totals, series_ptr, 3, COLUMNS, log_w, unit)
-            squares += _below(totals, series_ptr, 4, COLUMNS, log_w, unit)
+            a += _below(totals, series_ptr, 0, COLUMNS, TERMS, log_w, unit)
+            b += _below(totals, series_ptr, 1, COLUMNS, TERMS, log_w, unit)
+            residual += _below(totals, series_ptr, 2, COLUMNS, TERMS, log_w, unit)
+            cubic += _below(totals, series_ptr, 3, COLUMNS, TERMS, log_w, unit)
+            squares += _below(totals, series_ptr, 4, COLUMNS, TERMS, log_w, unit)
             step, lo, hi, close = advance(a, b, count, residual, cubic, peak, k, lo, hi)
             close = close & ((first_power == 0) | (depth < deepest)) & (a + b > 0)
             t = tl.where(close, step, 0.0)
@@ -313,13 +347,14 @@ def _search_kernel(
     tl.store(out_ptr + rows + row, delta)
     tl.store(out_ptr + 2 * rows + row, log_mass)
     tl.store(out_ptr + 3 * rows + row, lost.to(tl.float32))
+    tl.store(out_ptr + 7 * rows, 1.0, mask=lost)  # any row may say so
     tl.store(out_ptr + 4 * rows + row, n_top)
     if RHO:
         silent, leak = _unseen_sums(top_ptr, held, center, delta, rho, BLOCK)
         depth = tl.where(is_finite(delta), (floor - center) + delta, float("-inf"))
         log_w = tl.maximum(tl.minimum(depth, log_reach), -200.0)
-        silent += _below(totals, series_ptr, 5, COLUMNS, log_w, exp(depth))
-        leak += _below(totals, series_ptr, 6, COLUMNS, log_w, exp(depth))
+        silent += _below(totals, series_ptr, 5, COLUMNS, TERMS, log_w, exp(depth))
+        leak += _below(totals, series_ptr, 6, COLUMNS, TERMS, log_w, exp(depth))
         silent = tl.where(delta == float("inf"), tl.where(n == 0, 0.0, n * every), silent)  # k takes every class
         tl.store(out_ptr + 5 * rows + row, silent)
         tl.store(out_ptr + 6 * rows + row, leak)
@@ -370,50 +405,107 @@ def _loss_kernel(
 
 
 @triton.jit
-def _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED: tl.constexpr):
-    """The gradient of the logits x of one row, without the terms of its labels."""
-    z = (x - center) + delta
-    tail = exp2(-tl.abs(z) * LOG2E)
-    y = rcp(1 + tail)  # of |z|
-    if log_mass > -30:
-        out = tail * (y * y) * (pulled * exp(-log_mass))
-    else:  # where tail would underflow
-        out = exp(-tl.abs(z) - log_mass) * (y * y) * pulled
+def _not_below(x, center, delta, log_mass, pull, rho, least, THINNED: tl.constexpr):
+    """Whether the derivative of the loss by a logit may have that size; above the threshold it may."""
+    z = points(x, center, delta)
+    q = exp(-tl.abs(z))
+    bound = exp(-tl.abs(z) - log_mass) / ((1 + q) * (1 + q)) * tl.abs(pull)
     if THINNED:
+        bound += unseen(z, rho)[1]
+    return (z >= 0) | ((bound < least) == 0)  # and where it is nan
+
+
+@triton.jit(do_not_specialize=["room", "labels", "n"])
+def _mark_kernel(
+    top_ptr, fill_ptr, floor_ptr, class_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr, index_ptr,
+    marked_ptr, undecided_ptr, room, labels, n, rho, least,
+    THINNED: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Do `lastlayer.loss.linear._few_classes` for one row."""
+    row = tl.program_id(0).to(tl.int64)
+    center, delta, log_mass = tl.load(center_ptr + row), tl.load(delta_ptr + row), tl.load(mass_ptr + row)
+    pull, filled = tl.load(pull_ptr + row), tl.load(fill_ptr + row)
+    at_floor = _not_below(tl.load(floor_ptr + row), center, delta, log_mass, pull, rho, least, THINNED)
+    tl.store(undecided_ptr + row, at_floor | (filled > room))
+    for j in range(0, tl.minimum(filled, room), BLOCK):
+        i = j + tl.arange(0, BLOCK)
+        held = i < tl.minimum(filled, room)
+        x = tl.load(top_ptr + row * room + i, mask=held, other=0.0)
+        place = tl.load(class_ptr + row * room + i, mask=held, other=0)
+        active = held & _not_below(x, center, delta, log_mass, pull, rho, least, THINNED)
+        tl.store(marked_ptr + place, 1, mask=active)
+    for j in range(0, labels, M):
+        i = j + tl.arange(0, M)
+        place = tl.load(index_ptr + row * labels + i, mask=i < labels, other=-1)
+        tl.store(marked_ptr + place, 1, mask=(place >= 0) & (place < n))
+
+
+@triton.jit
+def _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED: tl.constexpr):
+    """The gradient of the logits x of one row where nu is not infinite, without the terms of its labels."""
+    shift = center * LOG2E
+    rest = delta * LOG2E - tl.fma(center, LOG2E, -shift)
+    z = tl.fma(x, LOG2E, -shift) + rest  # x + nu, in powers of two
+    tail = exp2(-tl.abs(z))
+    both = 1 + tail
+    h = rcp(both * both)  # without the factor tail
+    out = tail * h * (pulled * exp(-tl.maximum(log_mass, -30.0)))
+    if log_mass < -30:  # where tail would underflow
+        out = exp(-tl.abs(z) * LN2 - log_mass) * h * pulled
+    if THINNED:
+        y = rcp(both)  # of |z|
         small = tail * y
         miss = tl.where(z > 0, small, y)
         y = tl.where(z > 0, y, small)
         leak = rho * y * miss / tl.maximum(miss + (1 - rho) * y, 2e-38)  # a subnormal constant would make it float64
         out += scale * tl.where(rho == 1.0, y, leak)
-    out = tl.where(is_finite(x), out, 0.0)  # no gradient where x or nu is infinite
-    out = tl.where(tl.abs(delta) == float("inf"), 0.0, out)
-    return tl.where(delta != delta, delta, out)
+        out = tl.where(is_finite(x), out, 0.0)  # no gradient where x is infinite
+        out = tl.where(delta != delta, delta, out)
+    return out
 
 
 @triton.jit
 def _grad_kernel(
-    x_ptr, center_ptr, delta_ptr, mass_ptr, pulled_ptr, scale_ptr, index_ptr, label_ptr, toward_ptr, out_ptr,
+    x_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr, scale_ptr, index_ptr, label_ptr, toward_ptr, out_ptr,
     n, stride, out_stride, start, labels, rho, THINNED: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
+    first = _from_the_end() * BLOCK
     cols = first + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=float("-inf")).to(tl.float32)
     center, delta, log_mass = tl.load(center_ptr + row), tl.load(delta_ptr + row), tl.load(mass_ptr + row)
-    pulled, scale = tl.load(pulled_ptr + row), tl.load(scale_ptr + row)
-    out = _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED)
+    scale = tl.load(scale_ptr + row)
+    pulled = tl.load(pull_ptr + row) * scale
+    # There is no gradient where nu is infinite, or nan in a row without an upstream gradient.
+    none = (tl.abs(delta) == float("inf")) | ((scale == 0) & (delta != delta))
+    label, toward, col, inside = _labels_of(index_ptr, label_ptr, toward_ptr, row, 0, labels, first, start, n, M, BLOCK)
+    out = tl.zeros((BLOCK,), tl.float32)
+    if none == 0:
+        out = _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED)
     out_ptr += row * out_stride
     tl.store(out_ptr + cols, out.to(out_ptr.dtype.element_ty), mask=cols < n)
     tl.debug_barrier()  # the labels are written over what is there
-    for j in range(0, labels, M):
-        place = j + tl.arange(0, M)
-        here = row * labels + place
-        col = tl.load(index_ptr + here, mask=place < labels, other=-1) - start
-        inside = (place < labels) & (col >= first) & (col < tl.minimum(first + BLOCK, n))
-        label = tl.load(label_ptr + here, mask=inside, other=0.0)
+    for j in range(M, labels + M, M):
         at_label = _slopes(label, center, delta, log_mass, pulled, scale, rho, THINNED)
-        at_label += tl.load(toward_ptr + here, mask=inside, other=0.0)
+        at_label = tl.where(none, 0.0, at_label) + toward * scale
         tl.store(out_ptr + col, at_label.to(out_ptr.dtype.element_ty), mask=inside)
+        if j < labels:
+            label, toward, col, inside = _labels_of(
+                index_ptr, label_ptr, toward_ptr, row, j, labels, first, start, n, M, BLOCK
+            )
+
+
+@triton.jit
+def _labels_of(
+    index_ptr, label_ptr, toward_ptr, row, j, labels, first, start, n, M: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Up to M labels of a row from the j-th on: logit, slope, place in the block, and whether it is in this part."""
+    place = j + tl.arange(0, M)
+    here = row * labels + place
+    col = tl.load(index_ptr + here, mask=place < labels, other=-1) - start
+    label = tl.load(label_ptr + here, mask=place < labels, other=0.0)
+    toward = tl.load(toward_ptr + here, mask=place < labels, other=0.0)
+    return label, toward, col, (place < labels) & (col >= first) & (col < tl.minimum(first + BLOCK, n))
 
 
 def floors(x: Tensor, rank: int) -> Tensor:
@@ -421,14 +513,15 @@ def floors(x: Tensor, rank: int) -> Tensor:
     rows, n = x.shape
     out = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = power_of_2(n)
-    launch(_floor_kernel, (rows,), x, out, n, x.stride(0), rank, BLOCK=block, num_warps=max(1, min(16, block // 1024)))
+    options = {"SPARE": {torch.bfloat16: 16, torch.float16: 13}.get(x.dtype, 0), "BLOCK": block}
+    launch(_floor_kernel, (rows,), x, out, n, x.stride(0), rank, **options, num_warps=max(1, min(16, block // 1024)))
     return out
 
 
-def partial_sums(rows: int, n: int, device: torch.device) -> Tensor:
-    """Return zeros for the sums of blocks of `n` classes: ``(rows, programs per row, numbers)``."""
+def partial_sums(rows: int, n: int, terms: int, device: torch.device) -> Tensor:
+    """Return zeros for the sums of blocks of `n` classes: ``(rows, programs per row, powers and counts)``."""
     splits = max(1, min(_PROGRAMS // max(rows, 1), cdiv(n, _TILE)))
-    return torch.zeros(rows, splits, _NUMBERS.value, dtype=torch.float32, device=device)
+    return torch.zeros(rows, splits, terms + _COUNTS.value, dtype=torch.float32, device=device)
 
 
 def scan_block(
@@ -453,6 +546,7 @@ def scan_block(
     tensors = (x, floor, sums, top, fill, index, labels, fill if classes is None else classes)
     numbers = (n, x.stride(0), span, splits, top.shape[1], index.shape[1], start)
     options = {"V": 16 // x.element_size(), "M": _labels_at_a_time(index), "NAMED": classes is not None}
+    options["TERMS"] = sums.shape[2] - _COUNTS.value
     launch(_scan_kernel, (rows, splits), *tensors, *numbers, **options, num_warps=1)
 
 
@@ -468,11 +562,11 @@ def search(
     passes: int,
     rho: float,
     every: float,
-) -> Tensor:
-    """Search in the results of a scan; return numbers of shape ``(7, rows)``.
+) -> tuple[Tensor, Tensor]:
+    """Search in the results of a scan; return numbers of shape ``(7, rows)``, and whether any row is lost (1, else 0).
 
-    These are center, delta and log sum h, whether the row is lost (1, else 0), its number of infinite logits; and with
-    `rho` the sums of ``-log(1 - rho y)`` and of its slope over the finite ones.
+    The numbers are center, delta and log sum h, whether the row is lost, its number of infinite logits; and with `rho`
+    the sums of ``-log(1 - rho y)`` and of its slope over the finite ones.
 
     Args:
         top: The lists of the logits above the floor, in any order.
@@ -488,11 +582,11 @@ def search(
         every: ``-log(1 - rho)``.
     """
     rows, room = top.shape
-    out = top.new_zeros(7, rows)
+    out = top.new_zeros(7 * rows + 1)
     numbers = (rows, room, sums.shape[1], limit, k.stride(0), *reach, rho, every)
-    options = {"COLUMNS": series.shape[1], "RHO": rho > 0, "PASSES": passes, "BLOCK": _LIST}
+    options = {"COLUMNS": series.shape[1], "TERMS": len(series), "RHO": rho > 0, "PASSES": passes, "BLOCK": _LIST}
     launch(_search_kernel, (rows,), top, fill, floor, sums, k, series, out, *numbers, **options, num_warps=4)
-    return out
+    return out[:-1].view(7, rows), out[-1]
 
 
 def losses(
@@ -515,7 +609,7 @@ def grad_block(
     center: Tensor,
     delta: Tensor,
     log_mass: Tensor,
-    pulled: Tensor,
+    pull: Tensor,
     scale: Tensor,
     index: Tensor,
     labels: Tensor,
@@ -525,12 +619,36 @@ def grad_block(
     out: Tensor,
 ) -> Tensor:
     """Write the gradient of a block that starts at class `start`, maybe in its place; row numbers are contiguous."""
-    tensors = (x, center, delta, log_mass, pulled, scale, index, labels, toward, out)
+    tensors = (x, center, delta, log_mass, pull, scale, index, labels, toward, out)
     numbers = (x.shape[1], x.stride(0), out.stride(0), start, index.shape[1], rho)
     grid = (x.shape[0], cdiv(x.shape[1], _GRAD_BLOCK))
     options = {"THINNED": rho > 0, "M": _labels_at_a_time(index), "BLOCK": _GRAD_BLOCK}
-    launch(_grad_kernel, grid, *tensors, *numbers, **options, num_warps=8)
+    launch(_grad_kernel, grid, *tensors, *numbers, **options, num_warps=_GRAD_WARPS)
     return out
+
+
+def marks(
+    top: Tensor,
+    fill: Tensor,
+    floor: Tensor,
+    classes: Tensor,
+    center: Tensor,
+    delta: Tensor,
+    log_mass: Tensor,
+    pull: Tensor,
+    index: Tensor,
+    n: int,
+    rho: float,
+    least: float,
+) -> tuple[Tensor, Tensor]:
+    """Return which rows are undecided, and which classes have a derivative of that size elsewhere, or a label."""
+    rows, room = top.shape
+    undecided, marked = (torch.zeros(size, dtype=torch.bool, device=top.device) for size in (rows, n))
+    tensors = (top, fill, floor, classes, center, delta, log_mass, pull, index)
+    outs, numbers = (marked.view(torch.uint8), undecided.view(torch.uint8)), (room, index.shape[1], n, rho, least)
+    options = {"THINNED": rho > 0, "M": _labels_at_a_time(index), "BLOCK": _LIST}
+    launch(_mark_kernel, (rows,), *tensors, *outs, *numbers, **options, num_warps=4)
+    return undecided, marked
 
 
 def _labels_at_a_time(index: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from lastlayer.shard import ClassShard, gather, limited, reduce
 
 FIRST_ONLY = "linear_lml_loss: has first derivatives only. Use lml_loss(F.linear(features, weight, bias), target, k)."
 TILE = {"cpu": 1 << 20, "cuda": 1 << 27}  # bytes of the logits that exist at a time
-REACH = 0.35  # the largest exp(x + nu) that a sum of powers stands for
+REACH = {5: 0.08, 8: 0.35, 16: 0.35}  # the largest exp(x + nu) that so many sums of powers stand for
 PASSES = 10  # bounds the search; a row that needs more is solved from all its logits
 STEP = ("y2(1-y)", "y(1-y)2", "y", "bend", "h2")  # what a step of the search sums, by the names of their series
 UNSEEN = ("silent", "leak")  # and with `observed`
@@ -69,36 +70,74 @@ class Layer:
             x /= self.temperature
         return x if self.mask is None else x.masked_fill_(~self.mask[:, classes], -torch.inf)
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits block by block; each block overwrites the one before."""
-        place = self.features.new_empty(self.rows, min(self.step, -(-self.n // 16) * 16))
-        for start in range(0, self.n, self.step):
-            classes = slice(start, min(start + self.step, self.n))
-            yield classes, self.logits(classes, place[:, : classes.stop - start])
+    def blocks(self, held: Held | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the logits block by block; each block overwrites the one before, except those that are held."""
+        held = held or Held(self)
+        yield from self._dropped(held)
+        held.filled = True
+        for classes, place in held.places:
+            yield classes, self.logits(classes, place)
+
+    def blocks_again(self, held: Held) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield the blocks once more, and memory for their gradients; first those that are held, from the last on."""
+        for classes, place in reversed(held.places):
+            x = place if held.filled else self.logits(classes, place)
+            yield classes, x, held.block[:, : x.shape[1]]
+        for classes, x in self._dropped(held):
+            yield classes, x, x
+
+    def _dropped(self, held: Held) -> Iterator[tuple[slice, Tensor]]:
+        for start in range(0, held.first, self.step):
+            classes = slice(start, min(start + self.step, held.first))
+            yield classes, self.logits(classes, held.block[:, : classes.stop - start])
 
     def grad(
-        self, x: Tensor, first: int, rows: Rows, pulled: Tensor, toward: Tensor, scale: Tensor, keep: bool = False
+        self, x: Tensor, first: int, rows: Rows, pull: Tensor, toward: Tensor, scale: Tensor, out: Tensor
     ) -> Tensor:
-        """Return the gradient of a block: ``pulled h / sum h + scale * absence_slope``, plus `toward` at the labels.
+        """Return the gradient of a block: `scale` times ``pull h / sum h + absence_slope``, plus `toward` at labels.
 
-        It may overwrite the block, unless `keep`.
+        Kernels write it to `out`, which may be the block itself.
         """
         if self.kernels is not None:
-            numbers = (rows.center, rows.delta, rows.log_mass, pulled, scale)
+            numbers = (rows.center, rows.delta, rows.log_mass, pull, scale)
             lists = (rows.index, rows.labels, toward)
-            block: Tensor = self.kernels.grad_block(
-                x, *numbers, *lists, first, rows.rho, torch.empty_like(x) if keep else x
-            )
+            block: Tensor = self.kernels.grad_block(x, *numbers, *lists, first, rows.rho, out)
             return block
         z = (x.to(self.work) - rows.center) + rows.delta
         depth = -z.abs()
-        dx = (depth - 2 * depth.exp().log1p() - rows.log_mass).exp() * pulled
+        dx = (depth - 2 * depth.exp().log1p() - rows.log_mass).exp() * (pull * scale)
         if rows.rho > 0:
             dx = dx + scale * absence_slope(z, rows.rho)
         dx = torch.where(x.isfinite() & ~rows.delta.isinf(), dx, 0)
-        dx = torch.where(rows.delta.isnan(), rows.delta, dx)
+        dx = torch.where(rows.delta.isnan(), torch.where(scale == 0, 0, rows.delta), dx)
         inside, place = within(rows.index, slice(first, first + x.shape[-1]))
-        return dx.scatter_add_(-1, place, torch.where(inside, toward, 0)).to(self.dtype)
+        return dx.scatter_add_(-1, place, torch.where(inside, toward * scale, 0)).to(self.dtype)
+
+
+class Held:
+    """The logits that stay from the forward pass to the backward pass: the last block, and those before it that fit.
+
+    They are held in the memory of the gradient of the weight, which takes their place class by class. From the last
+    class to the first, the logits of a block are read before any gradient is written over them: the gradient of
+    class j starts at ``j * size``, and the logits of the classes before it end there or earlier.
+    """
+
+    def __init__(self, layer: Layer, gradient: Tensor | None = None) -> None:
+        width = min(layer.step, -(-layer.n // 16) * 16)
+        self.gradient, self.block, self.filled = gradient, layer.features.new_empty(layer.rows, width), False
+        last = max(0, layer.n - width)  # the classes from here on stay in the block
+        fit, memory = 0, self.block
+        if gradient is not None and min(layer.rows, last) > 0:
+            memory = gradient.view(-1).view(layer.dtype)
+            fit = min(last, last * len(memory) // layer.n // layer.rows) // 16 * 16
+        self.first = last - fit
+        self.places: list[tuple[slice, Tensor]] = []
+        for start in range(self.first, last, layer.step):
+            stop = min(start + layer.step, last)
+            place = memory[(start - self.first) * layer.rows : (stop - self.first) * layer.rows]
+            self.places.append((slice(start, stop), place.view(layer.rows, stop - start)))
+        if layer.n > 0:
+            self.places.append((slice(last, layer.n), self.block[:, : layer.n - last]))
 
 
 def tile(x: Tensor) -> int:
@@ -136,9 +175,10 @@ def absence_slope(z: Tensor, rho: float) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def series(name: str, terms: int, rho: float = 0.0) -> Tensor:
-    """Return c with ``sum_j c_j w^(j + 1)`` equal, to rounding, to a function of ``w = exp(z)`` on [0, REACH]."""
+    """Return c with ``sum_j c_j w^(j + 1)`` equal, to rounding, to a function of ``w = exp(z)`` on [0, reach]."""
+    reach = REACH[terms]
     t = (1 + (math.pi * (torch.arange(terms, dtype=torch.float64) + 0.5) / terms).cos()) / 2
-    w, power = REACH * t, torch.arange(terms, dtype=torch.float64)
+    w, power = reach * t, torch.arange(terms, dtype=torch.float64)
     values = {
         "y": lambda: w / (1 + w),
         "y2(1-y)": lambda: w**2 / (1 + w) ** 3,
@@ -148,7 +188,7 @@ def series(name: str, terms: int, rho: float = 0.0) -> Tensor:
         "silent": lambda: w.log1p() - ((1 - rho) * w).log1p(),
         "leak": lambda: absence_slope(w.log(), rho),
     }[name]()
-    coefficients: Tensor = torch.linalg.solve(t.unsqueeze(-1) ** power, values / w) / REACH**power
+    coefficients: Tensor = torch.linalg.solve(t.unsqueeze(-1) ** power, values / w) / reach**power
     return coefficients
 
 
@@ -165,20 +205,29 @@ class Scan:
     classes of any smooth function of ``x + nu`` follows from them for every nu with the floor below ``-nu``.
     """
 
-    def __init__(self, layer: Layer, index: Tensor, limit: int, named: bool = False) -> None:
-        """Scan all logits; `named` keeps the classes of the lists too."""
-        self.index, self.terms = index, 16 if layer.work == torch.float64 else 8
-        self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
-        self.floor, room = _floor(layer, limit)
+    def __init__(self, layer: Layer, limit: int, named: bool = False, held: Held | None = None) -> None:
+        """Begin with what needs no labels: the floors, and the logits of the first block.
+
+        `named` keeps the classes of the lists too, `held` some of the logits.
+        """
+        self.layer, self.kept = layer, held or Held(layer)
+        self.floor, room, self.terms = _floor(layer, limit, self.kept.block)
+        self._blocks = layer.blocks(self.kept)
+        self._first = list(itertools.islice(self._blocks, 1))  # a GPU has work from here on
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
         self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
         if layer.kernels is not None:
-            self.sums = layer.kernels.partial_sums(layer.rows, min(layer.step, layer.n), index.device)
+            self.sums = layer.kernels.partial_sums(layer.rows, min(layer.step, layer.n), self.terms, self.floor.device)
         self.top = self.floor.new_full((layer.rows, room), -torch.inf)
-        self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=index.device)
+        self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=self.floor.device)
         self.classes = self.top.new_zeros(self.top.shape, dtype=torch.int32) if named and room else None
-        for classes, x in layer.blocks():
+
+    def run(self, index: Tensor) -> None:
+        """Scan all logits, and keep those of the labels."""
+        layer, self.index = self.layer, index
+        self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
+        for classes, x in itertools.chain(self._first, self._blocks):
             if layer.kernels is not None:
                 lists = (self.top, self.fill, index, self.labels, self.classes)
                 layer.kernels.scan_block(x, self.floor, self.sums, *lists, classes.start)
@@ -186,6 +235,7 @@ class Scan:
             inside, place = within(index, classes)
             self.labels = torch.where(inside, x.gather(-1, place).to(layer.work), self.labels)
             self._add(x.to(layer.work), classes.start)
+        self._first.clear()
 
     def add_up(self, limit: int) -> None:
         """Sort the lists and add up the sums, for the search in plain torch."""
@@ -221,7 +271,7 @@ class Scan:
     def tail(self, names: tuple[str, ...], depth: Tensor, unit: Tensor | float = 0.0, rho: float = 0.0) -> list[Tensor]:
         """Return the sums of functions over the classes below the floor, divided by exp(unit); depth is floor + nu."""
         series = table(names, self.terms, rho, depth.dtype, depth.device)
-        w = depth.clamp(max=math.log(REACH)).exp()
+        w = depth.clamp(max=math.log(REACH[self.terms])).exp()
         power = self.powers * w ** torch.arange(self.terms, device=w.device)
         sums = (power.unsqueeze(-1) * series).sum(-2)  # not a matrix product, which may be set to TF32
         return list(torch.where(sums == 0, 0, sums * (depth - unit).exp()).split(1, -1))
@@ -238,21 +288,31 @@ def list_sizes(n_classes: int, limit: int) -> tuple[int, int, int]:
     return stride, rank, math.ceil((rank + 4 * math.sqrt(rank) + 8) * n_classes / size)
 
 
-def _floor(layer: Layer, limit: int) -> tuple[Tensor, int]:
-    """Return the floor of each row's list, and the room of the lists."""
+def _floor(layer: Layer, limit: int, block: Tensor) -> tuple[Tensor, int, int]:
+    """Return the floor of each row's list, the room of the lists, and the number of powers to sum below the floor.
+
+    The sample of logits is computed in the memory of a block.
+    """
+    most = 16 if layer.work == torch.float64 else 8
     if layer.n <= _WHOLE:
-        return layer.features.new_full((layer.rows, 1), -torch.inf, dtype=layer.work), layer.n
+        return layer.features.new_full((layer.rows, 1), -torch.inf, dtype=layer.work), layer.n, most
     stride, rank, room = list_sizes(layer.n, limit)
-    piece = max(1, tile(layer.features) * stride // layer.n)  # rows whose sample is as large as a block
+    size = -(-layer.n // stride) // 16 * 16  # which products prefer
+    rank = min(rank, size)
+    memory = block.view(-1) if block.numel() >= size else block.new_empty(size)
+    piece = len(memory) // size
     floor = layer.features.new_empty(layer.rows, 1, dtype=layer.work)
     for start in range(0, layer.rows, piece):
-        rows = slice(start, start + piece)
-        sample = layer.of_rows(rows).logits(slice(0, layer.n, stride))
+        rows = slice(start, min(start + piece, layer.rows))
+        place = memory[: (rows.stop - start) * size].view(-1, size)
+        sample = layer.of_rows(rows).logits(slice(0, size * stride, stride), place)
         if layer.kernels is not None:
             floor[rows] = layer.kernels.floors(sample, rank)
         else:
             floor[rows] = finite(sample).topk(rank, -1).values[:, -1:].to(layer.work)
-    return floor, room
+    # With many logits above the floor for each label, exp(x + nu) is small below it, and few powers are enough.
+    few = layer.kernels is not None and rank * stride >= 18 * limit
+    return floor, room, 5 if few else most
 
 
 @dataclass
@@ -320,7 +380,7 @@ def _small_sums(scan: Scan, center: Tensor, delta: Tensor, peak: Tensor) -> list
     rest.insert(2, torch.zeros_like(depth))  # no class below the floor is above 0
     sums = [p.sum(-1, keepdim=True) + r for p, r in zip((a, b, above, residual, bend, squares), rest, strict=True)]
     below = scan.powers[:, :1] > 0
-    return [*sums, (below & ~(depth < math.log(0.9 * REACH))).to(depth.dtype)]
+    return [*sums, (below & ~(depth < math.log(0.9 * REACH[scan.terms]))).to(depth.dtype)]
 
 
 def add_unseen(scan: Scan, rows: Rows) -> None:

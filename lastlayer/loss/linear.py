@@ -23,6 +23,7 @@ from lastlayer.loss._scan import (
     REACH,
     STEP,
     UNSEEN,
+    Held,
     Layer,
     Rows,
     Scan,
@@ -39,6 +40,8 @@ from lastlayer.loss._scan import (
 from lastlayer.loss.lml import lml_loss
 from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, unwrap
+
+_WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product of 16 bits to a sum of 32
 
 
 def linear_lml_loss(
@@ -62,12 +65,17 @@ def linear_lml_loss(
 
     .. math:: -\sum_{j \in Y} \log \sigma(w_j^\top f + b_j + \nu), \qquad \sum_j \sigma(w_j^\top f + b_j + \nu) = k
 
-    Blocks of classes are computed, used and dropped: once in the forward pass, once more in the backward pass. For each
-    row one scan keeps the largest logits and power sums of the rest; the threshold and the loss follow from these to
-    rounding. A row for which they do not suffice (as a rule, `k` above about 1 % of the classes) is solved from all its
-    logits, a few rows at a time. Memory beyond the arguments and their gradients is one block and some thousand numbers
-    per row. On a GPU a flag is read back, so the call cannot be captured in a CUDA graph. Logits that fit in one block
-    (128 MB on a GPU, 1 MB on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
+    Blocks of classes are computed, used and dropped, and computed once more in the backward pass. For each row one scan
+    keeps the largest logits and power sums of the rest; the threshold and the loss follow from these to rounding. A row
+    for which they do not suffice (as a rule, `k` above about 1 % of the classes) is solved from all its logits, a few
+    rows at a time.
+
+    Memory beyond the arguments and their gradients is one block and some thousand numbers per row. If the weight needs
+    a gradient, the memory for it is taken in the forward pass already: until the gradient is written there, it holds as
+    many logits as fit (all of them if there are fewer rows than features), which are then not computed again.
+
+    On a GPU a flag is read back, so the call cannot be captured in a CUDA graph. Logits that fit in one block (128 MB
+    on a GPU, 1 MB on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
 
     Args:
         features: The inputs of the layer, shape ``(*batch, in_features)``.
@@ -117,11 +125,11 @@ def linear_lml_loss(
     rows = batch.numel()
     dtype = _dot_dtype(features)
     shape = torch.empty((), dtype=dtype, device=features.device).expand(*batch, n)
-    labels = _check.target(op, local_part(target), shape, shard)
     cardinality = _check.cardinality(op, k, shape, shard)
     mask = _check.mask(op, local_part(mask), shape)
     divisor = _check.temperature(op, temperature)
     if rows * n <= tile(shape) and shard is None and negatives is None:
+        labels = _check.target(op, local_part(target), shape, shard)
         x = F.linear(features.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         options: dict[str, Any] = {"observed": rho, "temperature": temperature, "mask": mask, "reduction": reduction}
         if labels.dense is not None and labels.dense.is_floating_point():
@@ -129,32 +137,36 @@ def linear_lml_loss(
         return lml_loss(x, target, k, sample_weight=sample_weight, **options)
     if isinstance(divisor, Tensor):
         divisor = spread(divisor, shard).to(dtype).expand(batch).reshape(rows, 1)
+    features = spread(features, shard).reshape(rows, features.shape[-1])
+    mask = None if mask is None else mask.reshape(rows, n)
+    limit, scan = _largest_rank(k), None
+    if negatives is None:  # a GPU computes the first logits while the host looks at the labels
+        holds = torch.is_grad_enabled() and weight.requires_grad and least == 0
+        with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+            layer = Layer(features, weight, bias, dtype, divisor, mask)
+            scan = Scan(layer, limit, least > 0, _held(layer, holds))
+    labels = _check.target(op, local_part(target), shape, shard)
     index = _index_lists(labels, lambda dense: dense > 0)
     width = index.shape[-1]
     if rho > 0 and labels.dense is not None:
         index = torch.cat([index, _index_lists(labels, lambda dense: dense < 0)], -1)
-    arguments = (
-        spread(features, shard).reshape(rows, features.shape[-1]),
-        weight,
-        bias,
-        cardinality.reshape(rows, 1),
-        divisor,
-        None if mask is None else mask.reshape(rows, n),
-        index.reshape(rows, index.shape[-1]).contiguous(),
-        width,
-        rho,
-        dtype,
-    )
-    if negatives is None:
-        loss, count = _LinearLML.apply(*arguments, _largest_rank(k), shard, least)
+    index = index.reshape(rows, index.shape[-1]).contiguous()
+    known = _has_known(labels, shard).view(rows) if rho > 0 else None
+    arguments = (features, weight, bias, cardinality.reshape(rows, 1), divisor)
+    if scan is not None:
+        result_dtype = dtype if sample_weight is None and not _check.autocast(features.device) else cardinality.dtype
+        inner = reduction if sample_weight is None else "none"
+        options = {"labels": width, "rho": rho, "limit": limit, "shard": shard, "least": least, "known": known}
+        result: tuple[Tensor, Tensor] = _LinearLML.apply(*arguments, scan, index, options, inner, result_dtype)
+        loss, contributes = result
+        if sample_weight is None:
+            return loss if inner != "none" else loss.view(batch)
     else:
         drawn, counts_for = draw(op, negatives, n, features.device, generator, 0 if shard is None else shard.start)
-        loss, count = sampled(*arguments, drawn, counts_for, shard)
-    contributes = count.view(batch) > 0
-    if rho > 0:
-        contributes = _has_known(labels, shard) | contributes
-    loss = torch.where(contributes, loss.view(batch), 0)
-    return _rows.leave(op, loss, reduction, contributes, dtype, sample_weight)
+        loss, count = sampled(*arguments, mask, index, width, rho, dtype, drawn, counts_for, shard)
+        contributes = count > 0 if known is None else known | (count > 0)
+        loss = torch.where(contributes, loss, 0)
+    return _rows.leave(op, loss.view(batch), reduction, contributes.view(batch), dtype, sample_weight)
 
 
 def _has_known(labels: Labels, shard: ClassShard | None) -> Tensor:
@@ -240,11 +252,19 @@ def _said_by_all(rows: Rows, n: Tensor) -> Tensor:
     return times(others, -log1p(-rows.rho))
 
 
-Settled = tuple[Rows, Tensor, Tensor, Tensor, Tensor]  # and per row: loss, pull, number of labels; slopes at labels
+Leave = Callable[[Tensor, Tensor], Any]  # loss and number of labels per row -> the result
+Settled = tuple[Rows, Tensor, Tensor, Any]  # the pull of each row, the slopes at its labels, and the result
 
 
 def _settle(
-    layer: Layer, scan: Scan, k: Tensor, limit: int, labels: int, rho: float, shard: ClassShard | None
+    layer: Layer,
+    scan: Scan,
+    k: Tensor,
+    limit: int,
+    labels: int,
+    rho: float,
+    shard: ClassShard | None,
+    leave: Leave,
 ) -> Settled:
     """Find the thresholds and the loss from a scan; the first `labels` entries of an index list are positive."""
     scan.add_up(limit)
@@ -274,24 +294,48 @@ def _settle(
         leak = torch.where(live, absence_slope(z, rho), 0)
         toward, pull = toward - leak, pull - torch.where(rows.delta.isinf(), 0, rows.leak) + leak.sum(-1, True)
     loss, pull, count = reduce([loss, pull, positive.to(z.dtype)], "sum", shard)
-    return rows, loss, pull, count, toward
+    return rows, pull, toward, leave(loss, count)
 
 
 def _settle_by_kernels(
-    layer: Layer, scan: Scan, k: Tensor, limit: int, labels: int, rho: float, shard: ClassShard | None
+    layer: Layer,
+    scan: Scan,
+    k: Tensor,
+    limit: int,
+    labels: int,
+    rho: float,
+    shard: ClassShard | None,
+    leave: Leave,
 ) -> Settled:
     """Do the same as :func:`_settle` in a few launches, for classes that are not sharded."""
     assert layer.kernels is not None
     assert shard is None
     names = STEP + UNSEEN if rho > 0 else STEP
     series = table(names, scan.terms, rho, layer.work, k.device)
-    reach, every = (math.log(REACH), math.log(0.9 * REACH)), -log1p(-rho)
+    reach, every = (math.log(REACH[scan.terms]), math.log(0.9 * REACH[scan.terms])), -log1p(-rho)
     kept = (scan.top, scan.fill, scan.floor, scan.sums)
-    solution = layer.kernels.search(*kept, k, series, limit, reach, PASSES, rho, every)
+    solution, some_lost = layer.kernels.search(*kept, k, series, limit, reach, PASSES, rho, every)
     center, delta, log_mass, lost, _, silent, leak = solution.unsqueeze(-1)
     rows = Rows(center, delta, log_mass, scan.index, scan.labels, rho)
     rows.silent, rows.leak = silent, leak
-    _solve_lost(layer, lost > 0, k, rows, None)
+
+    def end() -> tuple[Tensor, Tensor, Any]:
+        loss, pull, count, toward = _losses_by_kernels(layer, scan, rows, solution, labels, every)
+        return pull, toward, leave(loss, count)
+
+    found = end()  # for a start, so that the device has work while the host waits for the answer
+    if bool(some_lost):
+        _solve_lost(layer, lost > 0, k, rows, None)
+        found = end()
+    return rows, *found
+
+
+def _losses_by_kernels(
+    layer: Layer, scan: Scan, rows: Rows, solution: Tensor, labels: int, every: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return loss, pull and number of labels of each row, and the slopes at the labels."""
+    assert layer.kernels is not None
+    rho = rows.rho
     sums, toward = layer.kernels.losses(solution, rows.index, rows.labels, labels, rho, every)
     loss, pull, count = sums.unsqueeze(-1)
     if rho > 0:
@@ -301,11 +345,11 @@ def _settle_by_kernels(
         ruled_out = (rows.index[:, :labels] >= 0) & (rows.labels[:, :labels] == -torch.inf)
         said = torch.where(ruled_out.any(-1, keepdim=True), torch.inf, _said_by_all(rows, n))
         loss = torch.where(rows.delta == torch.inf, said, loss)
-    return rows, loss, pull, count, toward
+    return loss, pull, count, toward
 
 
 class _LinearLML(torch.autograd.Function):
-    """``(features, weight, bias, k, temperature) -> (loss, number of labels)``, each per row."""
+    """``(features, weight, bias, k, temperature) -> loss``, per row or reduced, and which rows contribute."""
 
     @staticmethod
     def forward(
@@ -315,35 +359,49 @@ class _LinearLML(torch.autograd.Function):
         bias: Tensor | None,
         k: Tensor,
         temperature: float | Tensor,
-        mask: Tensor | None,
+        scan: Scan,
         index: Tensor,
-        labels: int,
-        rho: float,
+        options: dict[str, Any],
+        reduction: Reduction,
         dtype: torch.dtype,
-        limit: int,
-        shard: ClassShard | None,
-        least: float,
     ) -> tuple[Tensor, Tensor]:
-        layer = Layer(features, weight, bias, dtype, temperature, mask)
+        layer, known, least = scan.layer, options.pop("known"), options.pop("least")
+
+        def leave(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            contributes = count > 0 if known is None else (count > 0) | known.unsqueeze(-1)
+            loss = torch.where(contributes, loss, 0).squeeze(-1)
+            result = _rows.leave("linear_lml_loss", loss, reduction, contributes, dtype)
+            share = contributes.to(loss.dtype)  # of each row in the result
+            if reduction == "mean":
+                share = share / share.sum().clamp(min=1)
+            return result, contributes.squeeze(-1), share
+
         with torch.autocast(features.device.type, enabled=False):
-            scan = Scan(layer, index, limit, least > 0)
-            by_kernels = layer.kernels is not None and shard is None
+            scan.run(index)
+            by_kernels = layer.kernels is not None and options["shard"] is None
             settle = _settle_by_kernels if by_kernels else _settle
-            rows, loss, pull, count, toward = settle(layer, scan, k, limit, labels, rho, shard)
+            rows, pull, toward, (loss, contributes, share) = settle(layer, scan, k, leave=leave, **options)
+        ctx.held = None if scan.kept.gradient is None else scan.kept
         scale = temperature if isinstance(temperature, Tensor) else None
         few = _few_classes(layer, scan, rows, pull, least) if scan.classes is not None else (None, None)
-        saved = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward, *few)
-        ctx.save_for_backward(features, weight, bias, mask, scale, index, *saved)
-        ctx.dtype, ctx.rho, ctx.temperature = dtype, rho, None if scale is not None else temperature
-        ctx.mark_non_differentiable(count)
-        return loss.squeeze(-1), count.squeeze(-1)
+        saved = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward, share, *few)
+        ctx.save_for_backward(features, weight, bias, layer.mask, scale, index, *saved)
+        ctx.dtype, ctx.rho, ctx.temperature = layer.dtype, rows.rho, None if scale is not None else temperature
+        ctx.mark_non_differentiable(contributes)
+        return loss, contributes
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         gradients = _first_derivatives(ctx, grad.detach())
         if torch.is_grad_enabled():
             gradients = FirstOnly.apply(FIRST_ONLY, 3, grad, *ctx.saved_tensors[:2], *gradients)
-        return (*gradients, *(None,) * 8)
+        return (*gradients, *(None,) * 5)
+
+
+def _held(layer: Layer, holds: bool) -> Held:
+    """Return room for logits in the memory of the gradient of the weight, if that lies in the order of the classes."""
+    gradient = torch.empty_like(layer.weight) if holds else None
+    return Held(layer, gradient if gradient is not None and gradient.is_contiguous() else None)
 
 
 class _Wanted(NamedTuple):
@@ -356,9 +414,9 @@ class _Wanted(NamedTuple):
 
 
 class _Upstream(NamedTuple):
-    """One number per row, and per label: what the gradient of a block is made of."""
+    """What the gradient of a block is made of: one number per row, per label, and the factor of a row."""
 
-    pulled: Tensor
+    pull: Tensor
     toward: Tensor
     scale: Tensor
 
@@ -369,23 +427,26 @@ class _Upstream(NamedTuple):
 def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of features, weight, bias, k and temperature, block by block."""
     features, weight, bias, mask, scale, index, *saved = ctx.saved_tensors
-    center, delta, log_mass, labels, pull, toward, undecided, marked = saved
+    center, delta, log_mass, labels, pull, toward, share, undecided, marked = saved
     temperature = ctx.temperature if scale is None else scale
     with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
         layer = Layer(features, weight, bias, ctx.dtype, temperature, mask)
         wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
         wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
-        grad = grad.unsqueeze(-1).to(layer.work)
-        pulled, toward = grad * pull, grad * toward
-        # A row without an upstream gradient has none.
-        delta = torch.where((grad == 0) & delta.isnan(), torch.inf, delta)
-        grad_k = torch.where(delta.isinf(), 0, -pulled * (-log_mass).exp()) if wants_k else None
+        grad = grad * share if grad.ndim == 0 else torch.where(share > 0, grad.unsqueeze(-1).to(share.dtype), 0)
+        grad_k = None
+        if wants_k:  # a row without an upstream gradient has none
+            none = delta.isinf() | ((grad == 0) & delta.isnan())
+            grad_k = torch.where(none, 0, -grad * pull * (-log_mass).exp())
         rows = Rows(center, delta, log_mass, index, labels, ctx.rho)
         if scale is not None or temperature != 1.0:
-            pulled, toward, grad = (t / temperature for t in (pulled, toward, grad))
-        upstream = _Upstream(pulled.contiguous(), toward.contiguous(), grad.contiguous())
+            grad = grad / temperature
+        upstream = _Upstream(pull.contiguous(), toward, grad.contiguous())
         if marked is None:
-            found = _gradients(layer, rows, upstream, wanted)
+            held, ctx.held = ctx.held, None
+            if held is None:  # a second backward pass computes the logits again, in the same order
+                held = _held(layer, wants_weight)
+            found = _gradients(layer, rows, upstream, wanted, held)
         else:
             found = _gradients_of_some(layer, rows, upstream, wanted, undecided, marked)
         if found.features is not None:
@@ -395,28 +456,39 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return found.features, found.weight, found.bias, grad_k, found.temperature
 
 
-def _gradients(layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted) -> _Wanted:
+def _gradients(layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted, held: Held | None = None) -> _Wanted:
     """Return the gradients that are wanted, from all classes, block by block."""
     dtype, weight = layer.dtype, layer.weight
     grad_features = torch.zeros_like(layer.features, dtype=layer.work) if wanted.features else None
-    grad_weight = torch.empty_like(weight) if wanted.weight else None
+    held = held or _held(layer, wanted.weight)
+    grad_weight = None
+    if wanted.weight:
+        grad_weight = torch.empty_like(weight) if held.gradient is None else held.gradient
     grad_bias = None if layer.bias is None or not wanted.bias else torch.empty_like(layer.bias)
     grad_temperature = torch.zeros_like(rows.center) if wanted.temperature else None
-    for classes, x in layer.blocks():
-        dx = layer.grad(x, classes.start, rows, *upstream, keep=wanted.temperature)
+    for classes, x, place in layer.blocks_again(held):
+        dx = layer.grad(x, classes.start, rows, *upstream, torch.empty_like(x) if wanted.temperature else place)
         if grad_temperature is not None:
             grad_temperature -= (dx * torch.where(x.isfinite(), x, 0)).sum(-1, keepdim=True, dtype=layer.work)
         if grad_bias is not None:
             grad_bias[classes] = dx.sum(0)
-        if grad_features is not None and dtype == layer.work:
-            grad_features.addmm_(dx, weight[classes].to(dtype))
-        elif grad_features is not None:
-            grad_features += dx @ weight[classes].to(dtype)
+        if grad_features is not None:
+            _add_product(grad_features, dx, weight[classes].to(dtype))
         if grad_weight is not None and grad_weight.dtype == dtype:
             torch.mm(dx.T, layer.features, out=grad_weight[classes])
         elif grad_weight is not None:
             grad_weight[classes] = dx.T @ layer.features
     return _Wanted(grad_features, grad_weight, grad_bias, grad_temperature)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a product to a sum of the same or a wider dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and _WIDE_SUMS:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _few_classes(layer: Layer, scan: Scan, rows: Rows, pull: Tensor, least: float) -> tuple[Tensor, Tensor]:
@@ -425,6 +497,10 @@ def _few_classes(layer: Layer, scan: Scan, rows: Rows, pull: Tensor, least: floa
     Below the floor the derivative grows with the logit: it is smaller than there.
     """
     assert scan.classes is not None
+    if layer.kernels is not None:
+        lists, numbers = (scan.top, scan.fill, scan.floor, scan.classes), (rows.center, rows.delta, rows.log_mass, pull)
+        found: tuple[Tensor, Tensor] = layer.kernels.marks(*lists, *numbers, rows.index, layer.n, rows.rho, least)
+        return found
     place = torch.arange(scan.top.shape[-1], device=scan.top.device)
     undecided = ~(_slope(scan.floor, rows, pull) < least).squeeze(-1) | (scan.fill > len(place))
     active = (place < scan.fill.unsqueeze(-1)) & ~(_slope(scan.top, rows, pull) < least)
@@ -448,28 +524,37 @@ def _gradients_of_some(
     layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted, undecided: Tensor, marked: Tensor
 ) -> _Wanted:
     """As `_gradients`, where only the marked classes have a gradient in all rows but the undecided ones."""
-    inside = (rows.index >= 0) & (rows.index < layer.n)
-    classes = marked.nonzero().squeeze(-1)
+    grad_weight = torch.zeros_like(layer.weight) if wanted.weight else None  # while the host waits for the next lines
+    grad_bias = torch.zeros_like(layer.bias) if wanted.bias and layer.bias is not None else None
+    some_undecided, classes = bool(undecided.any()), marked.nonzero().squeeze(-1)
     if len(classes) > layer.n // 2:
+        del grad_weight
         return _gradients(layer, rows, upstream, wanted)
+    inside = (rows.index >= 0) & (rows.index < layer.n)
+    place = torch.where(inside, (marked.cumsum(0) - 1)[torch.where(inside, rows.index, 0)], -1)
+    if not some_undecided:
+        found = _gradients(layer.of_classes(classes), replace(rows, index=place), upstream, wanted)
+        for whole, piece in ((grad_weight, found.weight), (grad_bias, found.bias)):
+            if whole is not None:
+                whole[classes] = piece
+        return found._replace(weight=grad_weight, bias=grad_bias)
+    del grad_weight
     full, rest = undecided.nonzero().squeeze(-1), (~undecided).nonzero().squeeze(-1)
     found = _Wanted(
         torch.zeros_like(layer.features, dtype=layer.work) if wanted.features else None,
-        torch.zeros_like(layer.weight) if wanted.weight and not len(full) else None,
-        torch.zeros_like(layer.bias) if wanted.bias and layer.bias is not None and not len(full) else None,
+        None,
+        None,
         torch.zeros_like(rows.center) if wanted.temperature else None,
     )
-    if len(full):
-        part = _gradients(layer.of_rows(full), rows.of_rows(full), upstream.of_rows(full), wanted)
-        found = found._replace(weight=part.weight, bias=part.bias)
-        _add_rows(found, part, full)
-    place = torch.where(inside, (marked.cumsum(0) - 1)[torch.where(inside, rows.index, 0)], -1)
+    part = _gradients(layer.of_rows(full), rows.of_rows(full), upstream.of_rows(full), wanted)
+    found = found._replace(weight=part.weight, bias=part.bias)
+    _add_rows(found, part, full)
     some = replace(rows, index=place).of_rows(rest)
     part = _gradients(layer.of_rows(rest).of_classes(classes), some, upstream.of_rows(rest), wanted)
     _add_rows(found, part, rest)
     for whole, piece in ((found.weight, part.weight), (found.bias, part.bias)):
         if whole is not None:
-            whole.index_add_(0, classes, piece)
+            whole[classes] += piece
     return found
 
 
