@@ -55,6 +55,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         for run in (library.lastlayer_run, library.lastlayer_run_weighted):
             run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
         library.lastlayer_run_fused.argtypes = (ctypes.c_char_p,)
+        pointer, whole = ctypes.c_void_p, ctypes.c_int
+        types = (pointer, ctypes.c_double, pointer, ctypes.c_int64, whole, whole)
+        library.lastlayer_scale_to_half.argtypes = types
         library.lastlayer_use_team.argtypes = (ctypes.c_void_p,)
         library.lastlayer_use_team(_team())
     except (OSError, AttributeError) as error:

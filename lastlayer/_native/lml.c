@@ -236,6 +236,16 @@ static const row_work half_works[3] = {
 /* Use the threads of this OpenMP runtime from now on. */
 EXPORT void lastlayer_use_team(team_entry team) { pool_team = team; }
 
+typedef void (*scaled_work)(int, const float *, float, uint16_t *, int64_t);
+
+static const scaled_work scaled_works[3] = {
+    scaled_f32_baseline,
+#if DISPATCH
+    scaled_f32_avx2,
+    scaled_f32_avx512,
+#endif
+};
+
 static int isa_limit = 2, has_f16c = 0;
 
 #if DISPATCH
@@ -380,6 +390,28 @@ static int run(const struct call *call, int type, int operation) {
     free(memory);
     free(space);
     return 0;
+}
+
+struct scaled_job {
+    scaled_work work;
+    int half;
+    const float *from;
+    float factor;
+    uint16_t *to;
+    int64_t size;
+};
+
+static void scaled_part(void *job, int64_t part, int slot) {
+    const struct scaled_job *j = job;
+    int64_t first = part * PART, count = j->size - first < PART ? j->size - first : PART;
+    (void)slot;
+    j->work(j->half, j->from + first, j->factor, j->to + first, count);
+}
+
+/* Numbers of float times a factor, to half precision. */
+EXPORT void lastlayer_scale_to_half(const float *from, double factor, uint16_t *to, int64_t size, int half, int threads) {
+    struct scaled_job job = {scaled_works[lastlayer_isa()], half, from, (float)factor, to, size};
+    pool_run(scaled_part, &job, (size + PART - 1) / PART, size < SERIAL_BELOW ? 1 : threads);
 }
 
 /* ---- Rows with weights and bounds. ---- */

@@ -16,6 +16,7 @@ from torch import Tensor
 from lastlayer._native import CALL, library
 
 _RUN = library().lastlayer_run  # this module is imported where there is a library
+_SCALE = library().lastlayer_scale_to_half
 _PACK, _ADDRESS, _THREADS = CALL.pack, ctypes.addressof, torch.get_num_threads
 _NO_MEMORY = "lastlayer: no memory for the rows that are being worked on."
 _KINDS = {"y": 0, "log": 1, "nu": 2}
@@ -162,6 +163,13 @@ def reduced_loss(
         _LOSS_FORWARD, x, k, mask, temperature, observed, index, dense, None, None, None, None, total, mean, slope, over
     )
     return total, slope, over.value
+
+
+def scaled_to_half(slope: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """Return float32 numbers times a factor in half precision."""
+    out = torch.empty_like(slope, dtype=dtype)
+    _SCALE(slope.data_ptr(), factor, out.data_ptr(), slope.numel(), _HALF[dtype], _THREADS())
+    return out
 
 
 def reduced_loss_rows(

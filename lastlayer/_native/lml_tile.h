@@ -415,6 +415,16 @@ FN void NAME(narrowed)(int half, const word *restrict from, uint16_t *restrict t
     for (; i < size; i++) to[i] = narrow_float16(from[i]);
 }
 
+/* The reverse of numbers times a factor. */
+FN void NAME(scaled)(int half, const float *from, float factor, uint16_t *to, int64_t size) {
+    float block[256];
+    for (int64_t i = 0; i < size; i += 256) {
+        int64_t count = size - i < 256 ? size - i : 256;
+        for (int64_t j = 0; j < count; j++) block[j] = from[i + j] * factor;
+        NAME(narrowed)(half, (const word *)block, to + i, count);
+    }
+}
+
 /* Rows of half precision, converted while they are in the cache: the forward and backward pass of y, and the loss with its
    gradient, which stays float. */
 FN void NAME(half_rows)(const struct call *call, int64_t index, int count, struct space *space) {

@@ -661,8 +661,9 @@ class _LMLSummedLoss(torch.autograd.Function):
         slope, ctx.slope = ctx.slope, None  # handed over once; a second backward pass computes it again
         if slope is not None and ctx.over and not with_k and not differentiated(grad) and direct(grad):
             factor = float(grad) * ctx.over
-            slope = slope if factor == 1 else slope.mul_(factor)
-            return slope if slope.dtype == dtype else slope.to(dtype), None, *nothing
+            if slope.dtype != dtype:
+                return kernels("native").scaled_to_half(slope, factor, dtype), None, *nothing
+            return slope if factor == 1 else slope.mul_(factor), None, *nothing
         ctx.impl = "native"
         problem, labels, _ = _saved(ctx)
         x, k, mask, temperature, _, impl = problem

@@ -99,6 +99,9 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
             reduced.dense = form ? dense : 0, reduced.dense_type = DENSE_I8, reduced.observed = form / 2.0;
             reduced.slope = out, reduced.total = &total, reduced.over = &over, reduced.mean = 1, reduced.unit = 1;
             bad += lastlayer_run(&reduced, type, LOSS_FORWARD);
+            uint16_t *half = malloc(size * 2 + !size);
+            lastlayer_scale_to_half(out, 3, half, (int64_t)size, (int)call.half, threads);
+            free(half);
         }
     }
     for (int i = 0; i < 6; i++) free(row[i]);
