@@ -9,6 +9,7 @@ from the cache in each round. A matrix whose columns do not agree after ROUNDS r
 
 import functools
 import struct
+import threading
 
 import torch
 import triton
@@ -17,17 +18,42 @@ from torch import Tensor
 
 from lastlayer._triton import INTERPRETED
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.device import LOG2E, exp, exp2, log1p, log2, rcp, start, sum2, sum3
-from lastlayer._triton.launch import launch
+from lastlayer._triton.device import (
+    COMPILED,
+    LOG2E,
+    ROWS_FIRST,
+    by_row,
+    exp,
+    exp2,
+    log1p,
+    log2,
+    rcp,
+    start,
+    sum2,
+    sum4,
+    sum_w,
+)
+from lastlayer._triton.launch import launch, prepare, relaunch
 
 WIDEST = 1024  # columns
 ROUNDS = 64
+LOOKS = 10_000  # at the answer, before the host waits for the device: about a millisecond
 WARPS = 8  # of a program that takes several blocks of rows
 PER_THREAD = 16  # entries of the matrix
 MOST = 16384  # entries that one program holds for the whole search
 NEAR = tl.constexpr(0.5)  # r from which the columns can follow a step of nu without another pass
 TOLERANCE = tl.constexpr(4e-7)  # of a column's sum, relative to its capacity
-CLOSE = tl.constexpr(0.0052)  # as in `weighted`
+ROUNDING = tl.constexpr(2e-7)  # of a row's sum, relative to the smaller one of what it takes and leaves
+CLOSE = tl.constexpr(0.0052)  # r of a row whose next step is exact enough to end with
+SHIFT = tl.constexpr(28)  # bits of the sum of h of a column; that of y has 34
+MASK = tl.constexpr((1 << 28) - 1)
+HIGH = tl.constexpr(float(1 << 34))
+LOW = tl.constexpr(float(1 << 27))
+SPAN = tl.constexpr(256.0)  # capacities that the sum of a column can reach; more than the programs
+FAR = tl.constexpr(1 << 10)  # more than the rows of a block
+BROKEN = tl.constexpr(1 << 20)  # counted for a row whose sum is not a number
+MOVED = tl.constexpr(0.5)  # how far odds may be moved by factors before they are computed anew
+LONGEST = tl.constexpr(16.0)  # step of a row
 PASSES = tl.constexpr(10)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -36,43 +62,93 @@ LN2 = tl.constexpr(0.6931471805599453)
 def _meet(counter_ptr, target):
     """Wait until all programs are here; what they have added to the sums can then be read."""
     tl.debug_barrier()
-    tl.atomic_add(counter_ptr, 1)
-    while tl.atomic_add(counter_ptr, 0) < target:
+    tl.atomic_add(counter_ptr, 1, sem="release")
+    while tl.atomic_add(counter_ptr, 0, sem="acquire") < target:
         pass
     tl.debug_barrier()
 
 
+# A block has three dimensions, as the tiles of `device`: rows, and columns w * C + c. A row is within one warp as long
+# as C is at most 32 vectors, so that its sums need no barrier.
+
+
 @triton.jit
-def _pass(x, mu, mu_low, nu, nu_low, few, goal, is_row, is_column, FULL: tl.constexpr):
-    """Values of some rows at the present duals; the next step of each nu, its size r, and the largest of these."""
-    t = ((x + mu[None, :]) + nu[:, None]) + (mu_low[None, :] + nu_low[:, None])
-    tail = exp2(tl.abs(t) * -LOG2E)
-    over = rcp(1 + tail)
-    small = tail * over
-    above = t > 0
-    y = tl.where(above, over, small)
-    other = tl.where(above, small, over)
-    h = small * over
-    bend = h * (other - y)
-    got = tl.where(few[:, None], y, other)
-    if not FULL:  # a column that does not exist has a score of -inf: only 1 - y has to be left out
-        got = tl.where(is_column[None, :], got, 0.0)
-    f, s1, s2 = sum3(got, h, bend, 1)
+def _by_column(value):
+    """One value per column, shape (W, C), in the shape that broadcasts to a block."""
+    if ROWS_FIRST:
+        return value[None, :, :]
+    else:
+        return value[:, None, :]
+
+
+@triton.jit
+def _sums_of_columns(a, b):
+    if ROWS_FIRST:
+        return sum2(a, b, 0)
+    else:
+        return sum2(a, b, 1)
+
+
+@triton.jit
+def _max2(a0, a1, b0, b1):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1)
+
+
+@triton.jit
+def _largest2(a, b):
+    """The largest of either over all columns."""
+    if COMPILED:
+        a, b = tl.reduce((a, b), 1, _max2)
+        return tl.reduce((a, b), 0, _max2)
+    else:
+        return tl.max(tl.max(a, 1), 0), tl.max(tl.max(b, 1), 0)
+
+
+@triton.jit
+def _odds(x, mu, mu_low, nu, nu_low):
+    """(1 - y) / y of some rows: not 0 times infinity, and so that 1 / (1 + it) of a score of -inf is 0."""
+    t = ((x + _by_column(mu)) + by_row(nu)) + (_by_column(mu_low) + by_row(nu_low))
+    power = t * -LOG2E
+    return exp2(tl.where(power > 127.5, 127.5, power))
+
+
+@triton.jit
+def _pass(odds, by_mu, moved, k, n, is_row):
+    """Values of some rows at the present duals; the next step of each nu, its size r, and the largest of these.
+
+    The sum of a row is counted from the smaller ones of y and 1 - y, which keeps the digits of what it is off.
+    """
+    odds = odds * (by_mu * by_row(exp(-moved)))
+    y = rcp(1 + odds)
+    above = odds < 1
+    small = tl.where(above, odds * y, y)
+    h = small - small * small
+    bend = h - 2 * (h * small)
+    f, count = sum_w(tl.where(above, small * -1.0, small)), sum_w(above.to(tl.float32))
+    f, count, s1, s2 = sum4(f, count, sum_w(h), sum_w(tl.where(above, bend * -1.0, bend)), 1)
+    some = f
+    f = (count - k) + some
     inverse = rcp(tl.maximum(s1, 1e-37))
-    r = tl.where(few, f - goal, goal - f) * inverse
+    r = f * inverse
     step = -r * rcp(1 - 0.5 * r * s2 * inverse)  # Halley's
-    size = tl.where(is_row, tl.abs(r), 0.0)
-    worst = tl.max(size, 0)
+    # A row that is saturated may have no such step; it stays where it is if it is off by a rounding.
+    goal = tl.minimum(k, n - k)
+    size = tl.abs(r)
+    size = tl.where(is_row & ~((tl.abs(f) <= goal * ROUNDING) & (size > CLOSE)), size, 0.0)
+    worst = tl.max(tl.where(size == size, size, 1e30), 0)
     if worst > 0.01:  # on the logarithm of the smaller side where it is long
-        over_f = rcp(f)
-        level = (log2(f) - log2(goal)) * LN2
-        slope = tl.where(few, s1, -s1) * over_f
-        curve = tl.where(few, s2, -s2) * over_f - slope * slope
+        few = k <= n - k
+        part = tl.where(few, count + some, (n - count) - some)
+        over = rcp(part)
+        level = (log2(part) - log2(goal)) * LN2
+        slope = tl.where(few, s1, -s1) * over
+        curve = tl.where(few, s2, -s2) * over - slope * slope
         below = 2 * slope * slope - level * curve
         halley = below > slope * slope
         by_log = tl.where(halley, -2 * level * slope, -level) * rcp(tl.where(halley, below, slope))
-        step = tl.where(size > 0.01, by_log, step)
-    return y, tl.where(is_row, step, 0.0), size, worst
+        by_log = tl.where(by_log == by_log, by_log, tl.where(few, LONGEST, -LONGEST))  # nothing is left of the sum
+        step = tl.where(size > 0.01, tl.minimum(tl.maximum(by_log, -LONGEST), LONGEST), step)
+    return y, tl.where(is_row & (size > 0), step, 0.0), size, worst
 
 
 @triton.jit
@@ -84,161 +160,207 @@ def _moved(value, low, step):
 
 
 @triton.jit
-def _rows(x, mu, mu_low, nu, nu_low, few, goal, is_row, is_column, FULL: tl.constexpr):
-    """Bring some rows to their sums; returns nu as two floats, what they give to the columns, and rows that are not.
+def _rows(odds, by_mu, moved, k, n, is_row):
+    """Bring some rows to their sums; returns how far they have moved, what they give to the columns, and their state.
 
-    The last step of nu is taken without another pass: y and h follow it to second and first order.
+    That is the number of rows that are not there yet, and whether some have moved far. The last step of nu is taken
+    without another pass: y and h follow it to second and first order.
     """
-    y, step, r, worst = _pass(x, mu, mu_low, nu, nu_low, few, goal, is_row, is_column, FULL)
-    if worst > NEAR:
-        left = PASSES
-        while (worst > NEAR) & (left > 0):
-            nu, nu_low = _moved(nu, nu_low, step)
-            _, step, r, worst = _pass(x, mu, mu_low, nu, nu_low, few, goal, is_row, is_column, FULL)
-            left -= 1
-        y, step, r, worst = _pass(x, mu, mu_low, nu, nu_low, few, goal, is_row, is_column, FULL)
-    nu, nu_low = _moved(nu, nu_low, step)
-    d = step[:, None]
+    y, step, r, worst = _pass(odds, by_mu, moved, k, n, is_row)
+    left = PASSES
+    while (worst > NEAR) & (left > 0):
+        moved += step
+        y, step, r, worst = _pass(odds, by_mu, moved, k, n, is_row)
+        left -= 1
+    moved += tl.where(worst > NEAR, 0.0, step)
+    d = by_row(step)
     h = y - y * y  # exact enough for a short step
     bend = h * (1 - 2 * y)
-    taken = tl.sum(y + d * (h + 0.5 * d * bend), 0)
-    curvature = tl.sum(h + d * bend, 0)
-    rough = tl.sum((is_row & ~(r < CLOSE)).to(tl.int32), 0)
-    return nu, nu_low, taken, curvature, rough
+    given, slope = _sums_of_columns(y + d * (h + 0.5 * d * bend), h + d * bend)
+    state = (is_row & ~(r < CLOSE)).to(tl.int32) + tl.where(tl.abs(moved) > MOVED, FAR, 0)
+    state = tl.sum(state + tl.where(r == r, 0, BROKEN), 0)
+    return moved, given, slope, state - (state // FAR % FAR) * FAR, state // FAR % FAR > 0
 
 
 @triton.jit
-def _entries(x_ptr, row, cols, rows, n, inv_t, R: tl.constexpr):
+def _last_nu(odds, moved, k, n, is_row):
+    """Bring some rows to their sums for the last time; returns how far they have moved."""
+    _, step, _, worst = _pass(odds, 1.0, moved, k, n, is_row)
+    left = PASSES
+    while (worst > CLOSE) & (left > 0):
+        moved += step
+        _, step, _, worst = _pass(odds, 1.0, moved, k, n, is_row)
+        left -= 1
+    return moved + tl.where(worst > NEAR, 0.0, step)
+
+
+@triton.jit
+def _entries(x_ptr, row, cols, rows, n, inv_t):
     """The scores of some rows; -inf beyond the matrix."""
-    inside = (row < rows)[:, None] & (cols < n)[None, :]
-    return tl.load(x_ptr + row[:, None] * n + cols[None, :], mask=inside, other=float("-inf")).to(tl.float32) * inv_t
+    inside = by_row(row < rows) & _by_column(cols < n)
+    here = x_ptr + (by_row(row) * n + _by_column(cols))
+    return tl.load(here, mask=inside, other=float("-inf")).to(tl.float32) * inv_t
 
 
 @triton.jit
 def _first_nu(x, k, is_row, is_column, n):
     """Where a row would be if its scores were normal."""
-    inside = is_row[:, None] & is_column[None, :]
-    x = tl.where(inside, x, 0.0)
-    s, q = sum2(x, x * x, 1)
-    return -start(s, q, s * 0.0, n.to(tl.float32), k, None)
+    x = tl.where(by_row(is_row) & _by_column(is_column), x, 0.0)
+    s, q = sum2(sum_w(x), sum_w(x * x), 1)
+    return -start(s, q, s * 0.0, n, k, None)
 
 
 @triton.jit
-def _goals(k_ptr, row, rows, n, k_row):
-    """The sum of each row, the smaller one of what it takes and leaves, and whether it is the former."""
+def _cardinalities(k_ptr, row, rows, k_row):
     if k_row is None:
-        k = (row * 0).to(tl.float32) + k_ptr
+        return (row * 0).to(tl.float32) + k_ptr
     else:
-        k = tl.load(k_ptr + tl.minimum(row, rows - 1) * k_row).to(tl.float32)
-    rest = n.to(tl.float32) - k
-    return k, tl.minimum(k, rest), k <= rest
+        return tl.load(k_ptr + tl.minimum(row, rows - 1) * k_row).to(tl.float32)
 
 
 @triton.jit
-def _write(x, mu, mu_low, nu, nu_low, y_ptr, row, cols, rows, n):
-    t = ((x + mu[None, :]) + nu[:, None]) + (mu_low[None, :] + nu_low[:, None])
-    tail = exp(-tl.abs(t))
-    over = rcp(1 + tail)
-    y = tl.where(t > 0, over, tail * over).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row[:, None] * n + cols[None, :], y, mask=(row < rows)[:, None] & (cols < n)[None, :])
+def _write(odds, y_ptr, row, cols, rows, n):
+    here = y_ptr + (by_row(row) * n + _by_column(cols))
+    tl.store(here, rcp(1 + odds).to(y_ptr.dtype.element_ty), mask=by_row(row < rows) & _by_column(cols < n))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _solve(
-    x_ptr, k_ptr, c_ptr, y_ptr, nu_ptr, mu_ptr, sums_ptr, counter_ptr, rows, n, k_row, c_low, inv_t,
-    R: tl.constexpr, C: tl.constexpr, ROUNDS: tl.constexpr, HELD: tl.constexpr, FULL: tl.constexpr,
+    x_ptr, k_ptr, c_ptr, y_ptr, nu_ptr, mu_ptr, sums_ptr, counter_ptr, answer_ptr, rows, n, k_row, c_low, inv_t,
+    R: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ROUNDS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Programs that all run at once; each holds R rows, or takes blocks of R rows in turn."""
+    """Programs that all run at once; each holds R rows, or takes blocks of R rows in turn.
+
+    The odds of the rows that are held are computed at some duals, and moved from there by a factor per row and column.
+    """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     blocks = (rows + R - 1) // R
-    cols = tl.arange(0, C)
+    cols = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
     some = tl.arange(0, R).to(tl.int64)
     is_column = cols < n
-    c = tl.zeros([C], tl.float64)
+    width = n.to(tl.float32)
+    c = tl.zeros([W, C], tl.float64)
     if c_low is None:
         c += tl.load(c_ptr + cols, mask=is_column, other=1.0)
     else:  # equal capacities, as a sum of two floats
         c += c_ptr
         c += c_low
     all_rows = rows.to(tl.float64)
-    mu = tl.zeros([C], tl.float32)
-    mu_low = tl.zeros([C], tl.float32)
+    mu = tl.zeros([W, C], tl.float32)
+    mu_low = tl.zeros([W, C], tl.float32)
+    mu_moved = tl.zeros([W, C], tl.float32)
     if HELD:
         row = some + pid * R
         is_row = row < rows
-        x = _entries(x_ptr, row, cols, rows, n, inv_t, R)
-        k, goal, few = _goals(k_ptr, row, rows, n, k_row)
-        nu = _first_nu(x, k, is_row, is_column, n)
+        x = _entries(x_ptr, row, cols, rows, n, inv_t)
+        k = _cardinalities(k_ptr, row, rows, k_row)
+        nu = _first_nu(x, k, is_row, is_column, width)
         nu_low = nu * 0.0
+        moved = nu * 0.0
+        odds = _odds(x, mu, mu_low, nu, nu_low)
     turn = 0
     agreed = 0
+    far = turn > 0
+    before = 0.0
+    rate_before = 0.0
+    unit = 1 / tl.minimum(c * SPAN, all_rows)
+    most = 1 / (unit * programs)
     while turn < ROUNDS:
         if HELD:
-            nu, nu_low, given, slope, rough = _rows(x, mu, mu_low, nu, nu_low, few, goal, is_row, is_column, FULL)
+            if far:
+                nu, nu_low = _moved(nu, nu_low, moved)
+                moved = nu * 0.0
+                mu_moved = mu * 0.0
+                odds = _odds(_entries(x_ptr, row, cols, rows, n, inv_t), mu, mu_low, nu, nu_low)
+            moved, given, slope, rough, far = _rows(odds, _by_column(exp(-mu_moved)), moved, k, width, is_row)
             taken = given.to(tl.float64)
             curvature = slope.to(tl.float64)
         else:
-            taken = tl.zeros([C], tl.float64)
-            curvature = tl.zeros([C], tl.float64)
+            taken = tl.zeros([W, C], tl.float64)
+            curvature = tl.zeros([W, C], tl.float64)
             rough = 0
             for block in range(pid, blocks, programs):
                 row = some + block * R
                 is_row = row < rows
-                x = _entries(x_ptr, row, cols, rows, n, inv_t, R)
-                k, goal, few = _goals(k_ptr, row, rows, n, k_row)
+                x = _entries(x_ptr, row, cols, rows, n, inv_t)
+                k = _cardinalities(k_ptr, row, rows, k_row)
                 if turn == 0:
-                    nu = _first_nu(x, k, is_row, is_column, n)
+                    nu = _first_nu(x, k, is_row, is_column, width)
                     nu_low = nu * 0.0
                 else:
                     known = tl.load(nu_ptr + row, mask=is_row, other=0.0)
                     nu = known.to(tl.float32)
                     nu_low = (known - nu.to(tl.float64)).to(tl.float32)
-                nu, nu_low, given, slope, some_rough = _rows(
-                    x, mu, mu_low, nu, nu_low, few, goal, is_row, is_column, FULL
-                )
+                odds = _odds(x, mu, mu_low, nu, nu_low)
+                moved, given, slope, some_rough, _ = _rows(odds, 1.0, nu * 0.0, k, width, is_row)
                 rough += some_rough
                 taken += given.to(tl.float64)
                 curvature += slope.to(tl.float64)
+                nu, nu_low = _moved(nu, nu_low, moved)
                 tl.store(nu_ptr + row, nu.to(tl.float64) + nu_low.to(tl.float64), mask=is_row)
-        here = sums_ptr + turn * (2 * C + 1)
-        tl.atomic_add(here + cols, taken, sem="relaxed")
-        tl.atomic_add(here + C + cols, curvature, sem="relaxed")
-        tl.atomic_add(here + 2 * C, rough.to(tl.float64), sem="relaxed")
+        # Both sums of a column are whole numbers in one word: half as much to add, and the order does not matter.
+        share = (tl.minimum(taken, most) * (unit * HIGH) + 0.5).to(tl.int64)
+        share = (share << SHIFT) + (tl.minimum(curvature, most) * (unit * LOW) + 0.5).to(tl.int64)
+        here = sums_ptr + turn * (W * C + 1)
+        tl.atomic_add(here + cols, share, sem="relaxed")
+        tl.atomic_add(here + W * C, rough.to(tl.int64), sem="relaxed")
         turn += 1
         _meet(counter_ptr, programs * turn)
-        taken = tl.load(here + cols, cache_modifier=".cg")
-        curvature = tl.maximum(tl.load(here + C + cols, cache_modifier=".cg"), 1e-30)
-        unsolved = tl.load(here + 2 * C, cache_modifier=".cg")
+        share = tl.load(here + cols, cache_modifier=".cg")
+        unsolved = tl.load(here + W * C, cache_modifier=".cg")
+        taken = tl.maximum((share >> SHIFT).to(tl.float64), 0.5) / (unit * HIGH)
+        # Of a column that is nearly empty or full only the difference to that is left.
+        curvature = tl.maximum((share & MASK).to(tl.float64), 8.0) / (unit * LOW)
+        curvature = tl.minimum(curvature, tl.minimum(taken, tl.maximum(all_rows - taken, 0.5 / (unit * HIGH))))
         excess = taken - c
         off = tl.where(is_column, tl.abs(excess) / c, 0.0).to(tl.float32)
-        worst = tl.max(tl.where(off == off, off, 1e30), 0)
+        # Newton's step for the logit of the column's mean, from sums that keep the digits of the difference.
+        up = log1p(tl.maximum(-excess / taken, -0.999).to(tl.float32))
+        down = log1p(tl.maximum(excess / tl.maximum(all_rows - taken, 0.5 / (unit * HIGH)), -0.999).to(tl.float32))
+        step = (up - down) * (taken * (all_rows - taken) / (all_rows * curvature)).to(tl.float32)
+        step = tl.where(is_column, tl.minimum(tl.maximum(step, -8.0), 8.0), 0.0)
+        worst, longest = _largest2(tl.where(off == off, off, 1e30), tl.abs(mu_moved + step))
+        rate = worst * rcp(before)
+        slower = tl.maximum(rate, rate_before)
         if (worst <= TOLERANCE) & (unsolved == 0):
             agreed = 1
             turn = ROUNDS
-        elif worst > 1e29:  # not a number
+        elif (worst > 1e29) | (unsolved >= BROKEN):  # not a number
             turn = ROUNDS
         else:
-            # Newton's step for the logit of the column's mean, from sums that keep the digits of the difference.
-            up = log1p(tl.maximum(-excess / taken, -0.999).to(tl.float32))
-            down = log1p(tl.maximum(excess / (all_rows - taken), -0.999).to(tl.float32))
-            step = (up - down) * (taken * (all_rows - taken) / (all_rows * curvature)).to(tl.float32)
-            step = tl.where(is_column, tl.minimum(tl.maximum(step, -8.0), 8.0), 0.0)
             mu, mu_low = _moved(mu, mu_low, step)
+            mu_moved += step
+            far = far | (longest > MOVED)
+            # Errors shrink at a steady rate; where the next ones are known to be small nobody has to look at them.
+            if (unsolved == 0) & (slower < 0.1) & (worst * slower <= TOLERANCE):
+                agreed = 1
+                turn = ROUNDS
+        before = worst
+        rate_before = rate
+    if pid == 0:
+        tl.store(answer_ptr, 1 - agreed)
     if agreed > 0:
         if HELD:
-            _write(x, mu, mu_low, nu, nu_low, y_ptr, row, cols, rows, n)
+            odds = odds * _by_column(exp(-mu_moved))
+            moved = _last_nu(odds, moved, k, width, is_row)
+            _write(odds * by_row(exp(-moved)), y_ptr, row, cols, rows, n)
+            nu, nu_low = _moved(nu, nu_low, moved)
             tl.store(nu_ptr + row, nu.to(tl.float64) + nu_low.to(tl.float64), mask=is_row)
         else:
             for block in range(pid, blocks, programs):
                 row = some + block * R
-                known = tl.load(nu_ptr + row, mask=row < rows, other=0.0)
+                is_row = row < rows
+                known = tl.load(nu_ptr + row, mask=is_row, other=0.0)
                 nu = known.to(tl.float32)
                 nu_low = (known - nu.to(tl.float64)).to(tl.float32)
-                x = _entries(x_ptr, row, cols, rows, n, inv_t, R)
-                _write(x, mu, mu_low, nu, nu_low, y_ptr, row, cols, rows, n)
-    elif pid == 0:
-        tl.store(counter_ptr + 1, 1)
+                x = _entries(x_ptr, row, cols, rows, n, inv_t)
+                k = _cardinalities(k_ptr, row, rows, k_row)
+                odds = _odds(x, mu, mu_low, nu, nu_low)
+                moved = _last_nu(odds, nu * 0.0, k, width, is_row)
+                _write(odds * by_row(exp(-moved)), y_ptr, row, cols, rows, n)
+                nu, nu_low = _moved(nu, nu_low, moved)
+                tl.store(nu_ptr + row, nu.to(tl.float64) + nu_low.to(tl.float64), mask=is_row)
     if pid == 0:
         tl.store(mu_ptr + cols, mu.to(tl.float64) + mu_low.to(tl.float64), mask=is_column)
 
@@ -268,45 +390,86 @@ def unfit(logits: Tensor) -> bool:
 
 def solve(
     logits: Tensor, k: Tensor | float, capacity: Tensor | float, temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, nu ``(rows, 1)`` and mu ``(1, columns)`` in float64, and a number: 0 if they are right.
+) -> tuple[Tensor, Tensor, int]:
+    """Return y, the duals (nu and then mu) in float64, and a number: 0 if they are right. Waits for the device.
 
     `k` and `capacity` are numbers, or float64 tensors, ``(rows, 1)`` and ``(1, columns)``.
     """
     x = logits.contiguous()
     rows, n = x.shape
-    c, r, warps, held = _plan(rows, n, _programs(x.get_device()))
-    work = torch.zeros(ROUNDS * (2 * c + 1) + 1, dtype=torch.float64, device=x.device)
-    counters = work.view(torch.int32)[-2:]
+    device = x.get_device()
+    plan = _plan(rows, n, _programs(device))
+    w, c, r, warps, held = plan
+    size = ROUNDS * (w * c + 1)
+    work = torch.zeros(size + 1, dtype=torch.int64, device=x.device)  # the sums of each round, and a counter
     y = torch.empty_like(x)
     duals = torch.empty(rows + n, dtype=torch.float64, device=x.device)
-    nu, mu = duals[:rows].unsqueeze(1), duals[rows:].unsqueeze(0)
+    low = None
+    if not isinstance(capacity, Tensor):
+        high = _float32(capacity)
+        capacity, low = high, capacity - high
+    answer = _answers.take()
+    key = None
+    if low is not None and not isinstance(k, Tensor):  # the common call
+        first, to, found, sums = x.data_ptr(), y.data_ptr(), duals.data_ptr(), work.data_ptr()
+        key = ("balanced", device, x.dtype, plan, n, first & 15, rows & 1)
+        given = (first, k, capacity, to, found, found + 8 * rows, sums, sums + 8 * size, answer.address, rows, n, None)
+        if held and relaunch(key, device, rows, *given, low, 1.0 / temperature):
+            return y, duals, answer.wait(device)
     k_row = None
     if isinstance(k, Tensor):
         k_row = 0 if k.stride(0) == 0 or rows == 1 else 1
-    low = None
     if isinstance(capacity, Tensor):
         capacity = capacity.contiguous()
-    else:
-        high = _float32(capacity)
-        capacity, low = high, capacity - high
     options = {} if INTERPRETED else {"launch_cooperative_grid": True}
-    launch(
-        _solve, (min(_programs(x.get_device()), shapes.cdiv(rows, r)),), x, k, capacity, y, nu, mu, work, counters,
-        rows, n, k_row, low, 1.0 / temperature, R=r, C=c, ROUNDS=ROUNDS, HELD=held, FULL=c == n, num_warps=warps,
-        **options,
+    compiled = launch(
+        _solve, (min(_programs(device), shapes.cdiv(rows, r)),), x, k, capacity, y, duals, duals[rows:], work,
+        work[size:].view(torch.int32), answer.tensor, rows, n, k_row, low, 1.0 / temperature, R=r, W=w, C=c,
+        ROUNDS=ROUNDS, HELD=held, num_warps=warps, **options,
     )  # fmt: skip
-    return y, nu, mu, counters[1]
+    if key is not None and held:
+        prepare(key, compiled, r)
+    return y, duals, answer.wait(device)
+
+
+class _Answer(threading.local):
+    """One number that a kernel writes into the host's memory, per thread: a copy would take longer to ask for."""
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+    def take(self) -> "_Answer":
+        """Return this with a number that no kernel writes."""
+        if self.tensor is None:
+            self.tensor = torch.zeros(1, dtype=torch.int32, pin_memory=not INTERPRETED)
+            self.address, self.number = self.tensor.data_ptr(), self.tensor.numpy()
+        self.number[0] = -1
+        return self
+
+    def wait(self, device: int) -> int:
+        """Return what the kernel has written; the device may still be busy with the rest of its work."""
+        number, tensor, self.tensor = self.number, self.tensor, None  # a call that is interrupted leaves it behind
+        for _ in range(LOOKS):
+            if number[0] >= 0:
+                break
+        else:
+            torch.cuda.current_stream(device).synchronize()
+        self.tensor = tensor
+        return int(number[0])
+
+
+_answers = _Answer()
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(rows: int, n: int, programs: int) -> tuple[int, int, int, bool]:
-    """Columns and rows of a block, its warps, and whether one block per program is the whole matrix."""
+def _plan(rows: int, n: int, programs: int) -> tuple[int, int, int, int, bool]:
+    """W, C and the rows of a block, its warps, and whether one block per program is the whole matrix."""
     c = max(32, shapes.power_of_2(n))
     r = max(1, shapes.power_of_2(shapes.cdiv(rows, programs)))
+    w, within = max(1, c // 128), min(c, 128)
     if r * c <= MOST:
-        return c, r, min(16, max(4, r * c // (32 * PER_THREAD))), True
-    return c, max(1, 32 * WARPS * PER_THREAD // c), WARPS, False
+        return w, within, r, min(16, max(4, r * c // (32 * PER_THREAD))), True
+    return w, within, max(1, 32 * WARPS * PER_THREAD // c), WARPS, False
 
 
 def _float32(value: float) -> float:

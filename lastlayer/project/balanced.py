@@ -74,7 +74,7 @@ def lml_balanced(
     if not at_most and mask is None and shard is None:
         found = _by_kernel(op, logits, k, capacity, temperature)
         if found is not None:
-            return _Assignment.apply(*found.inputs(), *found.output) if found.recorded else found.output.y
+            return _Assignment.apply(*found.inputs(), found.y, *found.split()) if found.recorded else found.y
     x, nu, mu, fixed = _duals(op, logits, k, capacity, at_most, mask, temperature, shard)
     return torch.where(nu.isnan(), nu, _points(x, nu, mu, fixed).sigmoid()).to(logits.dtype)
 
@@ -119,8 +119,9 @@ def lml_balanced_duals(
     if not at_most and mask is None and shard is None:
         found = _by_kernel(op, logits, k, capacity, temperature)
         if found is not None:
-            mean = found.output.mu.mean()
-            nu, mu = found.output.nu + mean, found.output.mu - mean
+            nu, mu = found.split()
+            mean = mu.mean()
+            nu, mu = nu + mean, mu - mean
             if found.recorded:
                 nu, mu = _FoundDuals.apply(*found.inputs(), nu, mu)
             return nu.squeeze(-1).to(logits.dtype), mu.squeeze(-2).to(logits.dtype)
@@ -161,29 +162,27 @@ def _duals(
     return x, *function.apply(x, live, sums, limits, at_most, shard)
 
 
-class _Output(NamedTuple):
-    """What the kernel found: y, and in float64 nu ``(rows, 1)`` and mu ``(1, columns)``."""
-
-    y: Tensor
-    nu: Tensor
-    mu: Tensor
-
-
 class _Found(NamedTuple):
-    """A solution of the kernel with what it is the solution of."""
+    """A solution of the kernel with what it is the solution of; `duals` are nu and then mu, in float64."""
 
     logits: Tensor
     sums: Tensor | float
     limits: Tensor | float
     temperature: float
-    output: _Output
+    y: Tensor
+    duals: Tensor
     recorded: bool
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        """Return nu ``(rows, 1)`` and mu ``(1, columns)``."""
+        rows = self.logits.shape[0]
+        return self.duals[:rows].unsqueeze(1), self.duals[rows:].unsqueeze(0)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, float]:
         """Return logits, row sums ``(rows, 1)``, column sums ``(1, columns)`` and temperature."""
         rows, columns = self.logits.shape
         sums, limits = (
-            value if isinstance(value, Tensor) else self.output.nu.new_full((), value).expand(shape)
+            value if isinstance(value, Tensor) else self.duals.new_full((), value).expand(shape)
             for value, shape in ((self.sums, (rows, 1)), (self.limits, (1, columns)))
         )
         return self.logits, sums, limits, self.temperature
@@ -214,10 +213,10 @@ def _by_kernel(op: str, logits: Any, k: Any, capacity: Any, temperature: Any) ->
         sums = _check.cardinality_of_all(op, k, columns, columns)
         limits = rows * sums / columns
         given = sums, limits
-    y, nu, mu, wrong = balanced.solve(logits.detach(), given[0], given[1], divisor)
-    if int(wrong):  # which waits for the device
+    y, duals, wrong = balanced.solve(logits.detach(), given[0], given[1], divisor)
+    if wrong:
         return None
-    return _Found(logits, sums, limits, divisor, _Output(y, nu, mu), recorded(logits, sums, limits))
+    return _Found(logits, sums, limits, divisor, y, duals, recorded(logits, sums, limits))
 
 
 def _agreeing(sums: Tensor, limits: Tensor, shard: ClassShard | None) -> Tensor:

@@ -19,7 +19,7 @@ def tried(monkeypatch):
 
     def watched(*arguments):
         found = solve(*arguments)
-        answers.append(int(found[3]) == 0)
+        answers.append(found[2] == 0)
         return found
 
     monkeypatch.setattr(balanced, "solve", watched)
@@ -84,6 +84,15 @@ def test_duals_are_plain_torch(tried, rows, columns, k, scale):
             torch.testing.assert_close(value, right.to(value.dtype), rtol=1e-4, atol=1e-4)
     assert tried == [True, True]
     assert abs(float(duals[1].detach().mean())) < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "columns", "k"), [(64, 16, 2.0), (32, 16, 8.0)])
+def test_sharp_logits(tried, rows, columns, k):
+    y = ll.lml_balanced(matrix(rows, columns, 20.0, 6.0), k)
+    assert tried == [True]
+    torch.testing.assert_close(y.double().sum(-1), torch.full_like(y[:, 0], k).double(), rtol=1e-6, atol=0)
+    share = torch.full_like(y[0], rows * k / columns).double()
+    torch.testing.assert_close(y.double().sum(-2), share, rtol=1e-6, atol=0)
 
 
 def test_half_precision_and_one_number(tried):
