@@ -1,11 +1,13 @@
 """The projection with weights and bounds on the GPU: values, and their gradients.
 
 Rows of up to `LONGEST` classes are held in registers and searched in float32, as `lastlayer/_native/weighted_rows.h`
-does; longer ones are streamed. A row that float32 has too few digits for, or that has nothing to search, is left to a
-last kernel, which works in float64.
+does; longer ones are streamed. Rows that share their weights and bounds have a kernel of their own, `shared`. A row
+that float32 has too few digits for, or that has nothing to search, is solved in float64: by `shared` itself, or by a
+last kernel.
 """
 
 import functools
+import struct
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from lastlayer._triton.weighted_gradients import gradients
 from lastlayer._triton.weighted_long import backward_row, forward_row
 from lastlayer._triton.weighted_resident import resident
 from lastlayer._triton.weighted_settle import settle
+from lastlayer._triton.weighted_shared import shared
 
 LONGEST = 16384  # classes of a row held in registers, with their weights
 MOST = 1 << 22  # classes of a row; one program takes longer for more of them than plain torch
@@ -26,6 +29,10 @@ STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
 FORWARD: dict[int, shapes.Table] = {
     4: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
     2: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
+}
+SHARED: dict[int, shapes.Table] = {
+    4: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
+    2: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
 }
 BACKWARD: dict[int, shapes.Table] = {
     4: ((8192, 8), (LONGEST, 20)),
@@ -55,6 +62,27 @@ def _tiles(plan: shapes.Plan) -> dict[str, int]:
     return {name: value for name, value in plan.tiles.items() if name != "BLOCK"}
 
 
+def _registers(n: int, bounded: bool, warps: int) -> int:
+    """Registers per thread of `shared`: as few as hold what it needs, since spilled ones take long to come back."""
+    if n <= 128:
+        needed = 208 if bounded else 192
+    elif n > 8192:
+        needed = 255 if bounded else 128
+    else:
+        needed = 168 if bounded or warps > 1 else 136
+    return min(needed, 65536 // (32 * warps) // 8 * 8)
+
+
+def _lines(plan: shapes.Plan, x: Tensor) -> int:
+    """A power of two that is at least the number of lines of 128 bytes that a block of rows has."""
+    return max(32, shapes.power_of_2(shapes.cdiv(plan.rows * x.shape[-1] * x.element_size(), 128)))
+
+
+def _float32(value: float) -> float:
+    """The nearest float32."""
+    return struct.unpack("f", struct.pack("f", value))[0]  # type: ignore[no-any-return]
+
+
 class _Given:
     """Scores, weights and bounds as the kernels take them."""
 
@@ -80,41 +108,55 @@ def _term_of(value: Tensor | None, x: Tensor) -> tuple[Tensor | None, int]:
     return value.expand(x.shape).contiguous(), 2
 
 
-def forward(budget: Budget, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y and nu, in float64 ``(..., 1)``; `k` is float64, ``(..., 1)``."""
+def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Return y and nu, in float64 ``(..., 1)``; `k` is one number, or float64, ``(..., 1)``."""
     logits, at_most = budget.logits, budget.at_most
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     nu = logits.new_empty((*logits.shape[:-1], 1), dtype=torch.float64)
     if logits.numel() == 0:
         return out, nu.fill_(torch.nan)
     g = _Given(budget)
-    one = all(s == 0 or d == 1 for s, d in zip(k.stride(), k.shape, strict=True))
-    k = k if one else k.contiguous()
+    k_row: tuple[int, float | None]  # the distance from one budget to the next, or what a float drops of the only one
+    if isinstance(k, Tensor):
+        one = all(s == 0 or d == 1 for s, d in zip(k.stride(), k.shape, strict=True))
+        k, k_row = k if one else k.contiguous(), (0 if one else 1, None)
+    else:
+        high = _float32(k)
+        k, k_row = high, (0, k - high)
     constants = {"MASKED": g.masked, **g.given, "AT_MOST": at_most}
     tolerance = 0.0052 if logits.dtype == torch.float32 else 0.05  # of r: the error in nu is at most 0.42 r^3
     if g.n > LONGEST:
         align = shapes.alignment(g.n)
         launch(
-            forward_row, (g.rows,), g.x, g.m, k, *g.pointers, out, nu, g.n // align, *g.m_strides, 0 if one else 1,
+            forward_row, (g.rows,), g.x, g.m, k, *g.pointers, out, nu, g.n // align, *g.m_strides, *k_row,
             g.inv_t, ALIGN=align, **constants, TOL=tolerance, **STREAM,
         )  # fmt: skip
+    elif not g.masked and max(g.given.values()) < 2:
+        p = shapes.plan(g.n, SHARED, logits.element_size())
+        registers = _registers(g.n, g.given["LOWER"] + g.given["UPPER"] > 0, p.warps)
+        programs = _programs(logits.get_device()) * max(1, 65536 // (32 * registers * p.warps))
+        options = {} if INTERPRETED else {"maxnreg": registers}
+        launch(
+            shared, (min(programs, shapes.cdiv(g.rows, p.rows)),), g.x, k, *g.pointers, out, nu, g.rows,
+            g.n // p.align, *k_row, g.inv_t, **_tiles(p), **g.given, AT_MOST=at_most,
+            TOL=4e-4 if logits.dtype == torch.float32 else 0.02, LINES=_lines(p, g.x),
+            BLOCK=min(max(32, shapes.power_of_2(g.n)), 128 * p.warps), VEC=p.tiles["C"] * p.rows // (32 * p.warps),
+            num_warps=p.warps, **options,
+        )  # fmt: skip
+        return out, nu
     else:
         p = shapes.plan(g.n, FORWARD, logits.element_size())
-        shared = not g.masked and max(g.given.values()) < 2
-        programs = shapes.cdiv(g.rows, p.rows)
-        if shared:
-            programs = min(programs, _programs(logits.get_device()) * WARPS // p.warps)
         few = g.n > HELD and p.warps * REGISTERS <= 1024 and not INTERPRETED
         options = {"maxnreg": REGISTERS} if few else {}
         launch(
-            resident, (programs,), g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n // p.align, *g.m_strides,
-            0 if one else 1, g.inv_t, **_tiles(p), **constants, TOL=tolerance, SHARED=shared, HELD=g.n <= HELD,
+            resident, (shapes.cdiv(g.rows, p.rows),), g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n // p.align,
+            *g.m_strides, *k_row, g.inv_t, **_tiles(p), **constants, TOL=tolerance, HELD=g.n <= HELD,
             num_warps=p.warps, **options,
         )  # fmt: skip
     group = min(64, max(1, shapes.power_of_2(g.rows // 2048 + 1)))
     launch(
         settle, (shapes.cdiv(g.rows, group),), g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n, *g.m_strides,
-        0 if one else 1, g.inv_t, GROUP=group, C=min(max(32, shapes.power_of_2(g.n)), 1024), **constants, num_warps=4,
+        *k_row, g.inv_t, GROUP=group, C=min(max(32, shapes.power_of_2(g.n)), 1024), **constants, num_warps=4,
     )  # fmt: skip
     return out, nu
 

@@ -13,6 +13,7 @@ from lastlayer._triton.device import LN2, LOG2E, exp, exp2, is_finite, log2, rcp
 from lastlayer._triton.weighted_parts import (
     DIGITS,
     PASSES,
+    budget_of,
     careful_share,
     exact_sums,
     log_step,
@@ -41,14 +42,14 @@ def _classes(
 
 @triton.jit(do_not_specialize=["units"])
 def forward_row(
-    x_ptr, m_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, units, m_row, m_col, k_row, inv_t, ALIGN: tl.constexpr,
-    C: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    AT_MOST: tl.constexpr, TOL: tl.constexpr,
+    x_ptr, m_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, units, m_row, m_col, k_row, k_low, inv_t,
+    ALIGN: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
+    UPPER: tl.constexpr, AT_MOST: tl.constexpr, TOL: tl.constexpr,
 ):  # fmt: skip
     """One row per program. One that is not solved has a nu of nan, and nothing else is written that stays."""
     n = units * ALIGN
     row = tl.program_id(0).to(tl.int64)
-    k = tl.load(k_ptr + row * k_row)
+    k = budget_of(k_ptr, k_low, row, k_row)
     largest = tl.zeros([C], tl.float32)
     for start in range(0, n, C):
         cols = start + tl.arange(0, C)

@@ -12,6 +12,15 @@ DIGITS = tl.constexpr(0.03)  # where sum w h is a smaller part of the goal, floa
 
 
 @triton.jit
+def budget_of(k_ptr, k_low, row, k_row):
+    """The budget of each row in float64; one number for all of them is a sum of two floats."""
+    if k_low is None:
+        return tl.load(k_ptr + row * k_row)
+    else:
+        return (row * 0).to(tl.float64) + k_ptr + k_low
+
+
+@triton.jit
 def term(ptr, row, stride, cols, n, GIVEN: tl.constexpr, DEFAULT: tl.constexpr):
     """A weight or a bound of some classes, shape (R, C) or (1, C), in float32."""
     if GIVEN:
@@ -45,8 +54,8 @@ def normal_start(logit, z1, z2, zw, w1, w2):
     both = zw - z1 * w1
     wide = w2 - w1 * w1
     u = rcp(1 + 0.25 * tl.abs(logit))
-    nu = z1 * 0.0
-    for _ in tl.static_range(3):
+    nu = (1.5 * logit - z1) / w1
+    for _ in tl.static_range(2):
         variance = tl.maximum(spread + nu * (2 * both + nu * wide), 0.0)
         v = rcp(1 + 0.25 * sqrt(variance))
         c0 = 0.09811 + v * (-0.43269 + v * (0.24553 + v * 0.40644))

@@ -28,6 +28,7 @@ from lastlayer._triton.device import (
 from lastlayer._triton.weighted_parts import (
     DIGITS,
     PASSES,
+    budget_of,
     exact_sums,
     log_step,
     normal_start,
@@ -266,12 +267,12 @@ def _write_tile(
 
 @triton.jit(do_not_specialize=["rows", "units"])
 def resident(
-    x_ptr, m_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, units, m_row, m_col, k_row, inv_t,
+    x_ptr, m_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, units, m_row, m_col, k_row, k_low, inv_t,
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
     FULL: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    AT_MOST: tl.constexpr, TOL: tl.constexpr, SHARED: tl.constexpr, HELD: tl.constexpr,
+    AT_MOST: tl.constexpr, TOL: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """R rows at a time per program; SHARED weights and bounds are read once, and HELD in registers.
+    """R rows per program; the weights and bounds are HELD in registers, or read again.
 
     A row that is not solved has a nu of nan, and nothing else is written that stays.
     """
@@ -281,184 +282,160 @@ def resident(
     FULL_B: tl.constexpr = FULL or WC > 0
     AT_B: tl.constexpr = WA * C
     AT_C: tl.constexpr = (WA + WB) * C
-    blocks = (rows + R - 1) // R
-    some = tl.arange(0, R).to(tl.int64)
-    if SHARED:
-        unit, down = _unit_of(w_ptr, some * 0, n, WA, WB, WC, C, FULL, WEIGHT)
-        inv_unit = 1 / unit
-        ua, va, ub, vb, uc, vc = _load_pairs(
-            w_ptr, l_ptr, u_ptr, some * 0, n, inv_unit, WA, WB, WC, C, FULL, WEIGHT, LOWER, UPPER
-        )
-        total, w1, w2 = _shape(ua, ua, va, ub, ub, vb, uc, uc, vc, WB, WC, BOUNDED, False)
-        wrong = unit * 0.0
-        if BOUNDED:
-            wrong = _narrowest(va, vb, vc, WB, WC)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        row = tl.minimum(some + block * R, rows - 1)
-        k = tl.load(k_ptr + row * k_row)
-        za = score_tile(x_ptr, m_ptr, row, m_row, m_col, n, 0, inv_t, WA, C, FULL_A, MASKED)
-        zb = za
-        zc = za
+    row = tl.minimum(tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), rows - 1)
+    k = budget_of(k_ptr, k_low, row, k_row)
+    za = score_tile(x_ptr, m_ptr, row, m_row, m_col, n, 0, inv_t, WA, C, FULL_A, MASKED)
+    zb = za
+    zc = za
+    if WB > 0:
+        zb = score_tile(x_ptr, m_ptr, row, m_row, m_col, n, AT_B, inv_t, WB, C, FULL_B, MASKED)
+    if WC > 0:
+        zc = score_tile(x_ptr, m_ptr, row, m_row, m_col, n, AT_C, inv_t, WC, C, FULL, MASKED)
+    unit, down = _unit_of(w_ptr, row, n, WA, WB, WC, C, FULL, WEIGHT)
+    inv_unit = 1 / unit
+    wa, da, wb, db, wc, dc = _load_pairs(
+        w_ptr, l_ptr, u_ptr, row, n, inv_unit, WA, WB, WC, C, FULL, WEIGHT, LOWER, UPPER
+    )
+    total, w1, w2 = _shape(za, wa, da, zb, wb, db, zc, wc, dc, WB, WC, BOUNDED, MASKED)
+    wrong = unit * 0.0
+    if BOUNDED:
+        wrong = _narrowest(da, db, dc, WB, WC)
+    turned = tl.max(down.to(tl.int32), 0) > 0
+    if turned:
+        za = _turn(za, w_ptr, row, n, 0, WA, C, FULL_A, WEIGHT)
         if WB > 0:
-            zb = score_tile(x_ptr, m_ptr, row, m_row, m_col, n, AT_B, inv_t, WB, C, FULL_B, MASKED)
+            zb = _turn(zb, w_ptr, row, n, AT_B, WB, C, FULL_B, WEIGHT)
         if WC > 0:
-            zc = score_tile(x_ptr, m_ptr, row, m_row, m_col, n, AT_C, inv_t, WC, C, FULL, MASKED)
-        if not SHARED:
-            unit, down = _unit_of(w_ptr, row, n, WA, WB, WC, C, FULL, WEIGHT)
-            inv_unit = 1 / unit
-        if SHARED and HELD:
-            wa, da, wb, db, wc, dc = ua, va, ub, vb, uc, vc
-        else:
-            wa, da, wb, db, wc, dc = _load_pairs(
-                w_ptr, l_ptr, u_ptr, row, n, inv_unit, WA, WB, WC, C, FULL, WEIGHT, LOWER, UPPER
-            )
-        if not SHARED:
-            total, w1, w2 = _shape(za, wa, da, zb, wb, db, zc, wc, dc, WB, WC, BOUNDED, MASKED)
-            wrong = unit * 0.0
-            if BOUNDED:
-                wrong = _narrowest(da, db, dc, WB, WC)
-        turned = tl.max(down.to(tl.int32), 0) > 0
-        if turned:
-            za = _turn(za, w_ptr, row, n, 0, WA, C, FULL_A, WEIGHT)
-            if WB > 0:
-                zb = _turn(zb, w_ptr, row, n, AT_B, WB, C, FULL_B, WEIGHT)
-            if WC > 0:
-                zc = _turn(zc, w_ptr, row, n, AT_C, WC, C, FULL, WEIGHT)
-        z1, z2, zw = _moments(za, wa, da, zb, wb, db, zc, wc, dc, WB, WC, BOUNDED, MASKED)
-        all_of_it = total
-        first = w1
-        second = w2
-        bad = wrong
-        # Not finite where a score, a weight or a bound is not.
-        odd = is_finite(z1 + z2 + zw + w1 + w2) == 0
-        infinite = tl.max(odd.to(tl.int32), 0) > 0
-        if infinite:
-            za = _no_score(za)
-            if WB > 0:
-                zb = _no_score(zb)
-            if WC > 0:
-                zc = _no_score(zc)
-            z1, z2, zw = _moments(za, wa, da, zb, wb, db, zc, wc, dc, WB, WC, BOUNDED, True)
-            all_of_it, first, second = _shape(za, wa, da, zb, wb, db, zc, wc, dc, WB, WC, BOUNDED, True)
-        c = (k * inv_unit.to(tl.float64)).to(tl.float32)
-        rest = all_of_it - c
-        # Digits are lost where much is certain, or little is left: these sums are taken in float64.
-        wide = infinite | turned | (tl.max((c > 0.45 * all_of_it).to(tl.int32), 0) > 0)
-        if wide | (LOWER > 0):
-            sure, exact, bad = exact_sums(
-                x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, inv_t, C, MASKED, WEIGHT, LOWER, UPPER,
-            )  # fmt: skip
-            c = ((k - sure) * inv_unit.to(tl.float64)).to(tl.float32)
-            rest = ((exact - (k - sure)) * inv_unit.to(tl.float64)).to(tl.float32)
-        met = rest <= 0  # a budget that cannot be used up
-        # The smaller side is searched: a row that takes the most is turned around as a whole.
-        side = tl.where(c <= rest, 1.0, -1.0)
-        goal = tl.minimum(c, rest)
-        searched = (goal > 0) & (bad <= 0)
-        goal = tl.where(searched, goal, 1.0)
-        over = rcp(tl.where(searched, c + rest, 1.0))
-        logit = (log2(goal) - log2(tl.where(searched, tl.maximum(c, rest), 1.0))) * LN2
-        center = normal_start(logit, side * z1 * over, z2 * over, side * zw * over, first * over, second * over)
-        open_ = searched & (tl.abs(center) < 1e30)
-        if not MASKED:
-            open_ = open_ & ((side > 0) | (odd == 0))  # an infinite score of a row that is turned would take part
-        center = tl.where(open_, center, 0.0)
-        pa = _logarithms(za, wa, side, center)
-        pb = pa
-        pc = pa
+            zc = _turn(zc, w_ptr, row, n, AT_C, WC, C, FULL, WEIGHT)
+    z1, z2, zw = _moments(za, wa, da, zb, wb, db, zc, wc, dc, WB, WC, BOUNDED, MASKED)
+    all_of_it = total
+    first = w1
+    second = w2
+    bad = wrong
+    # Not finite where a score, a weight or a bound is not.
+    odd = is_finite(z1 + z2 + zw + w1 + w2) == 0
+    infinite = tl.max(odd.to(tl.int32), 0) > 0
+    if infinite:
+        za = _no_score(za)
         if WB > 0:
-            pb = _logarithms(zb, wb, side, center)
+            zb = _no_score(zb)
         if WC > 0:
-            pc = _logarithms(zc, wc, side, center)
-        if MASKED:
-            pa = _no_class(pa)
-            if WB > 0:
-                pb = _no_class(pb)
-            if WC > 0:
-                pc = _no_class(pc)
-
-        delta = center * 0.0
-        lost = ~open_
-        worst = tl.max(open_.to(tl.float32), 0)
-        left = PASSES
-        while (worst > TOL) & (left > 0):
-            move = delta * -LOG2E
-            if HELD:
-                f, s1, s2 = _part(pa, wa, da, move, BOUNDED)
-                if WB > 0:
-                    q0, q1, q2 = _part(pb, wb, db, move, BOUNDED)
-                    f += q0
-                    s1 += q1
-                    s2 += q2
-                if WC > 0:
-                    q0, q1, q2 = _part(pc, wc, dc, move, BOUNDED)
-                    f += q0
-                    s1 += q1
-                    s2 += q2
-            else:
-                here = row + (left >> 30)  # the row: `left` is small, which the compiler does not know
-                wt, dt = _load_pair(
-                    w_ptr, l_ptr, u_ptr, here, n, left >> 30, inv_unit, WA, C, FULL_A, WEIGHT, LOWER, UPPER
-                )
-                f, s1, s2 = _part(pa, wt, dt, move, BOUNDED)
-                if WB > 0:
-                    wt, dt = _load_pair(
-                        w_ptr, l_ptr, u_ptr, here, n, AT_B + (left >> 30), inv_unit, WB, C, FULL_B, WEIGHT, LOWER, UPPER
-                    )
-                    q0, q1, q2 = _part(pb, wt, dt, move, BOUNDED)
-                    f += q0
-                    s1 += q1
-                    s2 += q2
-                if WC > 0:
-                    wt, dt = _load_pair(
-                        w_ptr, l_ptr, u_ptr, here, n, AT_C + (left >> 30), inv_unit, WC, C, FULL, WEIGHT, LOWER, UPPER
-                    )
-                    q0, q1, q2 = _part(pc, wt, dt, move, BOUNDED)
-                    f += q0
-                    s1 += q1
-                    s2 += q2
-            f, s1, s2 = sum3(f, s1, s2, 1)
-            over = rcp(s1)
-            r = (f - goal) * over
-            step = -r * rcp(1 - 0.5 * r * s2 * over)  # Halley's; the error is at most 0.42 r^3
-            size = tl.where(open_, tl.abs(r), 0.0)
-            worst = tl.max(tl.where(size == size, size, 0.0), 0)
-            if worst > 0.3:
-                step = tl.where(size > 0.3, log_step(f, goal, s1, s2), step)
-            delta = tl.where(open_, delta + step, delta)
-            lost = lost | (open_ & ~((tl.abs(delta) < SPREAD) & ((size > TOL) | (s1 > goal * DIGITS))))  # also nan
-            open_ = (size > TOL) & ~lost
-            left -= 1
-        lost = lost | open_
-        nu = (side.to(tl.float64) * inv_unit.to(tl.float64)) * (center.to(tl.float64) + delta.to(tl.float64))
-        if AT_MOST:
-            free = ((nu > 0) & searched & ~lost) | (met & (bad <= 0))
-            nu = tl.where(free, 0.0, nu)
-            lost = lost & ~free
-        again = turned | infinite | (AT_MOST or MASKED)
-        move = delta * -LOG2E
-        if not HELD:
-            wa, da = _load_pair(w_ptr, l_ptr, u_ptr, row, n, left >> 30, inv_unit, WA, C, FULL_A, WEIGHT, 0, 0)
-        _write_tile(
-            pa, wa, out_ptr, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, nu, move, side, again, 0, inv_t,
-            WA, C, FULL_A, MASKED, WEIGHT, LOWER, UPPER,
+            zc = _no_score(zc)
+        z1, z2, zw = _moments(za, wa, da, zb, wb, db, zc, wc, dc, WB, WC, BOUNDED, True)
+        all_of_it, first, second = _shape(za, wa, da, zb, wb, db, zc, wc, dc, WB, WC, BOUNDED, True)
+    c = (k * inv_unit.to(tl.float64)).to(tl.float32)
+    rest = all_of_it - c
+    # Digits are lost where much is certain, or little is left: these sums are taken in float64.
+    wide = infinite | turned | (tl.max((c > 0.45 * all_of_it).to(tl.int32), 0) > 0)
+    if wide | (LOWER > 0):
+        sure, exact, bad = exact_sums(
+            x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, inv_t, C, MASKED, WEIGHT, LOWER, UPPER,
         )  # fmt: skip
+        c = ((k - sure) * inv_unit.to(tl.float64)).to(tl.float32)
+        rest = ((exact - (k - sure)) * inv_unit.to(tl.float64)).to(tl.float32)
+    met = rest <= 0  # a budget that cannot be used up
+    # The smaller side is searched: a row that takes the most is turned around as a whole.
+    side = tl.where(c <= rest, 1.0, -1.0)
+    goal = tl.minimum(c, rest)
+    searched = (goal > 0) & (bad <= 0)
+    goal = tl.where(searched, goal, 1.0)
+    over = rcp(tl.where(searched, c + rest, 1.0))
+    logit = (log2(goal) - log2(tl.where(searched, tl.maximum(c, rest), 1.0))) * LN2
+    center = normal_start(logit, side * z1 * over, z2 * over, side * zw * over, first * over, second * over)
+    open_ = searched & (tl.abs(center) < 1e30)
+    if not MASKED:
+        open_ = open_ & ((side > 0) | (odd == 0))  # an infinite score of a row that is turned would take part
+    center = tl.where(open_, center, 0.0)
+    pa = _logarithms(za, wa, side, center)
+    pb = pa
+    pc = pa
+    if WB > 0:
+        pb = _logarithms(zb, wb, side, center)
+    if WC > 0:
+        pc = _logarithms(zc, wc, side, center)
+    if MASKED:
+        pa = _no_class(pa)
         if WB > 0:
-            if not HELD:
-                wb, db = _load_pair(
-                    w_ptr, l_ptr, u_ptr, row, n, AT_B + (left >> 30), inv_unit, WB, C, FULL_B, WEIGHT, 0, 0
-                )
-            _write_tile(
-                pb, wb, out_ptr, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, nu, move, side, again, AT_B,
-                inv_t, WB, C, FULL_B, MASKED, WEIGHT, LOWER, UPPER,
-            )  # fmt: skip
+            pb = _no_class(pb)
         if WC > 0:
-            if not HELD:
-                wc, dc = _load_pair(
-                    w_ptr, l_ptr, u_ptr, row, n, AT_C + (left >> 30), inv_unit, WC, C, FULL, WEIGHT, 0, 0
+            pc = _no_class(pc)
+
+    delta = center * 0.0
+    lost = ~open_
+    worst = tl.max(open_.to(tl.float32), 0)
+    left = PASSES
+    while (worst > TOL) & (left > 0):
+        move = delta * -LOG2E
+        if HELD:
+            f, s1, s2 = _part(pa, wa, da, move, BOUNDED)
+            if WB > 0:
+                q0, q1, q2 = _part(pb, wb, db, move, BOUNDED)
+                f += q0
+                s1 += q1
+                s2 += q2
+            if WC > 0:
+                q0, q1, q2 = _part(pc, wc, dc, move, BOUNDED)
+                f += q0
+                s1 += q1
+                s2 += q2
+        else:
+            here = row + (left >> 30)  # the row: `left` is small, which the compiler does not know
+            wt, dt = _load_pair(w_ptr, l_ptr, u_ptr, here, n, left >> 30, inv_unit, WA, C, FULL_A, WEIGHT, LOWER, UPPER)
+            f, s1, s2 = _part(pa, wt, dt, move, BOUNDED)
+            if WB > 0:
+                wt, dt = _load_pair(
+                    w_ptr, l_ptr, u_ptr, here, n, AT_B + (left >> 30), inv_unit, WB, C, FULL_B, WEIGHT, LOWER, UPPER
                 )
-            _write_tile(
-                pc, wc, out_ptr, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, nu, move, side, again, AT_C,
-                inv_t, WC, C, FULL, MASKED, WEIGHT, LOWER, UPPER,
-            )  # fmt: skip
-        tl.store(nu_ptr + row, tl.where(lost, float("nan"), nu))
+                q0, q1, q2 = _part(pb, wt, dt, move, BOUNDED)
+                f += q0
+                s1 += q1
+                s2 += q2
+            if WC > 0:
+                wt, dt = _load_pair(
+                    w_ptr, l_ptr, u_ptr, here, n, AT_C + (left >> 30), inv_unit, WC, C, FULL, WEIGHT, LOWER, UPPER
+                )
+                q0, q1, q2 = _part(pc, wt, dt, move, BOUNDED)
+                f += q0
+                s1 += q1
+                s2 += q2
+        f, s1, s2 = sum3(f, s1, s2, 1)
+        over = rcp(s1)
+        r = (f - goal) * over
+        step = -r * rcp(1 - 0.5 * r * s2 * over)  # Halley's; the error is at most 0.42 r^3
+        size = tl.where(open_, tl.abs(r), 0.0)
+        worst = tl.max(tl.where(size == size, size, 0.0), 0)
+        if worst > 0.3:
+            step = tl.where(size > 0.3, log_step(f, goal, s1, s2), step)
+        delta = tl.where(open_, delta + step, delta)
+        lost = lost | (open_ & ~((tl.abs(delta) < SPREAD) & ((size > TOL) | (s1 > goal * DIGITS))))  # also nan
+        open_ = (size > TOL) & ~lost
+        left -= 1
+    lost = lost | open_
+    nu = (side.to(tl.float64) * inv_unit.to(tl.float64)) * (center.to(tl.float64) + delta.to(tl.float64))
+    if AT_MOST:
+        free = ((nu > 0) & searched & ~lost) | (met & (bad <= 0))
+        nu = tl.where(free, 0.0, nu)
+        lost = lost & ~free
+    again = turned | infinite | (AT_MOST or MASKED)
+    move = delta * -LOG2E
+    if not HELD:
+        wa, da = _load_pair(w_ptr, l_ptr, u_ptr, row, n, left >> 30, inv_unit, WA, C, FULL_A, WEIGHT, 0, 0)
+    _write_tile(
+        pa, wa, out_ptr, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, nu, move, side, again, 0, inv_t,
+        WA, C, FULL_A, MASKED, WEIGHT, LOWER, UPPER,
+    )  # fmt: skip
+    if WB > 0:
+        if not HELD:
+            wb, db = _load_pair(w_ptr, l_ptr, u_ptr, row, n, AT_B + (left >> 30), inv_unit, WB, C, FULL_B, WEIGHT, 0, 0)
+        _write_tile(
+            pb, wb, out_ptr, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, nu, move, side, again, AT_B,
+            inv_t, WB, C, FULL_B, MASKED, WEIGHT, LOWER, UPPER,
+        )  # fmt: skip
+    if WC > 0:
+        if not HELD:
+            wc, dc = _load_pair(w_ptr, l_ptr, u_ptr, row, n, AT_C + (left >> 30), inv_unit, WC, C, FULL, WEIGHT, 0, 0)
+        _write_tile(
+            pc, wc, out_ptr, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, m_row, m_col, n, nu, move, side, again, AT_C,
+            inv_t, WC, C, FULL, MASKED, WEIGHT, LOWER, UPPER,
+        )  # fmt: skip
+    tl.store(nu_ptr + row, tl.where(lost, float("nan"), nu))

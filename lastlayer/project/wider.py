@@ -121,7 +121,9 @@ def _with_weights(
 
     _check_reach(op, kind, k, logits.shape[-1], given, shard)
     checked = weighted.check(op, logits, at_end(given.weight), at_end(given.lower), at_end(given.upper))
-    size = _size(op, k, logits)
+    number = isinstance(k, int | float) and not isinstance(k, bool) and abs(k) < 1e30
+    number = number and impl == "triton" and kind in ("y", "at most") and not transformed()
+    size: Any = float(k) if number else _size(op, k, logits)  # a number stays one: a tensor takes a kernel to make
     if impl == "triton":
         reason = weighted.kernels(impl).unfit(logits, *checked)
         if reason and asked == impl:
@@ -129,6 +131,7 @@ def _with_weights(
         impl = "torch" if reason else impl
     if impl != "torch" and kind in ("y", "at most") and not transformed() and direct(logits, size, mask, *checked):
         return weighted.project(logits, size, checked, mask, temperature, kind == "at most", impl)
+    size = _size(op, k, logits) if number else size
     terms = weighted.in_one_shape(scores(logits.double(), mask, temperature), size, checked)
     solve = weighted.at_most_threshold if kind == "at most" else weighted.threshold
     nu = solve(terms, shard, impl)

@@ -42,7 +42,7 @@ def results(function, x, k, options, impl, **more):
 
 @pytest.mark.parametrize("kind", ["positive", "signs", "wide"])
 @pytest.mark.parametrize(
-    ("rows", "n", "per_row", "scale"), [(5, 20, False, 2.0), (3, 70, True, 3.0), (4, 7, False, 60.0)]
+    ("rows", "n", "per_row", "scale"), [(20, 20, False, 2.0), (3, 70, True, 3.0), (4, 7, False, 60.0)]
 )
 def test_agrees_with_plain_torch(kind, rows, n, per_row, scale):
     x, k, options = problem(rows, n, kind, scale, per_row)
@@ -114,6 +114,14 @@ def test_bad_values_inside_a_tensor_make_their_row_nan():
         found = ll.lml_at_most(x, torch.tensor(k), weight=weight, lower=lower, upper=upper, impl="triton")
         assert found[:7].isnan().all()
         assert found[7].isfinite().all()
+
+
+def test_one_number_is_one_per_row():
+    x, _, options = problem(20, 20, "positive", 2.0)
+    for k in (7.3, 1e-3):
+        number, rows = (ll.lml(x, size, impl="triton", **options) for size in (k, torch.full((20,), k, dtype=DOUBLE)))
+        assert torch.equal(number, rows)
+        torch.testing.assert_close(number, ll.lml(x, k, impl="torch", **options), rtol=5e-6, atol=0)
 
 
 def test_messages():
