@@ -135,7 +135,7 @@ def cases(device: torch.device) -> dict[str, Case]:
             rows = -(-volume // n)
             for name, op in (("lml", LML), ("lml_backward", LML_BACKWARD), ("lml_loss", LOSS)):
                 table[f"{name}/{n}/{NAMES[dtype]}"] = Case(op, rows, n, dtype, 5)
-        for n in (100, 1000, 4096, 10000):
+        for n in (100, 1000, 4096, 10000, 65536) if gpu else (100, 1000, 4096, 10000):
             for name, op in (("weighted", WEIGHTED), ("bounded", BOUNDED), ("weighted_backward", WEIGHTED_BACKWARD)):
                 table[f"{name}/{n}/{NAMES[dtype]}"] = Case(op, -(-volume // n), n, dtype, 5)
     for rows, n in ((8192, 256), (4096, 64)) if gpu else ((1024, 64),):

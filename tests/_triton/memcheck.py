@@ -45,14 +45,54 @@ def others(rows, n):
     print("other losses and projections", rows, n, flush=True)
 
 
+def budgets(rows, n):
+    """Weights and bounds: shared and per row, of either sign, masked; values and gradients."""
+    x = torch.randn(rows, n, device=DEVICE, requires_grad=True)
+    mask = torch.rand(rows, n, device=DEVICE) < 0.9
+    weight = torch.randn(n, device=DEVICE).abs() + 0.1
+    upper = 0.5 + torch.rand(n, device=DEVICE)
+    signs = torch.where(torch.rand(rows, n, device=DEVICE) < 0.5, -weight, weight)
+    for function, k, terms in (
+        (ll.lml, 0.2 * n, {"weight": weight}),
+        (ll.lml, 0.9 * float(weight.sum()), {"weight": weight}),
+        (ll.lml_at_most, 0.1 * n, {"weight": weight, "upper": upper, "lower": 0.1 * upper}),
+        (ll.lml, 1.0, {"weight": signs[0]}),
+        (ll.lml, 1.0, {"weight": signs, "mask": mask}),
+    ):
+        leaves = {name: t.clone().requires_grad_() for name, t in terms.items() if name != "mask"}
+        y = function(x, k, impl="triton", **(terms | leaves))
+        y.nan_to_num().square().sum().backward()
+    infinite = x.detach().clone()
+    infinite[0, 1], infinite[1, 2] = -torch.inf, torch.inf
+    ll.lml(infinite, 3.0, weight=weight, impl="triton")
+    torch.cuda.synchronize()
+    print("weights and bounds", rows, n, flush=True)
+
+
+def balanced(rows, columns, k):
+    x = 3 * torch.randn(rows, columns, device=DEVICE, requires_grad=True)
+    ll.lml_balanced(x, k).square().sum().backward()
+    torch.cuda.synchronize()
+    print("balanced", rows, columns, flush=True)
+
+
 def main():
-    from lastlayer._triton import lml_backward, plan  # here: doctests import this file where there is no triton
+    from lastlayer._triton import (
+        lml_backward,
+        plan,
+        weighted,
+    )  # here: doctests import this file where there is no triton
 
     torch.manual_seed(0)
     both_passes(4, 37, torch.tensor([1.0, 11.1, 36.5, 0.5], device=DEVICE))
     both_passes(4, 333, 3.0)
     others(4, 37)
     others(3, 333)
+    budgets(5, 37)
+    weighted.LONGEST = 512
+    budgets(3, 1000)
+    for rows, columns, k in ((300, 20, 3.5), (2200, 1024, 8)):
+        balanced(rows, columns, k)
     plan.LONGEST = lml_backward.LONGEST = 1024
     plan.CHUNK = 8192
     for split in (False, True):
