@@ -7,7 +7,9 @@ as one shared library.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import struct
+import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -69,8 +71,10 @@ def _team() -> int | None:
     """Return the address at which torch's OpenMP runtime starts a parallel region; None if there is no such runtime.
 
     It is looked for among the libraries that torch itself is linked to: another package may have loaded its own
-    runtime, with other threads.
+    runtime, with other threads. A process that was forked has none of the runtime's threads, and would wait for them.
     """
+    if multiprocessing.parent_process() is not None and "multiprocessing.popen_fork" in sys.modules:
+        return None
     try:
         return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
     except (AttributeError, OSError):

@@ -289,6 +289,32 @@ def test_calls_from_several_python_threads():
     assert all(torch.equal(y, z) for y, z in zip(found, expected * 10, strict=True))
 
 
+FORKED = """
+import multiprocessing, torch
+torch.set_num_threads(2)
+x = torch.randn(400, 1000)
+x.relu()  # starts the threads of torch
+def child(queue):
+    import lastlayer  # here for the first time
+    queue.put(float(lastlayer.lml(x, 5)[-1].sum()))
+context = multiprocessing.get_context("fork")
+queue = context.Queue()
+process = context.Process(target=child, args=(queue,), daemon=True)
+process.start()
+try:
+    print(queue.get(timeout=30))
+finally:
+    process.kill()
+"""
+
+
+@built
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_loaded_after_a_fork():
+    found = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
+    assert float(found.stdout) == pytest.approx(5)
+
+
 def _in_child(queue, x):
     y = plain.lml(x, 5, impl="native")  # torch's own threads do not outlive a fork: nothing here may be large
     queue.put(float(y[-1].sum()))
