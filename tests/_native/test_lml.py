@@ -309,6 +309,7 @@ finally:
 
 
 @built
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_loaded_after_a_fork():
     found = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
