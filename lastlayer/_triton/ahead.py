@@ -45,7 +45,8 @@ def begin() -> None:
 
 
 def _start(threads: list[threading.Thread], target: Any, *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=target, args=args, daemon=True)
+    # Python waits for it at its end: to be stopped in the middle of the compiler would be a crash.
+    thread = threading.Thread(target=target, args=args)
     threads.append(thread)
     thread.start()
     return thread
@@ -97,13 +98,12 @@ def is_new(kind: tuple[Any, ...]) -> bool:
 def compile_ahead(*launches: Launch) -> None:
     """Compile kernels that will be launched soon, each in a thread of its own."""
     _wait_for_start()
-    device = torch.cuda.current_device()
     for one in launches:
-        _compiling[one.case] = _start([], _compile, device, one)
+        _compiling[one.case] = _start([], _compile, one)
 
 
-def _compile(device: int, one: Launch) -> None:
-    with contextlib.suppress(Exception), torch.cuda.device(device):  # each thread has its own device
+def _compile(one: Launch) -> None:
+    with contextlib.suppress(Exception), torch.cuda.device(one.args[0].get_device()):  # each thread has its own
         compiled = one.kernel.warmup(*one.args, grid=one.grid, **one.options)
         # Only the launcher, which is then cached: to load the kernel here could disturb the capture of a CUDA graph.
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
