@@ -2,7 +2,7 @@
 
 The weights are divided by a power of two and turned positive, so that ``sum a sigmoid(z + w nu) = c`` with
 ``0 <= w <= 1`` is left, and the steps have the certificates of `lml`. A class takes one exponential at a first guess of
-nu, one for the step from there, and none for the last, short one: its value follows that to second order.
+nu, one for the step from there, and none for the last, short one: its value follows that to first order.
 
 What is rare (infinite scores, classes that are turned around) reads the row again, so that it costs no registers.
 """
@@ -98,26 +98,23 @@ def _finite_moments(
     x_ptr, w_ptr, l_ptr, u_ptr, row, n, inv_t, inv_unit, C: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
     UPPER: tl.constexpr,
 ):  # fmt: skip
-    """The moments of the finite scores of some rows, read again: sums of a, a w, a w^2, a z, a z^2 and a w z."""
+    """The moments of the finite scores of some rows, read again: sums of a w, a w^2, a z, a z^2 and a w z."""
     row = row[:, None]
     unit = inv_unit[:, None]
-    s0 = tl.zeros(row.shape, tl.float32)
-    s1 = s0
-    s2 = s0
-    z1 = s0
-    z2 = s0
-    zw = s0
+    s1 = tl.zeros(row.shape, tl.float32)
+    s2 = s1
+    z1 = s1
+    z2 = s1
+    zw = s1
     for start in range(0, n, C):
         cols = start + tl.arange(0, C)[None, :]
         x = scores(x_ptr, x_ptr, row, 0, 0, n, cols, inv_t, False)
-        weight = term(w_ptr, row, n if WEIGHT == 2 else 0, cols, n, WEIGHT > 0, 1.0)
-        width = term(u_ptr, row, n if UPPER == 2 else 0, cols, n, UPPER > 0, 1.0)
-        width = width - term(l_ptr, row, n if LOWER == 2 else 0, cols, n, LOWER > 0, 0.0)
+        weight = term(w_ptr, row, 0, cols, n, WEIGHT > 0, 1.0)
+        width = term(u_ptr, row, 0, cols, n, UPPER > 0, 1.0) - term(l_ptr, row, 0, cols, n, LOWER > 0, 0.0)
         live = (cols < n) & is_finite(x)
         z = tl.where(live, tl.where(weight < 0, -x, x), 0.0)
         w = tl.where(live, tl.abs(weight) * unit, 0.0)
         a = tl.where(live, w * width, 0.0)
-        s0 += tl.sum(a, 1)[:, None]
         s1 += tl.sum(a * w, 1)[:, None]
         s2 += tl.sum(a * w * w, 1)[:, None]
         z1 += tl.sum(a * z, 1)[:, None]
