@@ -255,13 +255,16 @@ def _number(like: Tensor) -> Tensor:
 
 
 def _sizes(name: str, n: int) -> tuple[int, int]:
-    """Return the classes that a program takes at once, and its warps; few sizes, since each is compiled."""
+    """Return the classes that a program takes at once, and its warps.
+
+    Few sizes, since each is compiled; and few classes per thread, since the code of each is repeated.
+    """
     if name == "two_way_columns":
         return 32, 4
     if name in HELD:
         block = next(size for size in (64, 256, 1024, 4096, LONGEST) if n <= size)
-        return block, min(max(block // 256, 4 if name in _FEW_CHOSEN else 1), 16)
-    return (128, 1) if n <= 128 else (1024, 4) if n <= 1024 else (2048, 8)
+        return block, min(max(block // 128, 4 if name in _FEW_CHOSEN else 1), 32)
+    return (128, 2) if n <= 128 else (1024, 8) if n <= 1024 else (2048, 16)
 
 
 def _soft(labels: Labels) -> bool:
