@@ -1,9 +1,8 @@
 """The projection with weights and bounds on the GPU: values, and their gradients.
 
 Rows of up to `LONGEST` classes are held in registers and searched in float32, as `lastlayer/_native/weighted_rows.h`
-does; longer ones are streamed. Rows that share their weights and bounds have a kernel of their own, `shared`. A row
-that float32 has too few digits for, or that has nothing to search, is solved in float64: by `shared` itself, or by a
-last kernel.
+does; longer ones are streamed. A row that float32 has too few digits for, or that has nothing to search, is left to a
+last kernel, which works in float64.
 """
 
 import functools
@@ -31,8 +30,8 @@ FORWARD: dict[int, shapes.Table] = {
     2: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
 }
 SHARED: dict[int, shapes.Table] = {
-    4: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
-    2: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
+    4: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
+    2: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
 }
 BACKWARD: dict[int, shapes.Table] = {
     4: ((8192, 8), (LONGEST, 20)),
@@ -60,17 +59,6 @@ def _programs(device: int) -> int:
 
 def _tiles(plan: shapes.Plan) -> dict[str, int]:
     return {name: value for name, value in plan.tiles.items() if name != "BLOCK"}
-
-
-def _registers(n: int, bounded: bool, warps: int) -> int:
-    """Registers per thread of `shared`: as few as hold what it needs, since spilled ones take long to come back."""
-    if n <= 128:
-        needed = 208 if bounded else 192
-    elif n > 8192:
-        needed = 255 if bounded else 128
-    else:
-        needed = 168 if bounded or warps > 1 else 136
-    return min(needed, 65536 // (32 * warps) // 8 * 8)
 
 
 def _lines(plan: shapes.Plan, x: Tensor) -> int:
@@ -133,17 +121,14 @@ def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
     elif not g.masked and max(g.given.values()) < 2:
         p = shapes.plan(g.n, SHARED, logits.element_size())
-        registers = _registers(g.n, g.given["LOWER"] + g.given["UPPER"] > 0, p.warps)
+        registers = min(128, 65536 // (32 * p.warps))
         programs = _programs(logits.get_device()) * max(1, 65536 // (32 * registers * p.warps))
-        options = {} if INTERPRETED else {"maxnreg": registers}
         launch(
             shared, (min(programs, shapes.cdiv(g.rows, p.rows)),), g.x, k, *g.pointers, out, nu, g.rows,
             g.n // p.align, *k_row, g.inv_t, **_tiles(p), **g.given, AT_MOST=at_most,
-            TOL=4e-4 if logits.dtype == torch.float32 else 0.02, LINES=_lines(p, g.x),
-            BLOCK=min(max(32, shapes.power_of_2(g.n)), 128 * p.warps), VEC=p.tiles["C"] * p.rows // (32 * p.warps),
-            num_warps=p.warps, **options,
+            TOL=4e-4 if logits.dtype == torch.float32 else 0.02, PREFETCH=2, LINES=_lines(p, g.x), num_warps=p.warps,
+            **({} if INTERPRETED else {"maxnreg": registers}),
         )  # fmt: skip
-        return out, nu
     else:
         p = shapes.plan(g.n, FORWARD, logits.element_size())
         few = g.n > HELD and p.warps * REGISTERS <= 1024 and not INTERPRETED

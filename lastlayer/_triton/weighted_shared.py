@@ -2,7 +2,7 @@
 
 The weights are divided by a power of two and turned positive, so that ``sum a sigmoid(z + w nu) = c`` with
 ``0 <= w <= 1`` is left, and the steps have the certificates of `lml`. A class takes one exponential at a first guess of
-nu, one for the step from there, and none for the last, short one: its value follows that to first order.
+nu, one for the step from there, and none for the last, short one: its value follows that to second order.
 
 What is rare (infinite scores, classes that are turned around) reads the row again, so that it costs no registers.
 """
@@ -16,7 +16,6 @@ from lastlayer._triton.device import (
     COMPILED,
     LN2,
     LOG2E,
-    ROWS_FIRST,
     by_row,
     columns,
     exp,
@@ -45,7 +44,6 @@ from lastlayer._triton.weighted_parts import (
     two_floats,
 )
 from lastlayer._triton.weighted_resident import SPREAD, _load_pairs, _narrowest, _shape, _unit_of
-from lastlayer._triton.weighted_settle import settle_row
 
 FAR = tl.constexpr(1.5)  # r up to which a step of fourth order is taken
 NEAR = tl.constexpr(0.3)  # the longest step that values can follow
@@ -53,15 +51,15 @@ LEAST = tl.constexpr(1e-20)  # of a goal: what float32 has dropped from the sums
 
 
 @triton.jit
-def _score_tile(x_ptr, row, n, first, inv_t, W, C, FULL: tl.constexpr):
-    """The scores of a tile, past the first cache, which has other things to keep; 0 beyond the row."""
+def _raw_tile(x_ptr, row, n, first, W, C, FULL: tl.constexpr):
+    """A tile as it is stored; 0 beyond the row."""
     cols = columns(first, W, C)
     here = x_ptr + (by_row(row) * n + cols)
+    # Past the first cache, which has other things to keep.
     if FULL:
-        x = tl.load(here, cache_modifier=".cg")
+        return tl.load(here, cache_modifier=".cg")
     else:
-        x = tl.load(here, mask=(cols < n) & (by_row(row) >= 0), other=0.0, cache_modifier=".cg")
-    return scaled(x.to(tl.float32), inv_t)
+        return tl.load(here, mask=(cols < n) & (by_row(row) >= 0), other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -87,7 +85,7 @@ def _finite_scores(
     x_ptr, w_ptr, row, n, first, inv_t, turned, W, C, FULL: tl.constexpr, WEIGHT: tl.constexpr
 ):  # fmt: skip
     """The scores of a tile, read again: -inf where one is infinite, which takes no part."""
-    x = _score_tile(x_ptr, row, n, first, inv_t, W, C, FULL)
+    x = scaled(_raw_tile(x_ptr, row, n, first, W, C, FULL).to(tl.float32), inv_t)
     if turned:
         x = _turn(x, w_ptr, row, n, first, W, C, FULL, WEIGHT)
     return tl.where(is_finite(x), x, float("-inf"))
@@ -98,23 +96,26 @@ def _finite_moments(
     x_ptr, w_ptr, l_ptr, u_ptr, row, n, inv_t, inv_unit, C: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
     UPPER: tl.constexpr,
 ):  # fmt: skip
-    """The moments of the finite scores of some rows, read again: sums of a w, a w^2, a z, a z^2 and a w z."""
+    """The moments of the finite scores of some rows, read again: sums of a, a w, a w^2, a z, a z^2 and a w z."""
     row = row[:, None]
     unit = inv_unit[:, None]
-    s1 = tl.zeros(row.shape, tl.float32)
-    s2 = s1
-    z1 = s1
-    z2 = s1
-    zw = s1
+    s0 = tl.zeros(row.shape, tl.float32)
+    s1 = s0
+    s2 = s0
+    z1 = s0
+    z2 = s0
+    zw = s0
     for start in range(0, n, C):
         cols = start + tl.arange(0, C)[None, :]
         x = scores(x_ptr, x_ptr, row, 0, 0, n, cols, inv_t, False)
-        weight = term(w_ptr, row, 0, cols, n, WEIGHT > 0, 1.0)
-        width = term(u_ptr, row, 0, cols, n, UPPER > 0, 1.0) - term(l_ptr, row, 0, cols, n, LOWER > 0, 0.0)
+        weight = term(w_ptr, row, n if WEIGHT == 2 else 0, cols, n, WEIGHT > 0, 1.0)
+        width = term(u_ptr, row, n if UPPER == 2 else 0, cols, n, UPPER > 0, 1.0)
+        width = width - term(l_ptr, row, n if LOWER == 2 else 0, cols, n, LOWER > 0, 0.0)
         live = (cols < n) & is_finite(x)
         z = tl.where(live, tl.where(weight < 0, -x, x), 0.0)
         w = tl.where(live, tl.abs(weight) * unit, 0.0)
         a = tl.where(live, w * width, 0.0)
+        s0 += tl.sum(a, 1)[:, None]
         s1 += tl.sum(a * w, 1)[:, None]
         s2 += tl.sum(a * w * w, 1)[:, None]
         z1 += tl.sum(a * z, 1)[:, None]
@@ -143,28 +144,12 @@ def _limits(
 
 
 @triton.jit
-def _sum_tile(tile, VEC: tl.constexpr):
-    """The sum over w and over VEC neighbours, all in one thread, which needs a register for it: shape (R, C / VEC)."""
-    if COMPILED and VEC > 1:
-        A: tl.constexpr = tile.shape[0]
-        B: tl.constexpr = tile.shape[1]
-        C: tl.constexpr = tile.shape[2] // VEC
-        parts = tl.sum(tl.reshape(tile, (A, B, C, VEC)), 3)
-        if ROWS_FIRST:
-            return tl.sum(parts, 1)
-        else:
-            return tl.sum(parts, 0)
-    else:
-        return sum_w(tile)
-
-
-@triton.jit
-def _moment_tile(z, w, width, BOUNDED: tl.constexpr, VEC: tl.constexpr):
-    """Sums of a z, a z^2 and a w z of a tile."""
+def _moment_tile(z, w, width, BOUNDED: tl.constexpr):
+    """Sums of a z, a z^2 and a w z, over a tile's w."""
     az = w * z
     if BOUNDED:
         az = az * width
-    return _sum_tile(az, VEC), _sum_tile(az * z, VEC), _sum_tile(az * w, VEC)
+    return sum_w(az), sum_w(az * z), sum_w(az * w)
 
 
 @triton.jit
@@ -174,8 +159,8 @@ def _odds(z, w, side, center):
 
 
 @triton.jit
-def _sums4(e, w, width, BOUNDED: tl.constexpr, VEC: tl.constexpr):
-    """The sum over a tile and its first two derivatives; the third is the fourth number less twice the fifth."""
+def _sums4(e, w, width, BOUNDED: tl.constexpr):
+    """The terms of the sum and of its first three derivatives, over a tile's w."""
     y = w * rcp(1 + e)
     other = w - y
     h = y * other
@@ -185,8 +170,7 @@ def _sums4(e, w, width, BOUNDED: tl.constexpr, VEC: tl.constexpr):
         s = h * width
         y = y * width
     curve = s * bend
-    first = _sum_tile(s, VEC)
-    return _sum_tile(y, VEC), first, _sum_tile(curve, VEC), _sum_tile(curve * bend, VEC), _sum_tile(s * h, VEC)
+    return sum_w(y), sum_w(s), sum_w(curve), sum_w(curve * bend), sum_w(s * h)
 
 
 @triton.jit
@@ -202,13 +186,12 @@ def _moved_again(y, w, move):
 
 
 @triton.jit
-def _sums2(y, w, width, BOUNDED: tl.constexpr, VEC: tl.constexpr):
-    """The sum over a tile and its derivative."""
+def _sums2(y, w, width, BOUNDED: tl.constexpr):
     y = y * w
     other = w - y
     if BOUNDED:
         y = y * width
-    return _sum_tile(y, VEC), _sum_tile(y * other, VEC)
+    return sum_w(y), sum_w(y * other)
 
 
 @triton.jit
@@ -256,11 +239,11 @@ def shared(
     x_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, units, k_row, k_low, inv_t,
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
     FULL: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    AT_MOST: tl.constexpr, TOL: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+    AT_MOST: tl.constexpr, TOL: tl.constexpr, PREFETCH: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """R rows at a time per program, which reads the weights and bounds once.
 
-    A row that this does not solve is solved in float64 at the end, when the registers are free.
+    A row that is not solved has a nu of nan, and nothing else is written that stays.
     """
     n = units * ALIGN
     BOUNDED: tl.constexpr = LOWER + UPPER > 0
@@ -282,32 +265,53 @@ def shared(
     if BOUNDED:
         sound = sound & (_narrowest(da, db, dc, WB, WC) <= 0)
     sure, room = _limits(w_ptr, l_ptr, u_ptr, any_row, n, C, WEIGHT, LOWER, UPPER)
-    missed = 0
+    row = tl.minimum(some + tl.program_id(0) * R, rows - 1)
+    xa = _raw_tile(x_ptr, row, n, 0, WA, C, FULL_A)
+    xb = xa
+    xc = xa
+    if WB > 0:
+        xb = _raw_tile(x_ptr, row, n, AT_B, WB, C, FULL_B)
+    if WC > 0:
+        xc = _raw_tile(x_ptr, row, n, AT_C, WC, C, FULL)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         row = tl.minimum(some + block * R, rows - 1)
         k = budget_of(k_ptr, k_low, row, k_row)
-        _fetch(x_ptr, rows, n, block + tl.num_programs(0), R, LINES)
-        za = _score_tile(x_ptr, row, n, 0, inv_t, WA, C, FULL_A)
+        if PREFETCH == 2:
+            _fetch(x_ptr, rows, n, block + tl.num_programs(0), R, LINES)
+        if PREFETCH != 1:
+            xa = _raw_tile(x_ptr, row, n, 0, WA, C, FULL_A)
+            if WB > 0:
+                xb = _raw_tile(x_ptr, row, n, AT_B, WB, C, FULL_B)
+            if WC > 0:
+                xc = _raw_tile(x_ptr, row, n, AT_C, WC, C, FULL)
+        za = scaled(xa.to(tl.float32), inv_t)
         zb = za
         zc = za
         if WB > 0:
-            zb = _score_tile(x_ptr, row, n, AT_B, inv_t, WB, C, FULL_B)
+            zb = scaled(xb.to(tl.float32), inv_t)
         if WC > 0:
-            zc = _score_tile(x_ptr, row, n, AT_C, inv_t, WC, C, FULL)
+            zc = scaled(xc.to(tl.float32), inv_t)
+        if PREFETCH == 1:
+            then = tl.minimum(some + (block + tl.num_programs(0)) * R, rows - 1)
+            xa = _raw_tile(x_ptr, then, n, 0, WA, C, FULL_A)
+            if WB > 0:
+                xb = _raw_tile(x_ptr, then, n, AT_B, WB, C, FULL_B)
+            if WC > 0:
+                xc = _raw_tile(x_ptr, then, n, AT_C, WC, C, FULL)
         if turned:
             za = _turn(za, w_ptr, any_row, n, 0, WA, C, FULL_A, WEIGHT)
             if WB > 0:
                 zb = _turn(zb, w_ptr, any_row, n, AT_B, WB, C, FULL_B, WEIGHT)
             if WC > 0:
                 zc = _turn(zc, w_ptr, any_row, n, AT_C, WC, C, FULL, WEIGHT)
-        z1, z2, zw = _moment_tile(za, wa, da, BOUNDED, VEC)
+        z1, z2, zw = _moment_tile(za, wa, da, BOUNDED)
         if WB > 0:
-            q0, q1, q2 = _moment_tile(zb, wb, db, BOUNDED, VEC)
+            q0, q1, q2 = _moment_tile(zb, wb, db, BOUNDED)
             z1 += q0
             z2 += q1
             zw += q2
         if WC > 0:
-            q0, q1, q2 = _moment_tile(zc, wc, dc, BOUNDED, VEC)
+            q0, q1, q2 = _moment_tile(zc, wc, dc, BOUNDED)
             z1 += q0
             z2 += q1
             zw += q2
@@ -373,16 +377,16 @@ def shared(
                     eb = eb * exp2(wb * by_row(move))
                 if WC > 0:
                     ec = ec * exp2(wc * by_row(move))
-            f, s1, s2, s3, h2 = _sums4(ea, wa, da, BOUNDED, VEC)
+            f, s1, s2, s3, h2 = _sums4(ea, wa, da, BOUNDED)
             if WB > 0:
-                q0, q1, q2, q3, q4 = _sums4(eb, wb, db, BOUNDED, VEC)
+                q0, q1, q2, q3, q4 = _sums4(eb, wb, db, BOUNDED)
                 f += q0
                 s1 += q1
                 s2 += q2
                 s3 += q3
                 h2 += q4
             if WC > 0:
-                q0, q1, q2, q3, q4 = _sums4(ec, wc, dc, BOUNDED, VEC)
+                q0, q1, q2, q3, q4 = _sums4(ec, wc, dc, BOUNDED)
                 f += q0
                 s1 += q1
                 s2 += q2
@@ -409,13 +413,13 @@ def shared(
             yb = _moved(eb, wb, move)
         if WC > 0:
             yc = _moved(ec, wc, move)
-        f, mass = _sums2(ya, wa, da, BOUNDED, VEC)
+        f, mass = _sums2(ya, wa, da, BOUNDED)
         if WB > 0:
-            q0, q1 = _sums2(yb, wb, db, BOUNDED, VEC)
+            q0, q1 = _sums2(yb, wb, db, BOUNDED)
             f += q0
             mass += q1
         if WC > 0:
-            q0, q1 = _sums2(yc, wc, dc, BOUNDED, VEC)
+            q0, q1 = _sums2(yc, wc, dc, BOUNDED)
             f += q0
             mass += q1
         f, mass = sum2(f, mass, 1)
@@ -431,15 +435,15 @@ def shared(
             delta = delta + step
             move = step * -LOG2E
             ya = _moved_again(ya, wa, move)
-            f, mass = _sums2(ya, wa, da, BOUNDED, VEC)
+            f, mass = _sums2(ya, wa, da, BOUNDED)
             if WB > 0:
                 yb = _moved_again(yb, wb, move)
-                q0, q1 = _sums2(yb, wb, db, BOUNDED, VEC)
+                q0, q1 = _sums2(yb, wb, db, BOUNDED)
                 f += q0
                 mass += q1
             if WC > 0:
                 yc = _moved_again(yc, wc, move)
-                q0, q1 = _sums2(yc, wc, dc, BOUNDED, VEC)
+                q0, q1 = _sums2(yc, wc, dc, BOUNDED)
                 f += q0
                 mass += q1
             f, mass = sum2(f, mass, 1)
@@ -467,15 +471,3 @@ def shared(
             if WC > 0:
                 _write_tile(yc, wc, out_ptr, l_ptr, u_ptr, row, n, step, AT_C, WC, C, FULL, LOWER, UPPER)
         tl.store(nu_ptr + row, tl.where(lost, float("nan"), nu))
-        missed |= tl.max(lost.to(tl.int32), 0)
-    if missed > 0:
-        tl.debug_barrier()  # what this program has written is read
-        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            for i in range(R):
-                one = tl.minimum(tl.full((), 0, tl.int64) + block * R + i, rows - 1)
-                found = tl.load(nu_ptr + one)
-                if found != found:
-                    settle_row(
-                        x_ptr, x_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, one, n, 0, 0, k_row, k_low, inv_t,
-                        BLOCK, False, WEIGHT, LOWER, UPPER, AT_MOST,
-                    )  # fmt: skip
