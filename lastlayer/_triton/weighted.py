@@ -30,8 +30,8 @@ FORWARD: dict[int, shapes.Table] = {
     2: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
 }
 SHARED: dict[int, shapes.Table] = {
-    4: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
-    2: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
+    4: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
+    2: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
 }
 BACKWARD: dict[int, shapes.Table] = {
     4: ((8192, 8), (LONGEST, 20)),
@@ -64,6 +64,12 @@ def _tiles(plan: shapes.Plan) -> dict[str, int]:
 def _lines(plan: shapes.Plan, x: Tensor) -> int:
     """A power of two that is at least the number of lines of 128 bytes that a block of rows has."""
     return max(32, shapes.power_of_2(shapes.cdiv(plan.rows * x.shape[-1] * x.element_size(), 128)))
+
+
+def _registers(n: int, bounded: bool, warps: int) -> int:
+    """Registers per thread of `shared`, the fastest that were tried: spilled ones take long to come back."""
+    wanted = (255 if bounded else 128) if n > HELD else 160 if bounded and n > 128 else 168
+    return min(wanted, 65536 // (32 * warps) // 8 * 8)
 
 
 def _float32(value: float) -> float:
@@ -121,7 +127,7 @@ def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
     elif not g.masked and max(g.given.values()) < 2:
         p = shapes.plan(g.n, SHARED, logits.element_size())
-        registers = min(128, 65536 // (32 * p.warps))
+        registers = _registers(g.n, g.given["LOWER"] + g.given["UPPER"] > 0, p.warps)
         programs = _programs(logits.get_device()) * max(1, 65536 // (32 * registers * p.warps))
         launch(
             shared, (min(programs, shapes.cdiv(g.rows, p.rows)),), g.x, k, *g.pointers, out, nu, g.rows,
