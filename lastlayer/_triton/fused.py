@@ -42,6 +42,7 @@ STREAMED: dict[str, Any] = {
     "two_way_columns": rows_of.two_way_columns,
     "logsumexp": rows_of.logsumexp,
     "quasibinary": rows_of.quasibinary,
+    "fenchel_young": rows_of.fenchel_young,
 }
 HELD: dict[str, Any] = {
     "truncated": order.truncated,
@@ -53,13 +54,17 @@ HELD: dict[str, Any] = {
     "marginals": order.marginals,
     "marginals_backward": order.marginals_backward,
     "smooth_svm": order.smooth_svm,
-    "fenchel_young": budget.fenchel_young,
+    "labelled": budget.labelled,
+    "tilt": order.tilt,
     "at_most": budget.at_most,
     "at_most_backward": budget.at_most_backward,
 }
-_EXTRA = {"logsumexp": 2, "quasibinary": 1, "marginals": 2, "at_most": 3}  # further numbers per row
+_EXTRA = {"logsumexp": 2, "quasibinary": 1, "at_most": 3}  # further numbers per row
 _FEW_CHOSEN = ("marginals", "marginals_backward", "smooth_svm")
-_PROJECTIONS = ("capped_softmax", "capped_sparsemax", "marginals", "at_most")  # and their backward passes: no loss
+# What comes before an operation, and how many numbers per row that finds. Two kernels are compiled side by side.
+_BEFORE = {"fenchel_young": ("labelled", 4), "marginals": ("tilt", 2), "smooth_svm": ("tilt", 6)}
+# They and their backward passes have no loss.
+_NO_LOSS = ("capped_softmax", "capped_sparsemax", "marginals", "at_most", "labelled", "tilt")
 
 
 class Result(NamedTuple):
@@ -85,16 +90,32 @@ def run(
     gradient: bool = True,
 ) -> Result | None:
     """Do the same as `lastlayer._native.fused.run`; None where there is no kernel for the operation or the shape."""
+    if not takes(name, x.shape[:-1].numel(), x.shape[-1], numbers):
+        return None
+    return _run(name, x, labels, numbers, mask, each, positive, first, second, gradient)
+
+
+def _run(
+    name: str,
+    x: Tensor,
+    labels: Labels | None,
+    numbers: Sequence[float],
+    mask: Tensor | None = None,
+    each: Tensor | None = None,
+    positive: Tensor | None = None,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+    gradient: bool = True,
+    extra: Tensor | None = None,
+) -> Result:
     n, batch = x.shape[-1], x.shape[:-1]
     rows = x.numel() // n
-    columns, projects = name == "two_way_columns", name.startswith(_PROJECTIONS)
-    if not takes(name, rows, n, numbers):
-        return None
+    columns, projects = name == "two_way_columns", name.startswith(_NO_LOSS)
     if name == "logistic":
         numbers = (2 * numbers[1],)  # of the coefficients 1 - s / 2 and s / 2
         name = name if first is None else "shifted"
     each = mask if each is None else each
-    x, extra = x.contiguous(), None
+    x, kernel = x.contiguous(), STREAMED.get(name) or HELD[name]
     constants: dict[str, Any] = {}
     held, target, width = _target(labels)
     p, p_row, p_col = _strides(positive, x)
@@ -104,10 +125,11 @@ def run(
     elif name == "warp":
         second = _harmonic(n, x.device)
     e, e_row, e_col = _strides(each, x)
-    step = int(first is not None and first.numel() > 1 and not name.endswith("_backward"))
-    if step:
-        assert first is not None
-        first = first.expand(batch).contiguous()
+    sizes, step, before = first, 0, _BEFORE.get(name)
+    if before is not None:
+        first = extra = torch.empty((rows, before[1]), dtype=torch.float32, device=x.device)
+    elif first is not None and first.numel() > 1 and not name.endswith("_backward"):
+        step, first = 1, first.expand(batch).contiguous()
         second = None if second is None else second.expand(batch).contiguous()
 
     lines = (n,) if columns else batch
@@ -118,8 +140,9 @@ def run(
         extra = torch.empty((*batch, _EXTRA[name]), dtype=torch.float32, device=x.device)
     block, warps = _sizes(name, n)
     given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers))
+    marks = None if counts is None else counts.view(torch.int8)
     args = (
-        x, target, e, p, first, second, loss, out, None if counts is None else counts.view(torch.int8), extra,
+        x, target, e, p, first, second, loss, out, marks, None if before else extra,
         rows, n, width, e_row, e_col, p_row, p_col, step, *given,
     )  # fmt: skip
     constants = {
@@ -130,21 +153,43 @@ def run(
         **constants,
         "num_warps": warps,
     }
-    if is_new((name, x.get_device(), x.dtype, held, block)):
-        _compile_ahead(name, args, constants)
-    launch(STREAMED.get(name) or HELD[name], (shapes.cdiv(n, block) if columns else rows,), *args, **constants)
+    if not name.endswith("_backward") and is_new((name, x.get_device(), x.dtype, held, block)):
+        _compile_ahead(name, kernel, args, constants)
+    if before is not None:
+        if before[0] == "tilt":
+            k = numbers[0]
+            numbers = (k, 1.0) if labels is None else (k - 0.5, 1 / (k * numbers[1]))
+        _run(before[0], x, labels, numbers, each=each, first=sizes, gradient=False, extra=extra)
+    launch(kernel, (shapes.cdiv(n, block) if columns else rows,), *args, **constants)
     return Result(loss, out, counts, extra)
 
 
-def _compile_ahead(name: str, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Build the launcher while the kernel is compiled, and compile what follows a projection or a loss."""
-    follows = []
-    if "HALF" not in constants:
-        follows.append(Launch(rows_of.blank, (1,), args, constants))
-    x, _, e, _, _, second, loss, out, counts, extra, _, n = args[:12]
+def _compile_ahead(name: str, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Compile a kernel that another precedes, or else its launcher; and what follows a projection or a loss."""
+    follows = [Launch(kernel if name in _BEFORE else rows_of.blank, (1,), args, constants)]
+    x, _, e, _, first, second, loss, out, counts, extra, _, n = args[:12]
     if f"{name}_backward" in HELD:  # of a contiguous upstream gradient
         mask = e if name == "at_most" else None
-        given = (x, None, out, mask, extra, second, None, out, None, None, 1, n, 0, n, 1, *args[13:15], 0, *[1.0] * 4)
+        given = (
+            x,
+            None,
+            out,
+            mask,
+            first if extra is None else extra,
+            second,
+            None,
+            out,
+            None,
+            None,
+            1,
+            n,
+            0,
+            n,
+            1,
+            *args[13:15],
+            0,
+            *[1.0] * 4,
+        )
         follows.append(Launch(HELD[f"{name}_backward"], (1,), given, {**constants, "TARGET": "none", "HARD": True}))
     elif loss is not None:
         options = {"MEAN": True, "BLOCK": 1024, "num_warps": 4}
@@ -154,7 +199,8 @@ def _compile_ahead(name: str, args: tuple[Any, ...], constants: dict[str, Any]) 
 
 def takes(name: str, rows: int, n: int, numbers: Sequence[float] = ()) -> bool:
     """Whether there is a kernel for the operation and the shape."""
-    if max(rows, n) >> 31 or (name == "two_way_columns" and rows > MOST_ROWS) or (name in HELD and n > LONGEST):
+    held = name in HELD or name in _BEFORE
+    if max(rows, n) >> 31 or (name == "two_way_columns" and rows > MOST_ROWS) or (held and n > LONGEST):
         return False
     return name not in _FEW_CHOSEN or numbers[0] <= MOST_CHOSEN
 
@@ -261,9 +307,11 @@ def _sizes(name: str, n: int) -> tuple[int, int]:
     """
     if name == "two_way_columns":
         return 32, 4
+    if name in _FEW_CHOSEN:  # in tiles of their own
+        return 32, 4
     if name in HELD:
         block = next(size for size in (64, 256, 1024, 4096, LONGEST) if n <= size)
-        return block, min(max(block // 128, 4 if name in _FEW_CHOSEN else 1), 32)
+        return block, min(max(block // 128, 1), 32)
     return (128, 2) if n <= 128 else (1024, 8) if n <= 1024 else (2048, 16)
 
 

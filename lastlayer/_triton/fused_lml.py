@@ -1,4 +1,4 @@
-"""Kernels of `fused` that search for the threshold nu of a row: the Fenchel-Young loss, and projections to a budget.
+"""Kernels of `fused` that search for the threshold nu of a row: for the Fenchel-Young loss, and for budgets.
 
 They read a row once and hold it in registers, and have one copy of each step, so that they are quick to compile.
 """
@@ -20,7 +20,7 @@ from lastlayer._triton.device import (
     start,
     sum5,
 )
-from lastlayer._triton.fused_rows import budget_terms, load_scores, load_shares, load_weight, store_row
+from lastlayer._triton.fused_rows import load_scores, load_shares, load_weight, store_row
 
 LEAST = tl.constexpr(-2147483648)  # the key of what takes no part
 MOST = tl.constexpr(2147483647)  # the key of nan, which torch too sorts above +inf
@@ -53,15 +53,25 @@ def _count_and_least(reached, key):
 
 @triton.jit
 def kth(key, rank):
-    """The key of a rank, 1 for the largest; LEAST where there are fewer keys above it."""
-    lo = tl.min(key, 0).to(tl.int64)  # at least `rank` keys are no less than lo, and fewer are above hi
-    hi = tl.max(key, 0).to(tl.int64)
+    """The key of a rank, 1 for the largest; LEAST where there are fewer keys above it.
+
+    An interval is halved by its scores, which takes few steps where these are spread evenly, then by its keys.
+    """
+    # At least `rank` keys are no less than lo, and fewer are above hi.
+    live, lowest = _count_and_least(key > LEAST, key)
+    lo = tl.where(live >= rank, lowest, LEAST).to(tl.int64)
+    hi = tl.where(live >= rank, tl.max(key, 0), LEAST).to(tl.int64)
+    tries = 0
     while lo < hi:
         mid = lo + (hi - lo + 1) // 2
+        value = of_key(lo.to(tl.int32)) / 2 + of_key(hi.to(tl.int32)) / 2
+        by_value = key_of(tl.where(is_finite(value), value, 0.0)).to(tl.int64)
+        fit = is_finite(value) & (by_value > lo) & (by_value <= hi) & (tries < 16)
+        mid = tl.where(fit, by_value, mid)
         count, least = _count_and_least(key >= mid.to(tl.int32), key)
-        least = least.to(tl.int64)
-        lo = tl.where(count >= rank, least, lo)
-        hi = tl.where(count == rank, least, tl.where(count > rank, hi, mid - 1))
+        lo = tl.where(count >= rank, least.to(tl.int64), lo)
+        hi = tl.where(count == rank, least.to(tl.int64), tl.where(count > rank, hi, mid - 1))
+        tries += 1
     return lo.to(tl.int32)
 
 
@@ -143,37 +153,35 @@ def _masked_scores(x_ptr, m_ptr, row, m_row, m_col, n, cols, temperature):
 
 
 # each: the mask. first: k of each row, or None: number0, which below 0 stands for the number of labels. number1: 1
-# where k is at most the number of known classes.
+# where k is at most the number of known classes. extra: center, delta, the number of labels and k.
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
-def fenchel_young(
+def labelled(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of log(1 + exp(x + nu)) less k nu and the labels' scores, with the gradient y less the labels."""
+    """The threshold of the known classes, for the Fenchel-Young loss."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     x = _masked_scores(x_ptr, e_ptr, row, e_row, e_col, n, cols, 1.0)
-    share = load_shares(d_ptr, row, n, width, cols, TARGET)
-    known = share >= 0
-    x = tl.where(known, x, float("-inf"))
-    share = tl.where(known, share, 0.0)
-    count = tl.sum(share, 0)
-    if TARGET == "dense":  # a target of nan shows
+    if TARGET == "dense":
         given = tl.load(d_ptr + (row * n + cols), mask=cols < n, other=0).to(tl.float32)
-        count = tl.where(tl.max((given != given).to(tl.int32), 0) > 0, float("nan"), count)
+        known = (given >= 0) | (given != given)
+        share = tl.where(known, tl.where(given > 1, 1.0, given), 0.0)
+    else:
+        share = load_shares(d_ptr, row, n, width, cols, TARGET)
+        known = share >= 0
+    x = tl.where(known, x, float("-inf"))
+    count = tl.sum(share, 0)  # a target of nan shows
     k = tl.where(number0 < 0, count, number_of(number0))
     if f_ptr is not None:
         k = tl.load(f_ptr + row * f_row)
     k = tl.where(number1 > 0, tl.minimum(k, tl.sum((known & (cols < n)).to(tl.float32), 0)), k)
     center, delta = threshold(x, k)
-    term, slope = budget_terms(x, share, center, delta)
-    loss = tl.sum(tl.where(cols < n, term, 0.0), 0)
-    loss += tl.where(tl.abs(delta) == float("inf"), count * 0.0, (count - k) * (delta - center))
-    tl.store(loss_ptr + row, loss)
-    tl.store(counts_ptr + row, 1)
-    if GRADIENT:
-        store_row(out_ptr, row, n, cols, tl.where(loss == loss, slope, float("nan")))
+    tl.store(extra_ptr + 4 * row, center)
+    tl.store(extra_ptr + 4 * row + 1, delta)
+    tl.store(extra_ptr + 4 * row + 2, count)
+    tl.store(extra_ptr + 4 * row + 3, k)
 
 
 @triton.jit

@@ -19,8 +19,7 @@ from lastlayer._triton.fused_rows import (
     load_scores,
     load_shares,
     load_weight,
-    sigmoids,
-    softplus,
+    logistics,
     store_row,
 )
 
@@ -58,9 +57,9 @@ def truncated(
     total = tl.where(rivals > 0, tl.sum(mass, 0), 1.0)
     u = (x - peak) - tl.log(total)
     weight = tl.where(label, share, 0.0) * load_weight(e_ptr, row, e_row, e_col, n, cols)
-    _, miss = sigmoids(u)
+    _, fall, _, miss = logistics(u)
     slope = tl.where(rivals > 0, tl.where(label, weight * miss, 0.0), 0.0)
-    loss = tl.where(rivals > 0, tl.where(label, weight * softplus(-u), 0.0), 0.0)
+    loss = tl.where(rivals > 0, tl.where(label, weight * fall, 0.0), 0.0)
     tl.store(loss_ptr + row, tl.sum(loss, 0))
     tl.store(counts_ptr + row, (labels > 0).to(tl.int8))
     if GRADIENT:
@@ -331,7 +330,8 @@ def _chances(x_ptr, row, n, cols, without, center, delta, scale):
     z = (x.to(tl.float64) * scale - center) + delta
     z = tl.where(tl.abs(x) == float("inf"), x.to(tl.float64), z)
     e = tl.exp(-tl.abs(z))
-    return tl.where(z < 0, e, 1.0) / (1 + e), tl.where(z < 0, 1.0, e) / (1 + e), is_finite(x)
+    over = 1.0 / (1 + e)
+    return tl.where(z < 0, e * over, over), tl.where(z < 0, over, e * over), is_finite(x)
 
 
 @triton.jit
@@ -353,7 +353,37 @@ def _counts(t_ptr, a, b, times, HALF: tl.constexpr):
     return (a * c + b * s) * both, (b * c - a * s) * both
 
 
-# number0: k. second: the roots of unity. extra: the center and delta of `_tilt`.
+# number0: how many classes are wanted; number1: what scores are multiplied by. With labels, of all but the first of a
+# row. extra: the center and delta of `_tilt`; with labels then the label (-1: none), its score and weight, and how many
+# others there are.
+@triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
+def tilt(
+    x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where polynomials over subsets are taken, so that they keep their digits."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    x = load_scores(x_ptr, row, n, cols)
+    if TARGET == "none":
+        here = extra_ptr + 2 * row
+    else:
+        here = extra_ptr + 6 * row
+        share = load_shares(d_ptr, row, n, width, cols, TARGET)
+        label = tl.min(tl.where(share > 0, cols, BLOCK), 0)
+        own = cols == label
+        tl.store(here + 2, tl.where(label < BLOCK, label, -1).to(tl.float32))
+        tl.store(here + 3, tl.sum(tl.where(own, x, 0.0), 0))
+        tl.store(here + 4, tl.sum(tl.where(own, load_weight(e_ptr, row, e_row, e_col, n, cols), 0.0), 0))
+        x = tl.where(own | (share < 0), float("-inf"), x)
+        tl.store(here + 5, tl.sum((x != float("-inf")).to(tl.float32), 0))
+    center, delta = _tilt(x * number1, number_of(number0))
+    tl.store(here, center)
+    tl.store(here + 1, delta)
+
+
+# number0: k. first: the center and delta of each row. second: the roots of unity.
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def marginals(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
@@ -363,11 +393,8 @@ def marginals(
 ):  # fmt: skip
     """The probability of each class in subsets of k."""
     row = tl.program_id(0).to(tl.int64)
-    center, delta = _tilt(load_scores(x_ptr, row, n, tl.arange(0, BLOCK)), number_of(number0))
-    tl.store(extra_ptr + 2 * row, center)
-    tl.store(extra_ptr + 2 * row + 1, delta)
-    center = center.to(tl.float64)
-    delta = delta.to(tl.float64)
+    center = tl.load(f_ptr + 2 * row).to(tl.float64)
+    delta = tl.load(f_ptr + 2 * row + 1).to(tl.float64)
     c, s = _roots(s_ptr, 1, HALF)
     a = tl.full((HALF, TILE), 1.0, tl.float64)
     b = tl.full((HALF, TILE), 0.0, tl.float64)
@@ -433,7 +460,7 @@ def marginals_backward(
         store_row(out_ptr, row, n, cols, tl.where(finite, value, 0.0))
 
 
-# number: k, tau, alpha. second: the roots of unity.
+# number: k, tau, alpha. first: what `tilt` has found for each row. second: the roots of unity.
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def smooth_svm(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
@@ -443,34 +470,28 @@ def smooth_svm(
 ):  # fmt: skip
     """The loss tau softplus(alpha / tau + log e_k - log e_(k-1) - x_y / (k tau)), with polynomials of the others."""
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    x = load_scores(x_ptr, row, n, cols)
-    share = load_shares(d_ptr, row, n, width, cols, TARGET)
-    label = tl.min(tl.where(share > 0, cols, BLOCK), 0)
-    has_label = label < BLOCK
-    own = cols == label
-    others = tl.sum(((x != float("-inf")) & (share >= 0) & (own == 0)).to(tl.float32), 0)
+    center = tl.load(f_ptr + 6 * row).to(tl.float64)
+    delta = tl.load(f_ptr + 6 * row + 1).to(tl.float64)
+    label = tl.load(f_ptr + 6 * row + 2).to(tl.int32)
+    score = tl.load(f_ptr + 6 * row + 3).to(tl.float64)
+    weight = tl.load(f_ptr + 6 * row + 4).to(tl.float64)
+    others = tl.load(f_ptr + 6 * row + 5)
+    has_label = label >= 0
     active = has_label & (others >= number0)
-    score = tl.sum(tl.where(own, x, 0.0), 0).to(tl.float64)
     active = active & (score != float("inf"))  # next to which there are no others
-    weight = tl.sum(tl.where(own, load_weight(e_ptr, row, e_row, e_col, n, cols), 0.0), 0).to(tl.float64)
     k = number_of(number0).to(tl.int32)
     tau = number_of(number1).to(tl.float64)
     scale = 1.0 / (k.to(tl.float64) * tau)
-    # About the center and delta at which the probabilities of the others sum to k - 1/2 the sums keep their digits.
-    around = tl.where(own | (share < 0), float("-inf"), x * scale.to(tl.float32))
-    center, delta = _tilt(around, number_of(number0) - 0.5)
-    center = center.to(tl.float64)
-    delta = delta.to(tl.float64)
     c, s = _roots(s_ptr, 1, HALF)
     a = tl.full((HALF, TILE), 1.0, tl.float64)
     b = tl.full((HALF, TILE), 0.0, tl.float64)
     for j in range(0, n, TILE):
         place = j + tl.arange(0, TILE)
         present, absent, _ = _chances(x_ptr, row, n, place, label, center, delta, scale)
-        known = load_shares(d_ptr, row, n, width, place, TARGET) >= 0
-        present = tl.where(known, present, 0.0)
-        absent = tl.where(known, absent, 1.0)
+        if TARGET == "dense":
+            known = load_shares(d_ptr, row, n, width, place, TARGET) >= 0
+            present = tl.where(known, present, 0.0)
+            absent = tl.where(known, absent, 1.0)
         real, imaginary, _, _ = _parts(present, absent, c, s)
         a, b = _times(a, b, real, imaginary)
     a, b = _product(a, b, HALF)
@@ -494,7 +515,8 @@ def smooth_svm(
             _, _, g, h = _parts(present, absent, c, s)
             first = tl.sum(a1[:, None] * g - b1[:, None] * h, 0) * over1
             second = tl.sum(a2[:, None] * g - b2[:, None] * h, 0) * over2
-            known = load_shares(d_ptr, row, n, width, place, TARGET) >= 0
-            value = tl.where(finite & known, slope * (first - second), 0.0)
+            if TARGET == "dense":
+                finite = finite & (load_shares(d_ptr, row, n, width, place, TARGET) >= 0)
+            value = tl.where(finite, slope * (first - second), 0.0)
             value = tl.where(place == label, tl.where(tl.abs(score) < float("inf"), -slope, 0.0), value)
             store_row(out_ptr, row, n, place, tl.where(active, value, 0.0))

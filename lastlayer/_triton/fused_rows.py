@@ -49,6 +49,21 @@ def load_weight(w_ptr, row, w_row, w_col, n, cols):
 
 
 @triton.jit
+def logistics(z):
+    """log(1 + e^z) and log(1 + e^-z), then the sigmoid of z and that of -z, from one exponential; nan as z is."""
+    e = exp(-tl.abs(z))
+    rest = log1p(e)
+    over = 1.0 / (1.0 + e)
+    low = z < 0
+    return (
+        tl.maximum(z, 0.0) + rest,
+        tl.maximum(-z, 0.0) + rest,
+        tl.where(low, e * over, over),
+        tl.where(low, over, e * over),
+    )
+
+
+@triton.jit
 def softplus(z):
     """log(1 + e^z); infinite and nan as z is."""
     return tl.maximum(z, 0.0) + log1p(exp(-tl.abs(z)))
@@ -82,9 +97,9 @@ def budget_terms(x, share, center, delta):
     finite = is_finite(x)
     z = (x - center) + delta
     z = tl.where(tl.abs(x) == float("inf"), x, z)
-    yes = tl.where(share > 0, share * softplus(-z), 0.0)
-    no = tl.where(share < 1, (1 - share) * softplus(z), 0.0)
-    p, miss = sigmoids(z)
+    rise, fall, p, miss = logistics(z)
+    yes = tl.where(share > 0, share * fall, 0.0)
+    no = tl.where(share < 1, (1 - share) * rise, 0.0)
     slope = (1 - share) * p - share * miss
     end = tl.where(delta > 0, 1.0, 0.0) - share
     wrong = tl.where(x == float("inf"), (share < 1).to(tl.int32), (share > 0).to(tl.int32)) > 0
@@ -123,9 +138,8 @@ def logistic(
         x, share, live = load_classes(x_ptr, d_ptr, row, n, width, cols, TARGET)
         each = load_weight(e_ptr, row, e_row, e_col, n, cols)
         plus = load_weight(p_ptr, row, p_row, p_col, n, cols)
-        p, miss = sigmoids(x)
-        yes = softplus(-x) * plus
-        no = softplus(x)
+        no, yes, p, miss = logistics(x)
+        yes = yes * plus
         down = -miss * plus
         term = mixed(share, yes, no, HARD)
         slope = mixed(share, down, p, HARD)
@@ -168,6 +182,36 @@ def shifted(
     tl.store(counts_ptr + row, tl.max(some, 0).to(tl.int8))
 
 
+# each: the mask. first: the numbers of each row that `fused_lml.labelled` has found.
+@triton.jit(do_not_specialize=["rows", "width", "f_row"])
+def fenchel_young(
+    x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of log(1 + exp(x + nu)) less k nu and the labels' scores, with the gradient y less the labels."""
+    row = tl.program_id(0).to(tl.int64)
+    center = tl.load(f_ptr + 4 * row)
+    delta = tl.load(f_ptr + 4 * row + 1)
+    count = tl.load(f_ptr + 4 * row + 2)
+    k = tl.load(f_ptr + 4 * row + 3)
+    loss = tl.zeros((BLOCK,), tl.float32)
+    for j in range(0, n, BLOCK):
+        cols = j + tl.arange(0, BLOCK)
+        x = load_scores(x_ptr, row, n, cols)
+        share = load_shares(d_ptr, row, n, width, cols, TARGET)
+        x = tl.where(share >= 0, x, float("-inf"))
+        if e_ptr is not None:
+            x = tl.where(load_weight(e_ptr, row, e_row, e_col, n, cols) > 0, x, float("-inf"))
+        term, slope = budget_terms(x, tl.maximum(share, 0.0), center, delta)
+        loss += tl.where(cols < n, term, 0.0)
+        if GRADIENT:
+            store_row(out_ptr, row, n, cols, tl.where(count == count, slope, float("nan")))
+    rest = tl.where(tl.abs(delta) == float("inf"), count * 0.0, (count - k) * (delta - center))
+    tl.store(loss_ptr + row, tl.sum(loss, 0) + rest)
+    tl.store(counts_ptr + row, 1)
+
+
 @triton.jit
 def _power(base, exponent):
     """base^exponent for base >= 0: by products where the exponent is a small whole number."""
@@ -198,8 +242,7 @@ def asymmetric(
         x, share, live = load_classes(x_ptr, d_ptr, row, n, width, cols, TARGET)
         each = load_weight(e_ptr, row, e_row, e_col, n, cols)
         plus = load_weight(p_ptr, row, p_row, p_col, n, cols)
-        p, miss = sigmoids(x)
-        up = softplus(-x)
+        flat, up, p, miss = logistics(x)
         full = _power(miss, number0)
         yes = full * up * plus
         down = -full * (miss + number3 * number0 * p * up) * plus
@@ -210,7 +253,7 @@ def asymmetric(
         cost = tl.where(x > 0, -tl.log(left), -log1p(-tl.where(x > 0, 0.0, m)))
         turn = p * (miss / left)
         if clip == 0:
-            cost = softplus(x)
+            cost = flat
             turn = p
         full = _power(m, number1)
         less = tl.where(easy, 0.0, full / tl.where(easy, 1.0, m))
