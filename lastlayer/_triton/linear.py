@@ -120,8 +120,8 @@ def _append(x, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED:
 
 @triton.jit
 def _scan_kernel(
-    x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, index_ptr, label_ptr, class_ptr,
-    n, stride, span, splits, room, labels, start, V: tl.constexpr, M: tl.constexpr, NAMED: tl.constexpr,
+    x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, class_ptr,
+    n, stride, span, splits, room, start, V: tl.constexpr, NAMED: tl.constexpr,
     TERMS: tl.constexpr,
 ):  # fmt: skip
     """A stretch of a row for one warp: no warp waits for another, a thread loads 16 bytes at once, few registers."""
@@ -201,11 +201,17 @@ def _scan_kernel(
         _add(sums_ptr + TERMS + 1, high)
         _add(sums_ptr + TERMS + 2, bad)
     tl.store(sums_ptr + TERMS, tl.load(sums_ptr + TERMS) + finite)
+
+
+@triton.jit(do_not_specialize=["n", "stride", "labels", "start"])
+def _labels_kernel(x_ptr, index_ptr, label_ptr, n, stride, labels, start, M: tl.constexpr):
+    """Take the logits of a row's labels from a block."""
+    row = tl.program_id(0).to(tl.int64)
     for j in range(0, labels, M):
         place = j + tl.arange(0, M)
         col = tl.load(index_ptr + row * labels + place, mask=place < labels, other=-1) - start
-        inside = (place < labels) & (col >= lo) & (col < hi)
-        x = tl.load(x_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        inside = (place < labels) & (col >= 0) & (col < n)
+        x = tl.load(x_ptr + row * stride + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(label_ptr + row * labels + place, x, mask=inside)
 
 
@@ -411,7 +417,8 @@ def _not_below(x, center, delta, log_mass, pull, rho, least, THINNED: tl.constex
     q = exp(-tl.abs(z))
     bound = exp(-tl.abs(z) - log_mass) / ((1 + q) * (1 + q)) * tl.abs(pull)
     if THINNED:
-        bound += unseen(z, rho)[1]
+        _, leak = unseen(z, rho)
+        bound += leak
     return (z >= 0) | ((bound < least) == 0)  # and where it is nan
 
 
@@ -525,29 +532,26 @@ def partial_sums(rows: int, n: int, terms: int, device: torch.device) -> Tensor:
 
 
 def scan_block(
-    x: Tensor,
-    floor: Tensor,
-    sums: Tensor,
-    top: Tensor,
-    fill: Tensor,
-    index: Tensor,
-    labels: Tensor,
-    classes: Tensor | None,
-    start: int,
+    x: Tensor, floor: Tensor, sums: Tensor, top: Tensor, fill: Tensor, classes: Tensor | None, start: int
 ) -> None:
     """Add a block that starts at class `start` to the results of a scan.
 
-    These are sums of powers below the floor and counts, the logits above it, appended to the lists in any order, the
-    logits of the labels, and on request the classes of the lists.
+    These are sums of powers below the floor and counts, the logits above it, appended to the lists in any order, and on
+    request the classes of the lists.
     """
     rows, n = x.shape
     splits = sums.shape[1]
     span = cdiv(cdiv(n, splits), _TILE) * _TILE
-    tensors = (x, floor, sums, top, fill, index, labels, fill if classes is None else classes)
-    numbers = (n, x.stride(0), span, splits, top.shape[1], index.shape[1], start)
-    options = {"V": 16 // x.element_size(), "M": _labels_at_a_time(index), "NAMED": classes is not None}
-    options["TERMS"] = sums.shape[2] - _COUNTS.value
+    tensors = (x, floor, sums, top, fill, fill if classes is None else classes)
+    numbers = (n, x.stride(0), span, splits, top.shape[1], start)
+    options = {"V": 16 // x.element_size(), "NAMED": classes is not None, "TERMS": sums.shape[2] - _COUNTS.value}
     launch(_scan_kernel, (rows, splits), *tensors, *numbers, **options, num_warps=1)
+
+
+def take_labels(x: Tensor, index: Tensor, labels: Tensor, start: int) -> None:
+    """Write the logits of the labels that are in a block, which starts at class `start`."""
+    numbers = (x.shape[1], x.stride(0), index.shape[1], start)
+    launch(_labels_kernel, (len(x),), x, index, labels, *numbers, M=_labels_at_a_time(index), num_warps=1)
 
 
 def search(

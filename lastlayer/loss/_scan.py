@@ -26,6 +26,7 @@ PASSES = 10  # bounds the search; a row that needs more is solved from all its l
 STEP = ("y2(1-y)", "y(1-y)2", "y", "bend", "h2")  # what a step of the search sums, by the names of their series
 UNSEEN = ("silent", "leak")  # and with `observed`
 _WHOLE = 1024  # up to this number of classes all logits of a row are kept
+_BEGUN = 4  # blocks that a GPU scans while the host looks at the labels
 _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
 
@@ -73,15 +74,19 @@ class Layer:
     def blocks(self, held: Held | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield the logits block by block; each block overwrites the one before, except those that are held."""
         held = held or Held(self)
-        yield from self._dropped(held)
         held.filled = True
-        for classes, place in held.places:
-            yield classes, self.logits(classes, place)
+        for classes in held.waiting:
+            yield classes, self.logits(classes, held.place(classes))
+        yield from self._dropped(held)
+        for classes in held.last:
+            yield classes, self.logits(classes, held.place(classes))
 
     def blocks_again(self, held: Held) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield the blocks once more, and memory for their gradients; first those that are held, from the last on."""
-        for classes, place in reversed(held.places):
-            x = place if held.filled else self.logits(classes, place)
+        for classes in reversed(held.waiting + held.last):
+            x = held.place(classes)
+            if not held.filled:
+                self.logits(classes, x)
             yield classes, x, held.block[:, : x.shape[1]]
         for classes, x in self._dropped(held):
             yield classes, x, x
@@ -126,18 +131,24 @@ class Held:
         width = min(layer.step, -(-layer.n // 16) * 16)
         self.gradient, self.block, self.filled = gradient, layer.features.new_empty(layer.rows, width), False
         last = max(0, layer.n - width)  # the classes from here on stay in the block
-        fit, memory = 0, self.block
+        fit, self.memory = 0, self.block
         if gradient is not None and min(layer.rows, last) > 0:
-            memory = gradient.view(-1).view(layer.dtype)
-            fit = min(last, last * len(memory) // layer.n // layer.rows) // 16 * 16
+            self.memory = gradient.view(-1).view(layer.dtype)
+            fit = min(last, last * len(self.memory) // layer.n // layer.rows) // 16 * 16
         self.first = last - fit
-        self.places: list[tuple[slice, Tensor]] = []
-        for start in range(self.first, last, layer.step):
-            stop = min(start + layer.step, last)
-            place = memory[(start - self.first) * layer.rows : (stop - self.first) * layer.rows]
-            self.places.append((slice(start, stop), place.view(layer.rows, stop - start)))
-        if layer.n > 0:
-            self.places.append((slice(last, layer.n), self.block[:, : layer.n - last]))
+        self.waiting = [slice(a, min(a + layer.step, last)) for a in range(self.first, last, layer.step)]
+        self.last = [slice(last, layer.n)] if layer.n > 0 else []
+
+    def drop(self) -> None:
+        """Free the memory of the block: its logits are not needed again."""
+        self.block = self.memory = self.block.new_empty(0)
+
+    def place(self, classes: slice) -> Tensor:
+        """Return the memory of a block that is held."""
+        rows, width = len(self.block), classes.stop - classes.start
+        if classes in self.last:
+            return self.block[:, :width]
+        return self.memory.as_strided((rows, width), (width, 1), (classes.start - self.first) * rows)
 
 
 def tile(x: Tensor) -> int:
@@ -206,14 +217,12 @@ class Scan:
     """
 
     def __init__(self, layer: Layer, limit: int, named: bool = False, held: Held | None = None) -> None:
-        """Begin with what needs no labels: the floors, and the logits of the first block.
+        """Begin with what needs no labels: the floors, and a scan of the first blocks of those that are held.
 
         `named` keeps the classes of the lists too, `held` some of the logits.
         """
         self.layer, self.kept = layer, held or Held(layer)
         self.floor, room, self.terms = _floor(layer, limit, self.kept.block)
-        self._blocks = layer.blocks(self.kept)
-        self._first = list(itertools.islice(self._blocks, 1))  # a GPU has work from here on
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
         self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
@@ -222,20 +231,28 @@ class Scan:
         self.top = self.floor.new_full((layer.rows, room), -torch.inf)
         self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=self.floor.device)
         self.classes = self.top.new_zeros(self.top.shape, dtype=torch.int32) if named and room else None
+        self._blocks = layer.blocks(self.kept)
+        self._begun = list(itertools.islice(self._blocks, min(len(self.kept.waiting), _BEGUN)))
+        for classes, x in self._begun:
+            self._add(x, classes.start)
 
     def run(self, index: Tensor) -> None:
         """Scan all logits, and keep those of the labels."""
         layer, self.index = self.layer, index
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
-        for classes, x in itertools.chain(self._first, self._blocks):
-            if layer.kernels is not None:
-                lists = (self.top, self.fill, index, self.labels, self.classes)
-                layer.kernels.scan_block(x, self.floor, self.sums, *lists, classes.start)
-                continue
-            inside, place = within(index, classes)
-            self.labels = torch.where(inside, x.gather(-1, place).to(layer.work), self.labels)
-            self._add(x.to(layer.work), classes.start)
-        self._first.clear()
+        for classes, x in self._begun:
+            self._take_labels(x, classes)
+        for classes, x in self._blocks:
+            self._add(x, classes.start)
+            self._take_labels(x, classes)
+        self._begun.clear()
+
+    def _take_labels(self, x: Tensor, classes: slice) -> None:
+        if self.layer.kernels is not None:
+            self.layer.kernels.take_labels(x, self.index, self.labels, classes.start)
+            return
+        inside, place = within(self.index, classes)
+        self.labels = torch.where(inside, x.gather(-1, place).to(self.layer.work), self.labels)
 
     def add_up(self, limit: int) -> None:
         """Sort the lists and add up the sums, for the search in plain torch."""
@@ -250,6 +267,10 @@ class Scan:
         self.few = self.held < n.clamp(max=limit)
 
     def _add(self, x: Tensor, start: int) -> None:
+        if self.layer.kernels is not None:
+            self.layer.kernels.scan_block(x, self.floor, self.sums, self.top, self.fill, self.classes, start)
+            return
+        x = x.to(self.layer.work)
         finite = x.isfinite()
         above = finite & (x > self.floor)
         for i, flag in enumerate((finite, x == torch.inf, x.isnan())):
@@ -301,15 +322,17 @@ def _floor(layer: Layer, limit: int, block: Tensor) -> tuple[Tensor, int, int]:
     rank = min(rank, size)
     memory = block.view(-1) if block.numel() >= size else block.new_empty(size)
     piece = len(memory) // size
-    floor = layer.features.new_empty(layer.rows, 1, dtype=layer.work)
+    floors = []
     for start in range(0, layer.rows, piece):
         rows = slice(start, min(start + piece, layer.rows))
-        place = memory[: (rows.stop - start) * size].view(-1, size)
-        sample = layer.of_rows(rows).logits(slice(0, size * stride, stride), place)
+        place = memory.as_strided((rows.stop - start, size), (size, 1))
+        sample = (layer if piece >= layer.rows else layer.of_rows(rows)).logits(slice(0, size * stride, stride), place)
         if layer.kernels is not None:
-            floor[rows] = layer.kernels.floors(sample, rank)
+            floors.append(layer.kernels.floors(sample, rank))
         else:
-            floor[rows] = finite(sample).topk(rank, -1).values[:, -1:].to(layer.work)
+            floors.append(finite(sample).topk(rank, -1).values[:, -1:].to(layer.work))
+    none = layer.features.new_empty(0, 1, dtype=layer.work)
+    floor = floors[0] if len(floors) == 1 else torch.cat([none, *floors])
     # With many logits above the floor for each label, exp(x + nu) is small below it, and few powers are enough.
     few = layer.kernels is not None and rank * stride >= 18 * limit
     return floor, room, 5 if few else most
@@ -329,7 +352,7 @@ class Rows:
     leak: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.silent = self.leak = torch.zeros_like(self.center)
+        self.silent = self.leak = torch.zeros((), dtype=self.center.dtype)
 
     def of_rows(self, which: Tensor) -> Rows:
         """Return what is known of some of the rows; not the last two."""

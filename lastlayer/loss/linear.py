@@ -141,7 +141,7 @@ def linear_lml_loss(
     mask = None if mask is None else mask.reshape(rows, n)
     limit, scan = _largest_rank(k), None
     if negatives is None:  # a GPU computes the first logits while the host looks at the labels
-        holds = torch.is_grad_enabled() and weight.requires_grad and least == 0
+        holds = torch.is_grad_enabled() and weight.requires_grad
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             layer = Layer(features, weight, bias, dtype, divisor, mask)
             scan = Scan(layer, limit, least > 0, _held(layer, holds))
@@ -388,10 +388,13 @@ class _LinearLML(torch.autograd.Function):
         ctx.save_for_backward(features, weight, bias, layer.mask, scale, index, *saved)
         ctx.dtype, ctx.rho, ctx.temperature = layer.dtype, rows.rho, None if scale is not None else temperature
         ctx.mark_non_differentiable(contributes)
+        ctx.set_materialize_grads(False)
         return loss, contributes
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> Any:
+        if grad is None:
+            return (None,) * 10
         gradients = _first_derivatives(ctx, grad.detach())
         if torch.is_grad_enabled():
             gradients = FirstOnly.apply(FIRST_ONLY, 3, grad, *ctx.saved_tensors[:2], *gradients)
@@ -442,13 +445,13 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if scale is not None or temperature != 1.0:
             grad = grad / temperature
         upstream = _Upstream(pull.contiguous(), toward, grad.contiguous())
+        held, ctx.held = ctx.held, None
+        if held is None:  # a second backward pass computes the logits again, in the same order
+            held = _held(layer, wants_weight)
         if marked is None:
-            held, ctx.held = ctx.held, None
-            if held is None:  # a second backward pass computes the logits again, in the same order
-                held = _held(layer, wants_weight)
             found = _gradients(layer, rows, upstream, wanted, held)
         else:
-            found = _gradients_of_some(layer, rows, upstream, wanted, undecided, marked)
+            found = _gradients_of_some(layer, rows, upstream, wanted, held, undecided, marked)
         if found.features is not None:
             found = found._replace(features=found.features.to(features.dtype))
         if found.temperature is not None:
@@ -521,24 +524,23 @@ def _slope(x: Tensor, rows: Rows, pull: Tensor) -> Tensor:
 
 
 def _gradients_of_some(
-    layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted, undecided: Tensor, marked: Tensor
+    layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted, held: Held, undecided: Tensor, marked: Tensor
 ) -> _Wanted:
     """As `_gradients`, where only the marked classes have a gradient in all rows but the undecided ones."""
-    grad_weight = torch.zeros_like(layer.weight) if wanted.weight else None  # while the host waits for the next lines
-    grad_bias = torch.zeros_like(layer.bias) if wanted.bias and layer.bias is not None else None
     some_undecided, classes = bool(undecided.any()), marked.nonzero().squeeze(-1)
     if len(classes) > layer.n // 2:
-        del grad_weight
-        return _gradients(layer, rows, upstream, wanted)
+        return _gradients(layer, rows, upstream, wanted, held)
     inside = (rows.index >= 0) & (rows.index < layer.n)
     place = torch.where(inside, (marked.cumsum(0) - 1)[torch.where(inside, rows.index, 0)], -1)
+    held.drop()
     if not some_undecided:
+        grad_weight = torch.zeros_like(layer.weight) if held.gradient is None else held.gradient.zero_()
+        grad_bias = None if layer.bias is None else torch.zeros_like(layer.bias)
         found = _gradients(layer.of_classes(classes), replace(rows, index=place), upstream, wanted)
         for whole, piece in ((grad_weight, found.weight), (grad_bias, found.bias)):
-            if whole is not None:
+            if whole is not None and piece is not None:
                 whole[classes] = piece
-        return found._replace(weight=grad_weight, bias=grad_bias)
-    del grad_weight
+        return found._replace(weight=grad_weight if wanted.weight else None, bias=grad_bias if wanted.bias else None)
     full, rest = undecided.nonzero().squeeze(-1), (~undecided).nonzero().squeeze(-1)
     found = _Wanted(
         torch.zeros_like(layer.features, dtype=layer.work) if wanted.features else None,
