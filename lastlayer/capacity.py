@@ -20,8 +20,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # float32 numbers that the optimizer keeps per weight
 LIST_COPIES = 4  # of the lists of the largest logits, in float32: sorted, with their positions
 TILE = 1 << 27  # bytes of one block of logits on a GPU, as in the fused linear loss
-PRODUCTS = 4  # the logits, the logits again in the backward pass, the gradients of features and weight
-TOUCHES = {"forward": 2, "backward": 5}  # numbers read and written per logit, counted in the code
+PRODUCTS = 3  # the logits, the gradients of features and weight; and logits that are computed again
+TOUCHES = 6  # numbers read and written per logit, counted in the code; one more if it is computed again
 WORK = 4  # bytes of the numbers that a row is reduced in
 
 
@@ -164,8 +164,9 @@ def plan(problem: Problem) -> Plan:
     messages = messages if p.devices > 1 else []
     wire = sum(m.sent(p.devices) for m in messages)
     logits = p.rows * classes
-    products = 2 * logits * p.features * PRODUCTS / p.flops
-    blocks = logits * sum(TOUCHES.values()) * size / p.bandwidth
+    again = _computed_again(p, classes)
+    products = 2 * logits * p.features * (PRODUCTS + again) / p.flops
+    blocks = logits * (TOUCHES + again) * size / p.bandwidth
     sending = wire / p.link + len(messages) * p.latency
     return Plan(
         classes_per_device=classes,
@@ -197,6 +198,12 @@ def _activations(p: Problem, classes: int) -> int:
         return p.rows * row + 2 * logits
     lists = LIST_COPIES * min(classes, list_sizes(classes, math.floor(p.k) + 1)[2])
     return p.rows * (row + lists * WORK) + min(max(TILE, 256 * p.rows * size), logits)
+
+
+def _computed_again(p: Problem, classes: int) -> float:
+    """The share of the logits that fit neither in a block nor in the memory of the weight's gradient."""
+    others = max(0, classes - TILE // (p.rows * BYTES[p.dtype]))
+    return others / classes * max(0.0, 1 - p.features / p.rows)
 
 
 def _memory(p: Problem, classes: int) -> int:

@@ -16,7 +16,15 @@ def test_by_hand():
     # counts and the start 48 B gathered each, two passes of 56 B, the result 24 B, the features' gradient 72 B
     assert found.collectives == 6
     assert found.wire_bytes == 1.5 * (2 * 56 + 24 + 72) + 3 * (48 + 48)
-    assert found.product_seconds == pytest.approx(2 * 2 * 250 * 9 * 4 / 4e14)
+    assert found.product_seconds == pytest.approx(2 * 2 * 250 * 9 * 3 / 4e14)
+
+
+def test_logits_that_cannot_wait_are_computed_again():
+    """Three quarters of a million classes with a quarter as many features as rows, except one block of 32,768."""
+    for dtype, rows in (("float32", 1024), ("bfloat16", 2048)):
+        found = plan(Problem(labels=10**6, features=rows // 4, rows=rows, devices=1, dtype=dtype))
+        one = 2 * 10**6 * rows * (rows // 4) / 4e14
+        assert found.product_seconds == pytest.approx(one * (3 + 0.75 * (1 - 0.032768)))
 
 
 def test_one_device_sends_nothing():
