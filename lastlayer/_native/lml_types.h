@@ -14,9 +14,7 @@
 #define ABS __builtin_fabs
 #define SMALLEST_SUM 1e-200
 #define BUDGET_DIGITS 1e-9
-#define NEAR_PARTS 1
-#define NEAR 0.34 /* a step of nu over which exponentials are carried by a polynomial */
-#define SHORT 1e-4
+#define SHORT 1.5e-4 /* the longest last step of a search with weights */
 #define EXP_HIGH 600.0
 #define EXP_CEILING 3.77e260 /* a little less than exp(EXP_HIGH): no class, or one that cannot matter */
 #define EXP_LOW -708.0
@@ -76,8 +74,6 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #undef INFINITE
 #undef SMALLEST_SUM
 #undef BUDGET_DIGITS
-#undef NEAR
-#undef NEAR_PARTS
 #undef SHORT
 #undef ABS
 #undef EXP_HIGH
@@ -104,9 +100,7 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #define ABS __builtin_fabsf
 #define SMALLEST_SUM 1e-20
 #define BUDGET_DIGITS 0.03
-#define NEAR_PARTS 4
-#define NEAR 1.36
-#define SHORT 0.02
+#define SHORT 0.022
 #define EXP_HIGH 80.0f
 #define EXP_CEILING 5.54e34f
 #define EXP_LOW -87.0f
@@ -159,8 +153,6 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
 #undef INFINITE
 #undef SMALLEST_SUM
 #undef BUDGET_DIGITS
-#undef NEAR
-#undef NEAR_PARTS
 #undef SHORT
 #undef ABS
 #undef EXP_HIGH

@@ -30,9 +30,12 @@ struct shares {
 /* A search for sum a sigmoid(z + w nu) = c, with rest = sum a - c. nu + at is the point of the next pass. */
 struct budget {
     double c, rest, total, goal, w1, w2; /* goal is the smaller of c and rest */
-    double nu, at, lo, hi, f, s1, s2;
-    int few, state, passes; /* few: c is the smaller */
+    double nu, at, lo, hi, f, s1, s2, s3;
+    int few, state; /* few: c is the smaller */
 };
+
+/* What a pass keeps of y. */
+enum { KEEP_NONE, KEEP_Y, KEEP_PART };
 
 struct budget_space {
     void *x, *z, *e, *w, *a;
@@ -47,7 +50,7 @@ struct budget_space {
 static void budget_again(struct budget *b) {
     b->nu = b->at = 0;
     b->lo = -INFINITY, b->hi = INFINITY;
-    b->state = OPEN, b->passes = 0;
+    b->state = OPEN;
 }
 
 /* Whether there is nothing to search, with nu. */
@@ -74,25 +77,27 @@ static int budget_enter(struct budget *b, const struct shares *s, double k, int 
 __attribute__((always_inline)) static inline double budget_guess(double logit, double log_p, double quantile, double z1,
                                                                  double z2, double zw, double w1, double w2) {
     double spread = z2 - z1 * z1, both = zw - z1 * w1, wide = w2 - w1 * w1, nu = 0, reach = 1e30;
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 4; i++) {
         double variance = i ? spread + nu * (2 * both + nu * wide) : spread;
         nu = (start_guess(logit, log_p, quantile, 0, variance, -reach, reach) - z1) / w1;
     }
     return nu;
 }
 
-/* Halley's step: near the solution on the sum, where Newton's step r is certain to be as good as it is short; else on the
-   logarithm of the smaller side, of which `level` is the distance from the goal's, and which is nearly straight. */
-__attribute__((always_inline)) static inline double budget_halley(int few, double r, double got, double level, double s1,
-                                                                  double s2) {
+/* The next step: near the solution that of fourth order on the sum, as in lml, where Newton's step r is certain to be as
+   good as it is short; else Halley's on the logarithm of the smaller side, of which `level` is the distance from the
+   goal's, and which is nearly straight. */
+__attribute__((always_inline)) static inline double budget_next(int few, double r, double got, double level, double s1,
+                                                                double s2, double s3) {
     double slope = s1 / got, bend = s2 / got, turn = few ? bend - slope * slope : -bend - slope * slope;
-    double first = few ? slope : -slope, over = 2 * first * first - level * turn;
+    double first = few ? slope : -slope, over = 2 * first * first - level * turn, rho = s2 / s1, tau = s3 / s1;
     double by_log = over > first * first ? -2 * level * first / over : -level / first;
-    return r * r < 1e-4 ? -r / (1 - r * (s2 / s1) / 2) : by_log;
+    return r * r < 1e-3 ? -r * (1 - r * rho / 2) / (1 - r * rho + r * r * tau / 6) : by_log;
 }
 
-/* A step from the sums at nu. CLOSE if it ends the search, HARD if `digits` are missing: sum w h as a part of the goal. */
-static void budget_step(struct budget *b, double eps, double digits) {
+/* A step from the sums at nu. CLOSE if it ends the search, which only the `last` of several passes can do, HARD if `digits`
+   are missing: sum w h as a part of the goal. */
+static void budget_step(struct budget *b, double eps, double digits, int last) {
     double f = b->few ? b->f - b->goal : b->goal - b->f, r = f / b->s1;
     if (!(b->s1 > 0) || !(b->f > 0) || !(fabs(r) < 1e300)) {
         b->state = HARD;
@@ -100,8 +105,8 @@ static void budget_step(struct budget *b, double eps, double digits) {
     }
     if (f < 0) b->lo = b->nu;
     if (f > 0) b->hi = b->nu;
-    b->at = budget_halley(b->few, r, b->f, log(b->f / b->goal), b->s1, b->s2);
-    if (0.42 * fabs(r * r * r) <= eps / 2) {
+    b->at = budget_next(b->few, r, b->f, log(b->f / b->goal), b->s1, b->s2, b->s3);
+    if (last && r * r * r * r / 3 <= eps / 2) {
         b->state = b->s1 > digits * b->goal ? CLOSE : HARD;
         return;
     }

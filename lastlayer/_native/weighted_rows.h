@@ -6,9 +6,9 @@
    a = w (upper - lower) and z = x or -x. As no weight is above 1, the search has the certificates of lml: after a step
    of Halley's the error in nu is at most 0.42 |r|^3, where r is Newton's step.
 
-   Exponentials are taken at a center that REAL holds, with one rounding of z + w nu; a short way from there they are
-   multiplied by a polynomial. A row for which REAL has too few digits is searched again in double, and one on which
-   that does not end by `weighted_hard`, which holds on any row. */
+   Exponentials are taken at a center that REAL holds, with one rounding of z + w nu. The last step, which is short, is
+   taken in y itself. A row for which REAL has too few digits is searched again in double, and one on which that does not
+   end by `weighted_hard`, which holds on any row. */
 
 #define FN TARGET static
 #define INLINE __attribute__((always_inline)) TARGET static inline
@@ -21,9 +21,10 @@
 /* A row to be searched; the arrays have room for whole vectors, and a is 0 in what is not a class. */
 typedef struct {
     int64_t n;
-    REAL *z, *w, *a, *e;
-    int special, measured; /* has weights of its own, or infinite scores; has its moments */
-    double z1, z2, zw;     /* sums of a z, a z^2 and a z w */
+    const REAL *z;
+    REAL *w, *a, *e;
+    int special, measured, plain; /* has weights of its own, or infinite scores; has its moments; y is a sigmoid of z */
+    double z1, z2, zw, farthest;  /* sums of a z, a z^2 and a z w; the largest |z|, or infinity */
     struct shares shares;
     struct budget b;
 } NAME(budget_row);
@@ -33,35 +34,29 @@ INLINE VEC NAME(fill)(REAL value) {
     return value - zero;
 }
 
-/* 1 / d for the search, to a unit in the last place: from the processor's estimate, which takes a fraction of a division,
-   by one step of Newton's. */
-INLINE VEC NAME(reciprocal)(VEC d) {
+/* 1 / d to a unit in the last place, where the processor has an estimate: by a step of Newton's, in a fraction of the time
+   of a division. A `rough` one is the estimate itself, to 4e-4. */
+INLINE VEC NAME(reciprocal)(VEC d, int rough) {
 #if REAL_BYTES == 4 && VECTOR == 64
     VEC y = __builtin_ia32_rcp14ps512_mask(d, (VEC){0}, (unsigned short)-1);
-    return y + y * (R(1.0) - d * y);
+    return rough ? y : y + y * (R(1.0) - d * y);
 #elif REAL_BYTES == 4 && VECTOR == 32
-    VEC y = __builtin_ia32_rcpps256(d);
-    return y + y * (R(1.0) - d * y);
+    return rough ? __builtin_ia32_rcpps256(d) : R(1.0) / d;
 #else
+    (void)rough;
     return R(1.0) / d;
 #endif
 }
 
 /* What a pass sums at a point with q = (1 - y) / y: f = sum a y or, on the side where that is the smaller, sum a (1 - y);
-   and the first two derivatives of sum a y. */
-#define WEIGH(q, a, w, part)                                \
-    VEC y = NAME(reciprocal)(R(1.0) + q), v = q * y;        \
-    VEC t = w * (a * (y * v));                              \
-    f += a * (part);                                        \
-    s1 += t;                                                \
-    s2 += (w * t) * (v - y);
-
-/* exp(r) for |r| <= NEAR, from r over NEAR_PARTS. */
-INLINE VEC NAME(near_exp)(VEC r) {
-    VEC p = EXP_POLYNOMIAL(r);
-    for (int parts = NEAR_PARTS; parts > 1; parts /= 2) p *= p;
-    return p;
-}
+   and the first derivatives of sum a y, of which the first pass needs two. */
+#define WEIGH(q, a, w, part, first)                                              \
+    VEC y = NAME(reciprocal)(R(1.0) + q, first), v = q * y;                      \
+    VEC h = y * v, t = w * (a * h), t2 = w * t;                                  \
+    f += a * (part);                                                             \
+    s1 += t;                                                                     \
+    s2 += t2 * (v - y);                                                          \
+    if (!(first)) s3 += (w * t2) * (R(1.0) - R(6.0) * h);
 
 /* exp(t), as at the ends of what REAL holds beyond them. */
 INLINE VEC NAME(point_exp)(VEC t) {
@@ -70,10 +65,61 @@ INLINE VEC NAME(point_exp)(VEC t) {
     return NAME(vector_exp)(NAME(select)(t > low, t, low));
 }
 
-/* e exp(-far), far being w times the last step of a search, which is short. */
-#define LAST_STEP(e, far) ((e) - (e) * (far) * (R(1.0) - (far) * (R(0.5) - (far) * R(0.16666667))))
+/* exp(t) to 3e-6, for the first pass of a search. */
+INLINE VEC NAME(rough_exp)(VEC t) {
+#if REAL_BYTES == 4
+    VEC shifted = t * R(1.44269504) + ROUNDER, r = t - (shifted - ROUNDER) * R(0.69314718);
+    VEC p = (((R(0.04158986) * r + R(0.16790648)) * r + R(0.50002223)) * r + R(0.99996365)) * r + R(1.0);
+    return (VEC)((NAME(bits))p + ((NAME(bits))shifted << MANTISSA));
+#else
+    return NAME(vector_exp)(t);
+#endif
+}
+
+/* The lesser of y and 1 - y, with a minus sign where that is 1 - y. */
+INLINE VEC NAME(signed_part)(VEC y, VEC v) { return NAME(select)(y > v, -v, y); }
+
+/* y after a step of its point by d, which is short: three terms of Taylor's. No division. */
+INLINE VEC NAME(moved)(VEC y, VEC d) {
+    VEC h = y - y * y;
+    return y + (d * h) * (R(1.0) + d * ((R(0.5) - y) + d * (R(0.16666667) - h)));
+}
+
+/* The same for what `signed_part` gives. */
+INLINE VEC NAME(moved_part)(VEC part, VEC d) {
+    NAME(lanes) over = part < 0;
+    VEC m = NAME(moved)(NAME(select)(over, -part, part), NAME(select)(over, -d, d));
+    return NAME(select)(over, -m, m);
+}
+
+/* lower + width s from the nearer bound. */
+INLINE VEC NAME(between)(VEC part, VEC lower, VEC upper) {
+    return NAME(select)(part < 0, upper, lower) + (upper - lower) * part;
+}
 
 /* ---- One row. ---- */
+
+/* What a row's first guess is made of, with t = a z; and the largest |z|, and nan where a score is not finite. */
+#define ADD_MOMENTS(z, t, w)                                            \
+    VEC size = NAME(select)(z < 0, -z, z);                              \
+    a1 += t;                                                            \
+    a2 += t * z;                                                        \
+    a3 += t * w;                                                        \
+    odd += z * R(0.0);                                                  \
+    far = NAME(select)(size > far, size, far);
+
+INLINE double NAME(sum)(const double *parts) {
+    double sum = 0;
+    PRAGMA(omp simd reduction(+ : sum))
+    for (int i = 0; i < LANES; i++) sum += parts[i];
+    return sum;
+}
+
+INLINE double NAME(largest)(VEC x) {
+    double found = 0;
+    for (int i = 0; i < LANES; i++) found = (double)x[i] > found ? (double)x[i] : found;
+    return found;
+}
 
 FN void NAME(budget_moments)(NAME(budget_row) * row) {
     double z1 = 0, z2 = 0, zw = 0;
@@ -91,28 +137,45 @@ FN void NAME(budget_moments)(NAME(budget_row) * row) {
     row->z1 = z1, row->z2 = z2, row->zw = zw;
 }
 
-FN void NAME(budget_pass)(NAME(budget_row) * row) {
+/* The sums at nu; with KEEP_Y or KEEP_PART, y or what `signed_part` makes of it is kept in `e`. */
+INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int keep) {
     struct budget *b = &row->b;
-    int fresh = !(fabs(b->at) <= NEAR) || b->passes++ == 0;
-    if (fresh) b->nu = (double)(REAL)(b->nu + b->at), b->at = 0;
-    VEC nu = NAME(fill)((REAL)b->nu), back = NAME(fill)((REAL)b->at) * R(-1.0) / (REAL)NEAR_PARTS;
+    VEC nu = NAME(fill)((REAL)b->nu);
     NAME(lanes) few = (NAME(lanes)){0} - (b->few != 0);
-    b->nu += b->at, b->at = 0;
-    b->f = b->s1 = b->s2 = 0;
+    double all[4][LANES] = {{0}};
     for (int64_t i = 0; i < row->n;) {
         int64_t end = i + BLOCK < row->n ? i + BLOCK : row->n;
-        VEC f = {0}, s1 = {0}, s2 = {0};
+        VEC f = {0}, s1 = {0}, s2 = {0}, s3 = {0};
         for (; i < end; i += LANES) {
-            VEC a = NAME(kept)(row->a + i), w = NAME(kept)(row->w + i), q;
-            if (fresh)
-                q = NAME(point_exp)(-(NAME(kept)(row->z + i) + w * nu));
-            else
-                q = NAME(kept)(row->e + i) * NAME(near_exp)(w * back);
-            NAME(keep)(q, row->e + i);
-            WEIGH(q, a, w, NAME(select)(few, y, v))
+            VEC a = NAME(kept)(row->a + i), w = NAME(kept)(row->w + i), point = -(NAME(kept)(row->z + i) + w * nu);
+            VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);
+            WEIGH(q, a, w, NAME(select)(few, y, v), keep == KEEP_NONE)
+            if (keep == KEEP_Y) NAME(keep)(y, row->e + i);
+            if (keep == KEEP_PART) NAME(keep)(NAME(signed_part)(y, v), row->e + i);
         }
-        b->f += NAME(total)(f), b->s1 += NAME(total)(s1), b->s2 += NAME(total)(s2);
+        NAME(add_lanes)(all[0], f);
+        NAME(add_lanes)(all[1], s1);
+        NAME(add_lanes)(all[2], s2);
+        if (keep) NAME(add_lanes)(all[3], s3);
     }
+    b->f = NAME(sum)(all[0]), b->s1 = NAME(sum)(all[1]), b->s2 = NAME(sum)(all[2]), b->s3 = NAME(sum)(all[3]);
+}
+
+/* Move to the next point, and look at the sums there. */
+FN void NAME(budget_pass)(NAME(budget_row) * row, int keep) {
+    struct budget *b = &row->b;
+    b->nu = (double)(REAL)(b->nu + b->at), b->at = 0;
+    int limits = !(row->farthest + fabs(b->nu) < EXP_HIGH);
+    if (limits && keep)
+        NAME(budget_sums)(row, 1, row->plain ? KEEP_Y : KEEP_PART);
+    else if (limits)
+        NAME(budget_sums)(row, 1, KEEP_NONE);
+    else if (!keep)
+        NAME(budget_sums)(row, 0, KEEP_NONE);
+    else if (row->plain)
+        NAME(budget_sums)(row, 0, KEEP_Y);
+    else
+        NAME(budget_sums)(row, 0, KEEP_PART);
 }
 
 /* Search; whether that ended with digits to spare. */
@@ -125,8 +188,8 @@ FN int NAME(budget_search)(NAME(budget_row) * row, struct start *start) {
                          b->w1 * over, b->w2 * over);
     if (!(fabs(b->nu) < LARGEST)) b->nu = 0;
     for (int i = 0; i < 16 && b->state == OPEN; i++) {
-        NAME(budget_pass)(row);
-        budget_step(b, EPS, BUDGET_DIGITS);
+        NAME(budget_pass)(row, i > 0);
+        budget_step(b, EPS, BUDGET_DIGITS, i > 0);
     }
     return b->state == CLOSE && fabs(b->at) <= SHORT;
 }
@@ -193,6 +256,7 @@ FN double NAME(weighted_hard)(const double *restrict z, const double *restrict w
 /* Search in double, with z, w and a of a row one behind the other and room for e; `quick`: first as all rows are. */
 FN double NAME(wider_search)(double *wide, int64_t width, int64_t n, struct budget *b, struct start *start, int quick) {
     NAME(budget_row) row = {.n = n, .z = wide, .w = wide + width, .a = wide + 2 * width, .e = wide + 3 * width, .b = *b};
+    row.farthest = INFINITY;
     budget_again(&row.b);
     if (quick && NAME(budget_search)(&row, start)) return row.b.nu + row.b.at;
     return NAME(weighted_hard)(row.z, row.w, row.a, n, b->c, b->rest);
@@ -317,35 +381,42 @@ FN int NAME(budget_scores)(const NAME(given) * g, int negative, REAL *restrict z
     return sum == 0;
 }
 
-/* The same with the moments of the row, which has weights and shares; it is of no use where a score is not finite. */
-FN int NAME(budget_read)(const NAME(given) * g, int negative, NAME(budget_row) * row) {
-    double z1 = 0, z2 = 0, zw = 0, bad = 0;
+/* The next scores of a row, turned around where the weight is negative; 0 beyond the row. */
+INLINE VEC NAME(scores_at)(const NAME(given) * g, int64_t i, int negative) {
+    VEC z = {0}, sign = {0};
+    if (i + LANES <= g->n) {
+        memcpy(&z, g->x + i, sizeof z);
+        if (negative) memcpy(&sign, g->weight + i, sizeof sign);
+    } else {
+        memcpy(&z, g->x + i, (size_t)(g->n - i) * sizeof(REAL));
+        if (negative) memcpy(&sign, g->weight + i, (size_t)(g->n - i) * sizeof(REAL));
+    }
+    return negative ? NAME(select)(sign < 0, -z, z) : z;
+}
+
+/* The same with the moments of the row, which has weights and shares; it is of no use where a score is not finite. Scores
+   that fill whole vectors are read where they are. */
+FN int NAME(budget_read)(const NAME(given) * g, int negative, NAME(budget_row) * row, REAL *restrict copy) {
+    double all[3][LANES] = {{0}};
+    VEC far = {0}, odd = {0};
     int64_t n = g->n;
+    int in_place = !negative && n % LANES == 0;
     for (int64_t i = 0; i < n;) {
         int64_t end = i + BLOCK < n ? i + BLOCK : n;
-        VEC a1 = {0}, a2 = {0}, a3 = {0}, odd = {0};
+        VEC a1 = {0}, a2 = {0}, a3 = {0};
         for (; i < end; i += LANES) {
-            VEC z = {0}, sign = {0};
-            size_t bytes = (size_t)(n - i < LANES ? n - i : LANES) * sizeof(REAL);
-            if (bytes == sizeof z)
-                memcpy(&z, g->x + i, sizeof z);
-            else
-                memcpy(&z, g->x + i, bytes);
-            odd += z * R(0.0);
-            if (negative) {
-                memcpy(&sign, g->weight + i, bytes);
-                z = NAME(select)(sign < 0, -z, z);
-            }
-            NAME(keep)(z, row->z + i);
-            VEC t = NAME(kept)(row->a + i) * z;
-            a1 += t;
-            a2 += t * z;
-            a3 += t * NAME(kept)(row->w + i);
+            VEC z = NAME(scores_at)(g, i, negative), t = NAME(kept)(row->a + i) * z;
+            if (!in_place) NAME(keep)(z, copy + i);
+            ADD_MOMENTS(z, t, NAME(kept)(row->w + i))
         }
-        z1 += NAME(total)(a1), z2 += NAME(total)(a2), zw += NAME(total)(a3), bad += NAME(total)(odd);
+        NAME(add_lanes)(all[0], a1);
+        NAME(add_lanes)(all[1], a2);
+        NAME(add_lanes)(all[2], a3);
     }
-    row->z1 = z1, row->z2 = z2, row->zw = zw;
-    return bad == 0;
+    row->z = in_place ? g->x : copy;
+    row->z1 = NAME(sum)(all[0]), row->z2 = NAME(sum)(all[1]), row->zw = NAME(sum)(all[2]);
+    row->farthest = NAME(largest)(far);
+    return NAME(total)(odd) == 0;
 }
 
 /* Weights and shares of a row without infinite scores; `a` is not written where there are no bounds. */
@@ -371,26 +442,41 @@ FN void NAME(budget_write_any)(const NAME(given) * g, double nu, REAL *out) {
     }
 }
 
-FN void NAME(budget_write)(const NAME(given) * g, const NAME(budget_row) * row, REAL *restrict out) {
-    const REAL *restrict e = row->e, *restrict w = row->w, *restrict lower = g->lower, *restrict upper = g->upper;
-    const REAL *restrict weight = g->weight;
-    REAL at = (REAL)row->b.at;
-    int64_t n = g->n;
-    if (!row->shares.negative && !g->bounded) {
-        PRAGMA(omp simd)
-        for (int64_t i = 0; i < n; i++) {
-            REAL far = w[i] * at, q = LAST_STEP(e[i], far);
-            out[i] = R(1.0) / (R(1.0) + q);
+/* The same from what the last pass kept, for the vector at i, of which `bytes` are classes. */
+INLINE void NAME(budget_write_at)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out, int64_t i, VEC at,
+                                  int plain, int negative, size_t bytes) {
+    VEC y = NAME(kept)(row->e + i), d = NAME(kept)(row->w + i) * at, lower = {0}, upper = {0}, sign = {0};
+    if (plain) {
+        y = NAME(moved)(y, d);
+    } else {
+        memcpy(&lower, g->lower + i, bytes);
+        memcpy(&upper, g->upper + i, bytes);
+        y = NAME(moved_part)(y, d);
+        if (negative) {
+            memcpy(&sign, g->weight + i, bytes);
+            y = NAME(select)(sign < 0, -y, y);
         }
-        return;
+        y = NAME(between)(y, lower, upper);
     }
-    PRAGMA(omp simd)
-    for (int64_t i = 0; i < n; i++) {
-        REAL far = w[i] * at, q = LAST_STEP(e[i], far);
-        REAL y = R(1.0) / (R(1.0) + q), v = q * y;
-        REAL s = weight[i] < 0 ? v : y, o = weight[i] < 0 ? y : v, width = upper[i] - lower[i];
-        out[i] = s < o ? lower[i] + width * s : upper[i] - width * o;
-    }
+    memcpy(out + i, &y, bytes);
+}
+
+INLINE void NAME(budget_write_row)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out, int plain,
+                                   int negative) {
+    VEC at = NAME(fill)((REAL)row->b.at);
+    int64_t whole = g->n / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) NAME(budget_write_at)(g, row, out, i, at, plain, negative, sizeof(VEC));
+    if (whole < g->n)
+        NAME(budget_write_at)(g, row, out, whole, at, plain, negative, (size_t)(g->n - whole) * sizeof(REAL));
+}
+
+FN void NAME(budget_write)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out) {
+    if (row->plain)
+        NAME(budget_write_row)(g, row, out, 1, 0);
+    else if (!row->shares.negative)
+        NAME(budget_write_row)(g, row, out, 0, 0);
+    else
+        NAME(budget_write_row)(g, row, out, 0, 1);
 }
 
 /* ---- Calls. ---- */
@@ -403,19 +489,22 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
     *quick = 0;
     row->n = g->n;
     row->z = (REAL *)space->z, row->e = (REAL *)space->e;
+    row->farthest = INFINITY;
     row->w = (REAL *)space->shared_w, row->a = (REAL *)(g->bounded ? space->shared_a : space->shared_w);
     *s = space->shares;
     if (!space->is_shared && !call->mask) {
         row->w = (REAL *)space->w, row->a = (REAL *)(g->bounded ? space->a : space->w);
         NAME(shares_of)(g, row->w, row->a, s);
     }
-    row->measured = !call->mask && NAME(budget_read)(g, s->negative, row);
+    row->measured = !call->mask && NAME(budget_read)(g, s->negative, row, (REAL *)space->z);
     row->special = !row->measured;
     if (row->special) {
         row->w = (REAL *)space->w, row->a = (REAL *)space->a;
         NAME(budget_shares)(g, 1, row->w, row->a, s);
-        NAME(budget_scores)(g, s->negative, row->z);
+        NAME(budget_scores)(g, s->negative, (REAL *)space->z);
+        row->z = (REAL *)space->z, row->farthest = INFINITY;
     }
+    row->plain = !s->negative && !g->bounded;
     if (budget_enter(&row->b, s, k, call->at_most, &nu)) return nu;
     if (NAME(budget_search)(row, &space->start)) {
         *quick = 1;
@@ -435,8 +524,8 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
     nu /= s->unit;
     if (call->at_most && nu > 0) {
         nu = 0;
-        row->b.nu = row->b.at = row->b.passes = 0;
-        NAME(budget_pass)(row);
+        row->b.nu = row->b.at = 0;
+        NAME(budget_pass)(row, 1);
         *quick = 1;
     }
     return nu;
@@ -473,109 +562,107 @@ typedef struct {
     NAME(lanes) few;
     int state[LANES], is_few[LANES];
     double c[LANES], rest[LANES], goal[LANES], z1[LANES], z2[LANES], zw[LANES], f[LANES], s1[LANES], s2[LANES];
-    double logit[LANES], log_p[LANES], quantile[LANES], nu[LANES], at[LANES], r[LANES], step[LANES];
+    double s3[LANES];
+    double logit[LANES], log_p[LANES], quantile[LANES], nu[LANES], at[LANES], r[LANES], step[LANES], farthest[LANES];
 } NAME(budget_tile);
 
 FN void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REAL temperature, const REAL *sign) {
-    int64_t n = tile->n, whole = n / LANES * LANES;
-    VEC *restrict z = tile->z;
-    for (int64_t j = 0; j < whole; j += LANES) {
-        VEC part[LANES];
-        for (int i = 0; i < LANES; i++) memcpy(part + i, rows[i] + j, sizeof *part);
-        NAME(transpose)(part);
-        for (int i = 0; i < LANES; i++) z[j + i] = part[i];
-    }
-    for (int64_t j = whole; j < n; j++)
-        for (int i = 0; i < LANES; i++) ((REAL *)(z + j))[i] = rows[i][j];
-    for (int64_t j = 0; j < n && temperature != R(1.0); j++) z[j] /= temperature;
-    for (int64_t j = 0; j < n && sign; j++)
-        if (sign[j] < 0) z[j] = -z[j];
-
+    int64_t n = tile->n;
+    VEC *restrict z = tile->z, far = {0}, odd = {0};
     const REAL *restrict w = tile->w, *restrict a = tile->a;
     EACH_LANE tile->z1[i] = tile->z2[i] = tile->zw[i] = 0;
-    for (int64_t j = 0; j < n;) {
-        int64_t end = j + STEPS < n ? j + STEPS : n;
-        VEC z1 = {0}, z2 = {0}, zw = {0};
-        for (; j < end; j++) {
-            VEC t = a[j] * z[j];
-            z1 += t;
-            z2 += t * z[j];
-            zw += t * w[j];
+    for (int64_t j = 0; j < n; j += LANES) {
+        VEC part[LANES], a1 = {0}, a2 = {0}, a3 = {0};
+        int count = (int)(n - j < LANES ? n - j : LANES);
+        if (count == LANES) {
+            for (int i = 0; i < LANES; i++) memcpy(part + i, rows[i] + j, sizeof *part);
+            NAME(transpose)(part);
+        } else {
+            for (int c = 0; c < count; c++)
+                for (int i = 0; i < LANES; i++) part[c][i] = rows[i][j + c];
         }
-        NAME(add_lanes)(tile->z1, z1);
-        NAME(add_lanes)(tile->z2, z2);
-        NAME(add_lanes)(tile->zw, zw);
+        for (int c = 0; c < count; c++) {
+            VEC x = temperature == R(1.0) ? part[c] : part[c] / temperature;
+            if (sign && sign[j + c] < 0) x = -x;
+            z[j + c] = x;
+            VEC t = a[j + c] * x;
+            ADD_MOMENTS(x, t, w[j + c])
+        }
+        NAME(add_lanes)(tile->z1, a1);
+        NAME(add_lanes)(tile->z2, a2);
+        NAME(add_lanes)(tile->zw, a3);
     }
+    EACH_LANE tile->farthest[i] = (double)far[i] + (double)odd[i];
 }
 
-FN void NAME(budget_look)(NAME(budget_tile) * tile, int fresh) {
+/* The sums at nu, all rows being on the side that has the smaller sum if `few`; `keep` as in `budget_sums`. */
+INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int limits, int few, int keep) {
     const REAL *restrict w = tile->w, *restrict a = tile->a;
     const VEC *restrict z = tile->z;
-    VEC *restrict e = tile->e, nu, at;
-    NAME(lanes) few = tile->few;
-    REAL parts[LANES], moves[LANES];
-    int all_few = 1;
-    for (int i = 0; i < LANES; i++) all_few &= tile->is_few[i];
-    EACH_LANE {
-        double next = tile->nu[i] + (tile->state[i] == OPEN ? tile->at[i] : 0), to = (double)(REAL)next;
-        to = fresh ? to : tile->nu[i];
-        /* A solved row keeps its solution: what its center moves by is taken from the last step. */
-        tile->at[i] = fresh ? (tile->state[i] == OPEN ? 0 : tile->at[i] + (tile->nu[i] - to)) : tile->at[i];
-        tile->nu[i] = to;
-        parts[i] = (REAL)to;
-        moves[i] = (REAL)tile->at[i];
-    }
-    memcpy(&nu, parts, sizeof nu);
-    memcpy(&at, moves, sizeof at);
-    VEC back = at * R(-1.0) / (REAL)NEAR_PARTS;
-    EACH_LANE {
-        tile->nu[i] += fresh ? 0 : tile->at[i];
-        tile->at[i] = fresh ? tile->at[i] : 0;
-        tile->f[i] = tile->s1[i] = tile->s2[i] = 0;
-    }
+    VEC *restrict e = tile->e;
+    NAME(lanes) side = tile->few;
+    EACH_LANE tile->f[i] = tile->s1[i] = tile->s2[i] = tile->s3[i] = 0;
     for (int64_t j = 0; j < tile->n;) {
         int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;
-        VEC f = {0}, s1 = {0}, s2 = {0};
-#define LOOK(exponential, part)                 \
-    for (; j < end; j++) {                      \
-        VEC q = exponential;                    \
-        e[j] = q;                               \
-        WEIGH(q, a[j], w[j], part)              \
-    }
-        if (fresh && all_few)
-            LOOK(NAME(point_exp)(-(z[j] + w[j] * nu)), y)
-        else if (fresh)
-            LOOK(NAME(point_exp)(-(z[j] + w[j] * nu)), NAME(select)(few, y, v))
-        else if (all_few)
-            LOOK(e[j] * NAME(near_exp)(w[j] * back), y)
-        else
-            LOOK(e[j] * NAME(near_exp)(w[j] * back), NAME(select)(few, y, v))
-#undef LOOK
+        VEC f = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+        for (; j < end; j++) {
+            VEC point = -(z[j] + w[j] * nu);
+            VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);
+            WEIGH(q, a[j], w[j], few ? y : NAME(select)(side, y, v), keep == KEEP_NONE)
+            if (keep == KEEP_Y) e[j] = y;
+            if (keep == KEEP_PART) e[j] = NAME(signed_part)(y, v);
+        }
         NAME(add_lanes)(tile->f, f);
         NAME(add_lanes)(tile->s1, s1);
         NAME(add_lanes)(tile->s2, s2);
+        if (keep) NAME(add_lanes)(tile->s3, s3);
     }
 }
 
-/* Move the rows that are open; 0 if there is none left, 2 if one of them moves far. */
-FN int NAME(budget_move)(NAME(budget_tile) * tile) {
+/* Move the open rows to their next points, and look at the sums there. A solved row stays where it is. */
+FN void NAME(budget_look)(NAME(budget_tile) * tile, int keep) {
+    REAL parts[LANES];
+    VEC nu;
+    int few = 1, limits = 0;
+    for (int i = 0; i < LANES; i++) {
+        if (tile->state[i] == OPEN) tile->nu[i] = (double)(REAL)(tile->nu[i] + tile->at[i]), tile->at[i] = 0;
+        parts[i] = (REAL)tile->nu[i];
+        few &= tile->is_few[i];
+        limits |= !(tile->farthest[i] + fabs(tile->nu[i]) < EXP_HIGH);
+    }
+    memcpy(&nu, parts, sizeof nu);
+    if (limits)
+        NAME(budget_tile_sums)(tile, nu, 1, 0, keep);
+    else if (!few)
+        NAME(budget_tile_sums)(tile, nu, 0, 0, keep);
+    else if (keep == KEEP_NONE)
+        NAME(budget_tile_sums)(tile, nu, 0, 1, KEEP_NONE);
+    else if (keep == KEEP_Y)
+        NAME(budget_tile_sums)(tile, nu, 0, 1, KEEP_Y);
+    else
+        NAME(budget_tile_sums)(tile, nu, 0, 1, KEEP_PART);
+}
+
+/* Find the next step of the rows that are open, and with `last` close those for which it is the last; whether any is
+   open still. */
+FN int NAME(budget_move)(NAME(budget_tile) * tile, int last) {
     int open = 0;
     EACH_LANE {
-        double got = tile->f[i], goal = tile->goal[i], s1 = tile->s1[i], s2 = tile->s2[i];
+        double got = tile->f[i], goal = tile->goal[i], s1 = tile->s1[i], s2 = tile->s2[i], s3 = tile->s3[i];
         double u = got < goal ? got / goal : goal / got, level = LOG_DOUBLE(u, 0.0);
         tile->r[i] = (tile->is_few[i] ? got - goal : goal - got) / s1;
-        tile->step[i] = budget_halley(tile->is_few[i], tile->r[i], got, got < goal ? level : -level, s1, s2);
+        tile->step[i] = budget_next(tile->is_few[i], tile->r[i], got, got < goal ? level : -level, s1, s2, s3);
     }
     for (int i = 0; i < LANES; i++) {
         if (tile->state[i] != OPEN) continue;
         double r = fabs(tile->r[i]), step = tile->step[i];
-        if (0.42 * r * r * r <= EPS / 2) tile->state[i] = tile->s1[i] > BUDGET_DIGITS * tile->goal[i] ? CLOSE : HARD;
+        if (last && r * r * r * r / 3 <= EPS / 2) tile->state[i] = tile->s1[i] > BUDGET_DIGITS * tile->goal[i] ? CLOSE : HARD;
         if (!(fabs(step) < 40)) tile->state[i] = HARD;
         if (tile->state[i] == HARD) continue;
         tile->at[i] = step;
-        if (tile->state[i] == OPEN) open |= fabs(step) <= NEAR ? 1 : 3;
+        open |= tile->state[i] == OPEN;
     }
-    return open > 1 ? 2 : open;
+    return open;
 }
 
 FN void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows, const NAME(given) * g, int negative) {
@@ -589,15 +676,14 @@ FN void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows, con
         VEC part[LANES];
         int64_t left = n - j < LANES ? n - j : LANES;
         for (int64_t i = 0; i < left; i++) {
-            VEC far = tile->w[j + i] * at, q = LAST_STEP(e[j + i], far), y = R(1.0) / (R(1.0) + q);
-            if (!plain) {
-                VEC v = q * y;
-                int turned = g->weight[j + i] < 0;
-                VEC s = turned ? v : y, o = turned ? y : v;
-                REAL l = g->lower[j + i], u = g->upper[j + i], width = u - l;
-                y = NAME(select)(s < o, l + width * s, u - width * o);
+            VEC d = tile->w[j + i] * at;
+            if (plain) {
+                part[i] = NAME(moved)(e[j + i], d);
+                continue;
             }
-            part[i] = y;
+            VEC y = NAME(moved_part)(e[j + i], d);
+            if (g->weight[j + i] < 0) y = -y;
+            part[i] = NAME(between)(y, NAME(fill)(g->lower[j + i]), NAME(fill)(g->upper[j + i]));
         }
         if (left < LANES) {
             for (int64_t i = 0; i < left; i++)
@@ -619,6 +705,7 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
     SIGNED few[LANES];
     struct budget b;
     double unused;
+    int hard = 0;
     NAME(given) g = NAME(given_row)(call, index, space);
     tile.n = call->n;
     tile.z = (VEC *)space->z, tile.e = (VEC *)space->e;
@@ -626,9 +713,12 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
     for (int i = 0; i < LANES; i++) {
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
-        tile.state[i] = budget_enter(&b, s, call->k[row * call->k_stride], call->at_most, &unused) ? HARD : OPEN;
-        if (tile.state[i] == HARD) b.c = b.rest = b.goal = s->total / 2, b.few = 1;
-        else start_prepare(&space->start, b.c, s->total);
+        if (i == 0 || call->k_stride) {
+            hard = budget_enter(&b, s, call->k[row * call->k_stride], call->at_most, &unused);
+            if (hard) b.c = b.rest = b.goal = s->total / 2, b.few = 1;
+            else start_prepare(&space->start, b.c, s->total);
+        }
+        tile.state[i] = hard ? HARD : OPEN;
         tile.logit[i] = space->start.logit, tile.log_p[i] = space->start.log_p, tile.quantile[i] = space->start.quantile;
         tile.c[i] = b.c, tile.rest[i] = b.rest, tile.goal[i] = b.goal, tile.is_few[i] = b.few;
         few[i] = b.few ? -1 : 0;
@@ -640,11 +730,12 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
                                         tile.z2[i] * over, tile.zw[i] * over, s->w1 * over, s->w2 * over);
     for (int i = 0; i < LANES; i++) {
         tile.at[i] = 0;
-        if (!(fabs(tile.nu[i]) < 1e30) || !(fabs(tile.z2[i]) < 1e30)) tile.state[i] = HARD, tile.nu[i] = 0;
+        if (!(fabs(tile.nu[i]) < 1e30) || !(tile.farthest[i] < 1e30)) tile.state[i] = HARD, tile.nu[i] = 0;
     }
-    for (int passes = 0, open = 2; open && passes < 8; passes++) {
-        NAME(budget_look)(&tile, open == 2);
-        open = NAME(budget_move)(&tile);
+    int keep = !s->negative && !g.bounded ? KEEP_Y : KEEP_PART;
+    for (int passes = 0, open = 1; open && passes < 8; passes++) {
+        NAME(budget_look)(&tile, passes ? keep : KEEP_NONE);
+        open = NAME(budget_move)(&tile, passes > 0);
     }
     for (int i = 0; i < count; i++) {
         if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT) continue;
@@ -779,5 +870,5 @@ FN void NAME(weighted_backward)(const struct weighted *call, int64_t index, int 
 #undef VEC
 #undef EACH_LANE
 #undef WEIGH
-#undef LAST_STEP
+#undef ADD_MOMENTS
 #undef POINT_BUDGET
