@@ -23,12 +23,14 @@ from lastlayer._triton.device import (
 )
 from lastlayer._triton.launch import launch
 from lastlayer._triton.lml_loss import _unseen as unseen
+from lastlayer._triton.lml_loss import scale_rows_ as scale_rows_
 from lastlayer._triton.plan import cdiv, power_of_2
 
 _PROGRAMS = 8192  # warps that fill the chip
 _TILE = 1024  # logits that a warp scans at a time
 _GRAD_BLOCK = 1024  # classes that a program of the gradient takes
 _GRAD_WARPS = 2
+_SEARCH_WARPS = 4
 _LIST = 512  # logits of a list at a time
 _LABELS = 32  # labels at a time, at most
 _COUNTS = tl.constexpr(3)  # of finite, +inf and nan logits, after the sums of powers
@@ -36,22 +38,38 @@ _FAR = tl.constexpr(1e30)  # a bound without effect
 
 
 @triton.jit
-def _floor_kernel(x_ptr, out_ptr, n, stride, rank, SPARE: tl.constexpr, BLOCK: tl.constexpr):
-    """The logit of a rank (1 is the largest) of one row, by bisection of the keys; infinite logits come last.
+def _count(flags):
+    return tl.sum(tl.ravel(flags.to(tl.int32)), 0)
 
-    The last `SPARE` bits of a key are known from its sign, if the logits have 16 bits.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=float("-inf")).to(tl.float32)
-    key = key_of(tl.where(is_finite(x), x, float("-inf"))) >> SPARE
+
+@triton.jit
+def _key_of_rank(keys, rank, SPARE: tl.constexpr):
+    """The largest key that at least `rank` of the keys reach, by bisection; the smallest if there are too few."""
     lo = tl.full((), -2147483648 >> SPARE, tl.int64)
     hi = tl.full((), 2147483647 >> SPARE, tl.int64)
     for _ in range(33 - SPARE):
         mid = (lo + hi) >> 1
-        enough = tl.sum((key >= mid.to(tl.int32)).to(tl.int32), 0) >= rank
+        enough = _count(keys >= mid.to(tl.int32)) >= rank
         lo = tl.where(enough, mid, lo)
         hi = tl.where(enough, hi, mid)
+    return lo
+
+
+@triton.jit
+def _floor_kernel(x_ptr, out_ptr, n, stride, rank, SPARE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The logit of a rank (1 is the largest) of one row; infinite logits come last.
+
+    The last `SPARE` bits of a key are known from its sign, if the logits have 16 bits. The largest of each group are
+    searched first: their rank is that of all logits, unless two of the largest are in one group.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    WIDTH: tl.constexpr = BLOCK // GROUP
+    cols = tl.arange(0, GROUP)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=float("-inf")).to(tl.float32)
+    keys = key_of(tl.where(is_finite(x), x, float("-inf"))) >> SPARE
+    lo = _key_of_rank(tl.max(keys, 0), rank, SPARE)
+    if _count(keys > lo.to(tl.int32)) >= rank:
+        lo = _key_of_rank(keys, rank, SPARE)
     found = lo << SPARE
     tl.store(out_ptr + row, of_key(tl.where(lo < 0, found | ((1 << SPARE) - 1), found).to(tl.int32)))
 
@@ -64,8 +82,8 @@ def _from_the_end():
 
 @triton.jit
 def _lane_sums(tile):
-    """The sum over the part of a tile (W, 32, V) that each thread of a warp holds."""
-    return tl.sum(tl.sum(tile, 2), 0)
+    """The sum over the part of a tile (32, V) that each thread of a warp holds."""
+    return tl.sum(tile, 1)
 
 
 @triton.jit
@@ -81,12 +99,40 @@ def _load_scan(x_ptr, cols, n):
 
 
 @triton.jit
-def _add_powers(x, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, SOME_ABOVE: tl.constexpr, TERMS: tl.constexpr):
-    """Add the powers of 2^(x log2(e) - shift) below the floor; `odd` becomes nan where a logit is not finite."""
+def _most(x):
+    return tl.max(x.to(tl.float32), 1)
+
+
+@triton.jit
+def _any(flags):
+    return tl.max(flags.to(tl.int32), 0) > 0  # one instruction for a warp
+
+
+@triton.jit
+def _take_above(x, odd, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED: tl.constexpr):
+    """Move the finite logits above the floor to the list of their row, and their classes to another; return the rest.
+
+    In place of a logit that is taken out there is one without weight; `odd` becomes nan if any was infinite.
+    """
+    if _any(_most(x) > floor):
+        value = x.to(tl.float32)
+        above = (value > floor) & (cols < n)
+        listed = above & (value < float("inf"))
+        one = tl.full(above.shape, 1, tl.int32)
+        slot = tl.atomic_add(fill_ptr + tl.zeros_like(cols), one, mask=listed, sem="relaxed")
+        tl.store(top_ptr + slot, value, mask=listed & (slot < room))
+        if NAMED:
+            tl.store(class_ptr + slot, start + cols, mask=listed & (slot < room))
+        odd += _lane_sums(tl.where(above, value * 0, 0.0))
+        x = tl.where(above, -3e38, value).to(x.dtype)
+    return x, odd
+
+
+@triton.jit
+def _add_powers(x, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS: tl.constexpr):
+    """Add the powers of 2^(x log2(e) - shift); `odd` becomes nan where a logit is not finite."""
     x = x.to(tl.float32)
     w = exp2(tl.fma(x, LOG2E, -shift))
-    if SOME_ABOVE:
-        w = tl.where(x <= floor, w, 0.0)
     w2 = w * w
     w4 = w2 * w2
     p1 += _lane_sums(w)
@@ -102,30 +148,12 @@ def _add_powers(x, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, SOME_ABOVE
 
 
 @triton.jit
-def _most(x):
-    return tl.max(tl.max(x.to(tl.float32), 2), 0)
-
-
-@triton.jit
-def _append(x, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED: tl.constexpr):
-    """Append the finite logits above the floor to the list of a row, and their classes to another."""
-    x = x.to(tl.float32)
-    above = (x > floor) & (x < float("inf")) & (cols < n)
-    one = tl.full(above.shape, 1, tl.int32)
-    slot = tl.atomic_add(fill_ptr + tl.zeros_like(cols), one, mask=above, sem="relaxed")
-    tl.store(top_ptr + slot, x, mask=above & (slot < room))
-    if NAMED:
-        tl.store(class_ptr + slot, start + cols, mask=above & (slot < room))
-
-
-@triton.jit
 def _scan_kernel(
-    x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, class_ptr,
-    n, stride, span, splits, room, start, V: tl.constexpr, NAMED: tl.constexpr,
-    TERMS: tl.constexpr,
+    x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, class_ptr, n, stride, span, splits, room, start,
+    V: tl.constexpr, NAMED: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """A stretch of a row for one warp: no warp waits for another, a thread loads 16 bytes at once, few registers."""
-    W: tl.constexpr = 8 // V
+    W: tl.constexpr = 32 * V
     row, part = tl.program_id(0).to(tl.int64), _from_the_end()
     lo = part * span
     hi = tl.minimum(lo + span, n)
@@ -135,47 +163,24 @@ def _scan_kernel(
     class_ptr += row * room
     floor = tl.load(floor_ptr + row)
     base = tl.where(is_finite(floor), floor, 0.0)  # without a floor only -inf is below it
-    lane = tl.arange(0, W)[:, None, None] * (32 * V) + (tl.arange(0, 32)[:, None] * V + tl.arange(0, V)[None, :])[None]
+    lane = tl.arange(0, 32)[:, None] * V + tl.arange(0, V)[None, :]
     shift = base * LOG2E
     zero = tl.zeros([32], tl.float32)
     odd, p1, p2, p3, p4, p5, p6, p7, p8 = zero, zero, zero, zero, zero, zero, zero, zero, zero
-    for first in range(lo, hi, 1024):
+    for first in range(lo, hi, 4 * W):
         cols = first + lane
         xa = _load_scan(x_ptr, cols, n)
-        xb = _load_scan(x_ptr, cols + 256, n)
-        xc = _load_scan(x_ptr, cols + 512, n)
-        xd = _load_scan(x_ptr, cols + 768, n)
-        most = tl.maximum(tl.maximum(_most(xa), _most(xb)), tl.maximum(_most(xc), _most(xd)))
-        if tl.max(most, 0) > floor:
-            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-                xa, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, True, TERMS
-            )
-            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-                xb, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, True, TERMS
-            )
-            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-                xc, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, True, TERMS
-            )
-            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-                xd, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, True, TERMS
-            )
-            _append(xa, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
-            _append(xb, cols + 256, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
-            _append(xc, cols + 512, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
-            _append(xd, cols + 768, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
-        else:
-            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-                xa, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, False, TERMS
-            )
-            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-                xb, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, False, TERMS
-            )
-            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-                xc, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, False, TERMS
-            )
-            odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(
-                xd, floor, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, False, TERMS
-            )
+        xb = _load_scan(x_ptr, cols + W, n)
+        xc = _load_scan(x_ptr, cols + 2 * W, n)
+        xd = _load_scan(x_ptr, cols + 3 * W, n)
+        xa, odd = _take_above(xa, odd, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+        odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xa, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
+        xb, odd = _take_above(xb, odd, cols + W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+        odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xb, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
+        xc, odd = _take_above(xc, odd, cols + 2 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+        odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xc, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
+        xd, odd = _take_above(xd, odd, cols + 3 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+        odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xd, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
     missing = exp(tl.fma(base, LOG2E, -shift) * -LN2)  # what rounding the shift has added, as a factor
     missing2 = missing * missing
     missing4 = missing2 * missing2
@@ -192,7 +197,7 @@ def _scan_kernel(
     finite = tl.maximum(hi - lo, 0).to(tl.float32)
     if tl.sum(odd, 0) != 0:
         low, high, bad = tl.zeros([32], tl.float32), tl.zeros([32], tl.float32), tl.zeros([32], tl.float32)
-        for first in range(lo, hi, 256):
+        for first in range(lo, hi, W):
             x = _load_scan(x_ptr, first + lane, n).to(tl.float32)
             low += _lane_sums((x == float("-inf")).to(tl.float32))
             high += _lane_sums((x == float("inf")).to(tl.float32))
@@ -204,14 +209,18 @@ def _scan_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "stride", "labels", "start"])
-def _labels_kernel(x_ptr, index_ptr, label_ptr, n, stride, labels, start, M: tl.constexpr):
-    """Take the logits of a row's labels from a block."""
+def _labels_kernel(x_ptr, index_ptr, label_ptr, n, stride, labels, start, M: tl.constexpr, PACKED: tl.constexpr):
+    """Take the logits of a row's labels from a block, or from blocks of `stride` classes that lie one after another."""
     row = tl.program_id(0).to(tl.int64)
     for j in range(0, labels, M):
         place = j + tl.arange(0, M)
         col = tl.load(index_ptr + row * labels + place, mask=place < labels, other=-1) - start
         inside = (place < labels) & (col >= 0) & (col < n)
-        x = tl.load(x_ptr + row * stride + col, mask=inside, other=0.0).to(tl.float32)
+        here = row * stride + col
+        if PACKED:
+            first = col // stride * stride  # of the block
+            here = first * tl.num_programs(0) + row * tl.minimum(stride, n - first) + (col - first)
+        x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
         tl.store(label_ptr + row * labels + place, x, mask=inside)
 
 
@@ -520,7 +529,8 @@ def floors(x: Tensor, rank: int) -> Tensor:
     rows, n = x.shape
     out = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = power_of_2(n)
-    options = {"SPARE": {torch.bfloat16: 16, torch.float16: 13}.get(x.dtype, 0), "BLOCK": block}
+    options = {"SPARE": {torch.bfloat16: 16, torch.float16: 13}.get(x.dtype, 0), "GROUP": max(1, block // 512)}
+    options["BLOCK"] = block
     launch(_floor_kernel, (rows,), x, out, n, x.stride(0), rank, **options, num_warps=max(1, min(16, block // 1024)))
     return out
 
@@ -550,8 +560,18 @@ def scan_block(
 
 def take_labels(x: Tensor, index: Tensor, labels: Tensor, start: int) -> None:
     """Write the logits of the labels that are in a block, which starts at class `start`."""
-    numbers = (x.shape[1], x.stride(0), index.shape[1], start)
-    launch(_labels_kernel, (len(x),), x, index, labels, *numbers, M=_labels_at_a_time(index), num_warps=1)
+    _take_labels(x, index, labels, start, x.shape[1], x.stride(0), False)
+
+
+def take_packed_labels(x: Tensor, index: Tensor, labels: Tensor, start: int, stop: int, step: int) -> None:
+    """Do so for classes from `start` to `stop` whose blocks of `step` classes lie one after another, without gaps."""
+    _take_labels(x, index, labels, start, stop - start, step, True)
+
+
+def _take_labels(x: Tensor, index: Tensor, labels: Tensor, start: int, n: int, stride: int, packed: bool) -> None:
+    rows, width = index.shape
+    options = {"M": _labels_at_a_time(index), "PACKED": packed}
+    launch(_labels_kernel, (rows,), x, index, labels, n, stride, width, start, **options, num_warps=1)
 
 
 def search(
@@ -589,7 +609,9 @@ def search(
     out = top.new_zeros(7 * rows + 1)
     numbers = (rows, room, sums.shape[1], limit, k.stride(0), *reach, rho, every)
     options = {"COLUMNS": series.shape[1], "TERMS": len(series), "RHO": rho > 0, "PASSES": passes, "BLOCK": _LIST}
-    launch(_search_kernel, (rows,), top, fill, floor, sums, k, series, out, *numbers, **options, num_warps=4)
+    launch(
+        _search_kernel, (rows,), top, fill, floor, sums, k, series, out, *numbers, **options, num_warps=_SEARCH_WARPS
+    )
     return out[:-1].view(7, rows), out[-1]
 
 

@@ -45,7 +45,7 @@ class Layer:
         self.features = features.to(dtype)
         self.weight, self.bias, self.dtype, self.temperature, self.mask = weight, bias, dtype, temperature, mask
         self.work = torch.promote_types(dtype, torch.float32)
-        self.rows, self.n = features.shape[0], weight.shape[0]
+        self.rows, self.n, self.spare = features.shape[0], weight.shape[0], 0  # the last classes may be spare ones
         self.kernels = kernels_for(self.features)
         self.step = max(256, tile(self.features) // max(self.rows, 1) // 256 * 256)
 
@@ -56,10 +56,14 @@ class Layer:
         return Layer(self.features[rows], self.weight, self.bias, self.dtype, temperature, mask)
 
     def of_classes(self, classes: Tensor) -> Layer:
-        """Return the same layer for some of the classes."""
-        mask = None if self.mask is None else self.mask[:, classes]
-        bias = None if self.bias is None else self.bias[classes]
-        return Layer(self.features, self.weight[classes], bias, self.dtype, self.temperature, mask)
+        """Return the same layer for some of the classes, and a few of weight 0: products prefer round numbers."""
+        spare = -len(classes) % 64
+        weight = F.pad(self.weight[classes], (0, 0, 0, spare))
+        bias = None if self.bias is None else F.pad(self.bias[classes], (0, spare))
+        mask = None if self.mask is None else F.pad(self.mask[:, classes], (0, spare))
+        layer = Layer(self.features, weight, bias, self.dtype, self.temperature, mask)
+        layer.spare = spare
+        return layer
 
     def logits(self, classes: slice, out: Tensor | None = None) -> Tensor:
         weight = self.weight[classes].to(self.dtype).T
@@ -103,6 +107,14 @@ class Layer:
 
         Kernels write it to `out`, which may be the block itself.
         """
+        dx = self._grad(x, first, rows, pull, toward, scale, out)
+        if self.spare and first + x.shape[-1] == self.n:
+            dx[:, -self.spare :] = 0
+        return dx
+
+    def _grad(
+        self, x: Tensor, first: int, rows: Rows, pull: Tensor, toward: Tensor, scale: Tensor, out: Tensor
+    ) -> Tensor:
         if self.kernels is not None:
             numbers = (rows.center, rows.delta, rows.log_mass, pull, scale)
             lists = (rows.index, rows.labels, toward)
@@ -232,20 +244,26 @@ class Scan:
         self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=self.floor.device)
         self.classes = self.top.new_zeros(self.top.shape, dtype=torch.int32) if named and room else None
         self._blocks = layer.blocks(self.kept)
-        self._begun = list(itertools.islice(self._blocks, min(len(self.kept.waiting), _BEGUN)))
-        for classes, x in self._begun:
+        self._begun = min(len(self.kept.waiting), _BEGUN)
+        for classes, x in itertools.islice(self._blocks, self._begun):
             self._add(x, classes.start)
 
     def run(self, index: Tensor) -> None:
         """Scan all logits, and keep those of the labels."""
         layer, self.index = self.layer, index
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
-        for classes, x in self._begun:
-            self._take_labels(x, classes)
+        waiting = len(self.kept.waiting)
+        for classes, x in itertools.islice(self._blocks, waiting - self._begun):
+            self._add(x, classes.start)
+        if layer.kernels is not None and waiting > 0:
+            places = (self.kept.first, self.kept.waiting[-1].stop, layer.step)
+            layer.kernels.take_packed_labels(self.kept.memory, index, self.labels, *places)
+        else:
+            for classes in self.kept.waiting:
+                self._take_labels(self.kept.place(classes), classes)
         for classes, x in self._blocks:
             self._add(x, classes.start)
             self._take_labels(x, classes)
-        self._begun.clear()
 
     def _take_labels(self, x: Tensor, classes: slice) -> None:
         if self.layer.kernels is not None:

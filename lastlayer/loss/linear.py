@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +44,7 @@ from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, unwrap
 
 _WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product of 16 bits to a sum of 32
+_AHEAD = 2  # blocks whose gradient a GPU begins with while the host waits for the end of the forward pass
 
 
 def linear_lml_loss(
@@ -306,8 +309,12 @@ def _settle_by_kernels(
     rho: float,
     shard: ClassShard | None,
     leave: Leave,
+    meanwhile: Callable[..., None] | None = None,
 ) -> Settled:
-    """Do the same as :func:`_settle` in a few launches, for classes that are not sharded."""
+    """Do the same as :func:`_settle` in a few launches, for classes that are not sharded.
+
+    While the host waits, `meanwhile` is called with the result, and once more if that was not the last word.
+    """
     assert layer.kernels is not None
     assert shard is None
     names = STEP + UNSEEN if rho > 0 else STEP
@@ -323,11 +330,31 @@ def _settle_by_kernels(
         loss, pull, count, toward = _losses_by_kernels(layer, scan, rows, solution, labels, every)
         return pull, toward, leave(loss, count)
 
-    found = end()  # for a start, so that the device has work while the host waits for the answer
-    if bool(some_lost):
+    is_set = _soon(some_lost)
+    found = end()
+    if meanwhile is not None:
+        meanwhile(rows, *found)
+    if is_set():
         _solve_lost(layer, lost > 0, k, rows, None)
         found = end()
+        if meanwhile is not None:
+            meanwhile(rows, *found)
     return rows, *found
+
+
+def _soon(flag: Tensor) -> Callable[[], bool]:
+    """Ask for a flag; what is returned waits for it, but not for what the device has been given to do since."""
+    if not flag.is_cuda:
+        return lambda: bool(flag)
+    copy = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(flag.device))
+
+    def wait() -> bool:
+        event.synchronize()
+        return bool(copy)
+
+    return wait
 
 
 def _losses_by_kernels(
@@ -368,19 +395,37 @@ class _LinearLML(torch.autograd.Function):
         layer, known, least = scan.layer, options.pop("known"), options.pop("least")
 
         def leave(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            contributes = count > 0 if known is None else (count > 0) | known.unsqueeze(-1)
-            loss = torch.where(contributes, loss, 0).squeeze(-1)
-            result = _rows.leave("linear_lml_loss", loss, reduction, contributes, dtype)
+            contributes = count > 0  # without a label the loss is 0
+            if known is not None:
+                contributes = contributes | known.unsqueeze(-1)
+                loss = torch.where(contributes, loss, 0)
             share = contributes.to(loss.dtype)  # of each row in the result
             if reduction == "mean":
                 share = share / share.sum().clamp(min=1)
-            return result, contributes.squeeze(-1), share
+            loss = loss.squeeze(-1) if reduction == "none" else (loss * share).sum()
+            return _rows.leave("linear_lml_loss", loss, "none", None, dtype), contributes.squeeze(-1), share
+
+        begun: list[_Gradients] = []
+
+        def meanwhile(rows: Rows, pull: Tensor, toward: Tensor, left: tuple[Tensor, Tensor, Tensor]) -> None:
+            if begun:  # for another result
+                begun.clear()
+                scan.kept.filled = False
+                return
+            wants_features, wants_weight, wants_bias, _, wants_temperature = ctx.needs_input_grad[:5]
+            fits = len(scan.kept.waiting) >= _AHEAD and layer.dtype != torch.float16  # which might underflow
+            if fits and wants_weight and not wants_temperature and reduction != "none" and scan.classes is None:
+                wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
+                begun.append(_Gradients(layer, rows, wanted, scan.kept))
+                begun[0].add(_upstream(left[2], pull, toward, temperature), _AHEAD)
 
         with torch.autocast(features.device.type, enabled=False):
             scan.run(index)
             by_kernels = layer.kernels is not None and options["shard"] is None
-            settle = _settle_by_kernels if by_kernels else _settle
-            rows, pull, toward, (loss, contributes, share) = settle(layer, scan, k, leave=leave, **options)
+            settle = functools.partial(_settle_by_kernels, meanwhile=meanwhile) if by_kernels else _settle
+            found = settle(layer, scan, k, leave=leave, **options)
+        rows, pull, toward, (loss, contributes, share) = found
+        ctx.begun = begun
         ctx.held = None if scan.kept.gradient is None else scan.kept
         scale = temperature if isinstance(temperature, Tensor) else None
         few = _few_classes(layer, scan, rows, pull, least) if scan.classes is not None else (None, None)
@@ -427,6 +472,12 @@ class _Upstream(NamedTuple):
         return _Upstream(*(value[which] for value in self))
 
 
+def _upstream(scale: Tensor, pull: Tensor, toward: Tensor, temperature: float | Tensor) -> _Upstream:
+    if isinstance(temperature, Tensor) or temperature != 1.0:
+        scale = scale / temperature
+    return _Upstream(pull.contiguous(), toward, scale.contiguous())
+
+
 def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of features, weight, bias, k and temperature, block by block."""
     features, weight, bias, mask, scale, index, *saved = ctx.saved_tensors
@@ -436,19 +487,23 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer = Layer(features, weight, bias, ctx.dtype, temperature, mask)
         wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
         wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
+        factor = grad
         grad = grad * share if grad.ndim == 0 else torch.where(share > 0, grad.unsqueeze(-1).to(share.dtype), 0)
         grad_k = None
         if wants_k:  # a row without an upstream gradient has none
             none = delta.isinf() | ((grad == 0) & delta.isnan())
             grad_k = torch.where(none, 0, -grad * pull * (-log_mass).exp())
         rows = Rows(center, delta, log_mass, index, labels, ctx.rho)
-        if scale is not None or temperature != 1.0:
-            grad = grad / temperature
-        upstream = _Upstream(pull.contiguous(), toward, grad.contiguous())
+        upstream = _upstream(grad, pull, toward, temperature)
         held, ctx.held = ctx.held, None
         if held is None:  # a second backward pass computes the logits again, in the same order
             held = _held(layer, wants_weight)
-        if marked is None:
+        if ctx.begun:  # with an upstream gradient of 1
+            begun = ctx.begun.pop()
+            begun.multiply(factor)
+            begun.add(upstream)
+            found = begun.found()
+        elif marked is None:
             found = _gradients(layer, rows, upstream, wanted, held)
         else:
             found = _gradients_of_some(layer, rows, upstream, wanted, held, undecided, marked)
@@ -459,29 +514,55 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return found.features, found.weight, found.bias, grad_k, found.temperature
 
 
+class _Gradients:
+    """The gradients that are wanted, block by block."""
+
+    def __init__(self, layer: Layer, rows: Rows, wanted: _Wanted, held: Held) -> None:
+        self.layer, self.rows = layer, rows
+        self.features = torch.zeros_like(layer.features, dtype=layer.work) if wanted.features else None
+        self.weight = None
+        if wanted.weight:
+            self.weight = torch.empty_like(layer.weight) if held.gradient is None else held.gradient
+        self.bias = None if layer.bias is None or not wanted.bias else torch.empty_like(layer.bias)
+        self.temperature = torch.zeros_like(rows.center) if wanted.temperature else None
+        self._blocks, self._first = layer.blocks_again(held), layer.n
+
+    def add(self, upstream: _Upstream, blocks: int | None = None) -> None:
+        """Add the next blocks, or all that are left."""
+        layer = self.layer
+        for classes, x, place in itertools.islice(self._blocks, blocks):
+            self._first = classes.start
+            out = place if self.temperature is None else torch.empty_like(x)
+            dx = layer.grad(x, classes.start, self.rows, *upstream, out)
+            if self.temperature is not None:
+                self.temperature -= (dx * torch.where(x.isfinite(), x, 0)).sum(-1, keepdim=True, dtype=layer.work)
+            if self.bias is not None:
+                self.bias[classes] = dx.sum(0)
+            if self.features is not None:
+                _add_product(self.features, dx, layer.weight[classes].to(layer.dtype))
+            if self.weight is not None and self.weight.dtype == layer.dtype:
+                torch.mm(dx.T, layer.features, out=self.weight[classes])
+            elif self.weight is not None:
+                self.weight[classes] = dx.T @ layer.features
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the gradients of the blocks so far, which were held: all classes from the last one on."""
+        assert self.layer.kernels is not None
+        if self.features is not None:
+            self.features *= factor
+        for value in (self.weight, self.bias):
+            if value is not None:
+                self.layer.kernels.scale_rows_(value[self._first :], factor)
+
+    def found(self) -> _Wanted:
+        return _Wanted(self.features, self.weight, self.bias, self.temperature)
+
+
 def _gradients(layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted, held: Held | None = None) -> _Wanted:
-    """Return the gradients that are wanted, from all classes, block by block."""
-    dtype, weight = layer.dtype, layer.weight
-    grad_features = torch.zeros_like(layer.features, dtype=layer.work) if wanted.features else None
-    held = held or _held(layer, wanted.weight)
-    grad_weight = None
-    if wanted.weight:
-        grad_weight = torch.empty_like(weight) if held.gradient is None else held.gradient
-    grad_bias = None if layer.bias is None or not wanted.bias else torch.empty_like(layer.bias)
-    grad_temperature = torch.zeros_like(rows.center) if wanted.temperature else None
-    for classes, x, place in layer.blocks_again(held):
-        dx = layer.grad(x, classes.start, rows, *upstream, torch.empty_like(x) if wanted.temperature else place)
-        if grad_temperature is not None:
-            grad_temperature -= (dx * torch.where(x.isfinite(), x, 0)).sum(-1, keepdim=True, dtype=layer.work)
-        if grad_bias is not None:
-            grad_bias[classes] = dx.sum(0)
-        if grad_features is not None:
-            _add_product(grad_features, dx, weight[classes].to(dtype))
-        if grad_weight is not None and grad_weight.dtype == dtype:
-            torch.mm(dx.T, layer.features, out=grad_weight[classes])
-        elif grad_weight is not None:
-            grad_weight[classes] = dx.T @ layer.features
-    return _Wanted(grad_features, grad_weight, grad_bias, grad_temperature)
+    """Return the gradients that are wanted, from all classes."""
+    gradients = _Gradients(layer, rows, wanted, held or _held(layer, wanted.weight))
+    gradients.add(upstream)
+    return gradients.found()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -539,7 +620,7 @@ def _gradients_of_some(
         found = _gradients(layer.of_classes(classes), replace(rows, index=place), upstream, wanted)
         for whole, piece in ((grad_weight, found.weight), (grad_bias, found.bias)):
             if whole is not None and piece is not None:
-                whole[classes] = piece
+                whole[classes] = piece[: len(classes)]
         return found._replace(weight=grad_weight if wanted.weight else None, bias=grad_bias if wanted.bias else None)
     full, rest = undecided.nonzero().squeeze(-1), (~undecided).nonzero().squeeze(-1)
     found = _Wanted(
@@ -556,7 +637,7 @@ def _gradients_of_some(
     _add_rows(found, part, rest)
     for whole, piece in ((found.weight, part.weight), (found.bias, part.bias)):
         if whole is not None:
-            whole[classes] += piece
+            whole[classes] += piece[: len(classes)]
     return found
 
 
