@@ -3,7 +3,7 @@
 ``python -m benchmarks.felt [--device cpu|cuda] [--parts PATTERN] [--json FILE]``
 
 The parts: `eager`, `half`, `others`, `compiled`; on a GPU `first` and `many` (first calls and 500 lengths of rows), and
-`beginning` and `lengths`, the same for the other projections and losses.
+`beginning` and `lengths`, the same for the other projections and losses, with `kernels`, the time of the device.
 
 `benchmarks.run` measures the device; here the clock on the wall counts, with everything that Python does around it.
 On the CPU both functions are called in turn, each after another operation on torch's threads, as in training, where
@@ -13,6 +13,7 @@ these threads spin. A round counts with its median; `worst` is the largest ratio
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -47,6 +48,12 @@ OTHERS = {  # every other projection and loss, as a function of logits, multi-ho
     "binary_loss": lambda x, y, t: ll.binary_loss(x, y),
     "warp_loss": lambda x, y, t: ll.loss.warp_loss(x, y),
     "quasibinary_loss": lambda x, y, t: ll.loss.quasibinary_loss(x, y),
+}
+PROJECTIONS = {  # those of them that are no losses, as they are
+    "lml_at_most": lambda x, y, t: ll.lml_at_most(x, 5),
+    "capped_softmax": lambda x, y, t: ll.capped_softmax(x, 5),
+    "capped_sparsemax": lambda x, y, t: ll.capped_sparsemax(x, 5),
+    "subset_marginals": lambda x, y, t: ll.subset_marginals(x, 5),
 }
 FIRST = """
 import time, torch, lastlayer as ll
@@ -276,6 +283,38 @@ def others(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
         yield row(f"{name}, both ways", 256, 1000, times, "BCE, both ways")
 
 
+def on_device(rows: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Every other projection and loss, both ways: the time of the device beside one copy of the logits for each way."""
+    x, y, t = data(rows, 1000, device)
+    z, upstream, copy = x.requires_grad_(), torch.randn_like(x), torch.empty_like(x)
+    base = device_us(lambda: (copy.copy_(z.detach()), copy.copy_(upstream)))
+
+    def ours(function: Callable[..., Tensor]) -> None:
+        out = function(z, y, t)
+        torch.autograd.grad(out, z, upstream if out.ndim else None)
+
+    for name, function in (OTHERS | PROJECTIONS).items():
+        times = {"ours": device_us(functools.partial(ours, function)), "base": base}
+        yield row(f"{name}, both ways, on the device", rows, 1000, times, "two copies of the logits")
+
+
+def device_us(thunk: Thunk) -> list[float]:
+    """Microseconds of the device per call, in five rounds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(3):
+        thunk()
+    found = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as run:
+            for _ in range(4):
+                thunk()
+            torch.cuda.synchronize()
+        found.append(sum(event.self_device_time_total for event in run.key_averages()) / 4)
+    return found
+
+
 def first_calls(others: bool = False) -> Iterator[dict[str, Any]]:
     """Seconds of a first call in a new process with an empty cache, both ways where there is a gradient."""
     calls = {
@@ -362,6 +401,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda":
         parts |= {
             "events": lambda: events(device),
+            "kernels": lambda: itertools.chain(on_device(256, device), on_device(8192, device)),
             "first": first_calls,
             "beginning": lambda: first_calls(True),
             "many": lambda: many_sizes(device),

@@ -1,8 +1,7 @@
 """First calls: what Triton has to do before a kernel runs for the first time, side by side and not in turn.
 
-With nothing cached Triton builds its driver, hashes itself, compiles the kernel, and builds a launcher for each pattern
-of arguments. Little of that is Python, so that threads can share it. A first call then takes as long as its slowest
-kernel, and not as all of them.
+With nothing cached Triton compiles the kernel, and builds a launcher for each pattern of arguments. Little of that is
+Python, so that threads can share it. A first call then takes as long as its slowest kernel, and not as all of them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -16,9 +15,9 @@ import torch
 import triton
 
 from lastlayer._triton import INTERPRETED
+from lastlayer._triton.launch import in_thread, wait_for_start
 from lastlayer._triton.launch import launch as launch_one
 
-_starting: list[threading.Thread] = []
 _compiling: dict[tuple[Any, ...], threading.Thread] = {}
 _met: set[tuple[Any, ...]] = set()  # kinds of calls whose kernels are compiled, or being compiled
 
@@ -37,44 +36,11 @@ class Launch(NamedTuple):
         return (id(self.kernel), *self.options.values())
 
 
-def begin() -> None:
-    """Let Triton build its driver and hash itself while kernels are imported."""
-    if not INTERPRETED and torch.cuda.is_available():
-        _start(_starting, _driver)
-        _start(_starting, _hash)
-
-
-def _start(threads: list[threading.Thread], target: Any, *args: Any) -> threading.Thread:
-    # Python waits for it at its end: to be stopped in the middle of the compiler would be a crash.
-    thread = threading.Thread(target=target, args=args)
-    threads.append(thread)
-    thread.start()
-    return thread
-
-
-def _driver() -> None:
-    with contextlib.suppress(Exception):  # the call that needs it will say what is wrong
-        triton.runtime.driver.active.get_current_target()
-
-
-def _hash() -> None:
-    with contextlib.suppress(Exception):
-        triton.runtime.cache.triton_key()
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch a kernel; wait for it where it is being compiled."""
-    if _starting:
-        _wait_for_start()
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Launch a kernel as `launch.launch` does; wait for it where it is being compiled."""
     if _compiling:
         _wait_for(Launch(kernel, grid, args, options).case)
-    launch_one(kernel, grid, *args, **options)
-
-
-def _wait_for_start() -> None:
-    while _starting:
-        with contextlib.suppress(IndexError):  # another thread has waited
-            _starting.pop().join()
+    return launch_one(kernel, grid, *args, **options)
 
 
 def _wait_for(case: tuple[Any, ...]) -> None:
@@ -97,9 +63,9 @@ def is_new(kind: tuple[Any, ...]) -> bool:
 
 def compile_ahead(*launches: Launch) -> None:
     """Compile kernels that will be launched soon, each in a thread of its own."""
-    _wait_for_start()
+    wait_for_start()
     for one in launches:
-        _compiling[one.case] = _start([], _compile, one)
+        _compiling[one.case] = in_thread(_compile, one)
 
 
 def _compile(one: Launch) -> None:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lastlayer._triton import INTERPRETED
+from lastlayer._triton import launch as _launch  # noqa: F401, since its import lets Triton start in threads
 
 # Constants are to the right of tensors, never to the left: the interpreter of Triton 3.7 takes `constant * tensor`
 # for a constant, which cannot be compared with a tensor.
@@ -111,10 +112,15 @@ def scaled(x, inv_t):
 
 
 @triton.jit
+def log1p_series(t):
+    """log(1 + t) to float32 rounding for |t| < 0.03."""
+    return t * (1 - t * (0.5 - t * (0.33333333 - t * (0.25 - t * 0.2))))
+
+
+@triton.jit
 def log1p(t):
     """log(1 + t) for t > -1, to float32 rounding also where t is small."""
-    series = t * (1 - t * (0.5 - t * (0.33333333 - t * (0.25 - t * 0.2))))
-    return tl.where(tl.abs(t) < 0.03, series, tl.log(1 + t))
+    return tl.where(tl.abs(t) < 0.03, log1p_series(t), tl.log(1 + t))
 
 
 @triton.jit

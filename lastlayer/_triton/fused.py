@@ -9,7 +9,6 @@ computes every row as plain torch does, and `takes` refuses only by what the hos
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,22 +16,21 @@ import torch
 from torch import Tensor
 
 from lastlayer._check import Labels
+from lastlayer._triton import INTERPRETED
+from lastlayer._triton import fused_batch as batch_of
+from lastlayer._triton import fused_lml as budget
+from lastlayer._triton import fused_order as order
+from lastlayer._triton import fused_rows as rows_of
+from lastlayer._triton import fused_subset as subset
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.ahead import Launch, begin, compile_ahead, is_new, launch
-
-begin()  # before the kernels are imported, which takes time too
-
-from lastlayer._triton import fused_batch as batch_of  # noqa: E402
-from lastlayer._triton import fused_lml as budget  # noqa: E402
-from lastlayer._triton import fused_order as order  # noqa: E402
-from lastlayer._triton import fused_rows as rows_of  # noqa: E402
+from lastlayer._triton.ahead import Launch, compile_ahead, is_new, launch
 
 MOST_LISTED = 16  # labels of an index list that a kernel compares with every class
 MOST_ROWS = 8192  # of a batch whose columns are taken by one program each
 MOST_SUMMED = 1 << 16  # rows, or columns, whose losses one program sums
 LONGEST = 16384  # classes of a row in registers
 MOST_CHOSEN = 16  # classes of a subset
-FEW = 8  # classes of a subset for which 31 roots of unity are enough, and not 63
+ROWS = 16 if INTERPRETED else 1  # whose polynomials one program takes: of one warp
 
 STREAMED: dict[str, Any] = {
     "logistic": rows_of.logistic,
@@ -51,20 +49,15 @@ HELD: dict[str, Any] = {
     "capped_sparsemax": order.capped_sparsemax,
     "capped_softmax_backward": order.capped_softmax_backward,
     "capped_sparsemax_backward": order.capped_sparsemax_backward,
-    "marginals": order.marginals,
-    "marginals_backward": order.marginals_backward,
-    "smooth_svm": order.smooth_svm,
     "labelled": budget.labelled,
-    "tilt": order.tilt,
     "at_most": budget.at_most,
     "at_most_backward": budget.at_most_backward,
 }
 _EXTRA = {"logsumexp": 2, "quasibinary": 1, "at_most": 3}  # further numbers per row
-_FEW_CHOSEN = ("marginals", "marginals_backward", "smooth_svm")
+_SUBSETS = ("marginals", "marginals_backward", "smooth_svm")
 # What comes before an operation, and how many numbers per row that finds. Two kernels are compiled side by side.
-_BEFORE = {"fenchel_young": ("labelled", 4), "marginals": ("tilt", 2), "smooth_svm": ("tilt", 6)}
-# They and their backward passes have no loss.
-_NO_LOSS = ("capped_softmax", "capped_sparsemax", "marginals", "at_most", "labelled", "tilt")
+_BEFORE = {"fenchel_young": ("labelled", 4)}
+_NO_LOSS = ("capped_softmax", "capped_sparsemax", "at_most", "labelled")  # and their backward passes
 
 
 class Result(NamedTuple):
@@ -92,6 +85,8 @@ def run(
     """Do the same as `lastlayer._native.fused.run`; None where there is no kernel for the operation or the shape."""
     if not takes(name, x.shape[:-1].numel(), x.shape[-1], numbers):
         return None
+    if name in _SUBSETS:
+        return _subsets(name, x, labels, numbers, each, first, gradient)
     return _run(name, x, labels, numbers, mask, each, positive, first, second, gradient)
 
 
@@ -116,13 +111,9 @@ def _run(
         name = name if first is None else "shifted"
     each = mask if each is None else each
     x, kernel = x.contiguous(), STREAMED.get(name) or HELD[name]
-    constants: dict[str, Any] = {}
     held, target, width = _target(labels)
     p, p_row, p_col = _strides(positive, x)
-    if name in _FEW_CHOSEN:
-        constants["HALF"] = 16 if numbers[0] <= FEW else 32
-        second = _roots(2 * constants["HALF"] - 1, x.device)
-    elif name == "warp":
+    if name == "warp":
         second = _harmonic(n, x.device)
     e, e_row, e_col = _strides(each, x)
     sizes, step, before = first, 0, _BEFORE.get(name)
@@ -150,15 +141,11 @@ def _run(
         "HARD": labels is None or not _soft(labels),
         "GRADIENT": gradient,
         "BLOCK": block,
-        **constants,
         "num_warps": warps,
     }
     if not name.endswith("_backward") and is_new((name, x.get_device(), x.dtype, held, block)):
         _compile_ahead(name, kernel, args, constants)
     if before is not None:
-        if before[0] == "tilt":
-            k = numbers[0]
-            numbers = (k, 1.0) if labels is None else (k - 0.5, 1 / (k * numbers[1]))
         _run(before[0], x, labels, numbers, each=each, first=sizes, gradient=False, extra=extra)
     launch(kernel, (shapes.cdiv(n, block) if columns else rows,), *args, **constants)
     return Result(loss, out, counts, extra)
@@ -171,38 +158,87 @@ def _compile_ahead(name: str, kernel: Any, args: tuple[Any, ...], constants: dic
     if f"{name}_backward" in HELD:  # of a contiguous upstream gradient
         mask = e if name == "at_most" else None
         given = (
-            x,
-            None,
-            out,
-            mask,
-            first if extra is None else extra,
-            second,
-            None,
-            out,
-            None,
-            None,
-            1,
-            n,
-            0,
-            n,
-            1,
-            *args[13:15],
-            0,
-            *[1.0] * 4,
-        )
+            x, None, out, mask, first if extra is None else extra, second, None, out, None, None,
+            1, n, 0, n, 1, *args[13:15], 0, *[1.0] * 4,
+        )  # fmt: skip
         follows.append(Launch(HELD[f"{name}_backward"], (1,), given, {**constants, "TARGET": "none", "HARD": True}))
     elif loss is not None:
-        options = {"MEAN": True, "BLOCK": 1024, "num_warps": 4}
-        follows.append(Launch(batch_of.reduced, (1,), (loss, counts, loss, loss, 1), options))
+        follows += _ends(loss, counts, out)
     compile_ahead(*follows)
+
+
+def _subsets(
+    name: str,
+    x: Tensor,
+    labels: Labels | None,
+    numbers: Sequence[float],
+    each: Tensor | None,
+    first: Tensor | None,
+    gradient: bool,
+) -> Result:
+    """Do the steps of an operation over subsets of classes: see `fused_subset`."""
+    n, batch, x = x.shape[-1], x.shape[:-1], x.contiguous()
+    rows = x.numel() // n
+    held, target, width = _target(labels)
+    e, e_row, e_col = _strides(each, x)
+    table = torch.empty((_numbers_of_subsets(numbers), rows), dtype=torch.float64, device=x.device)
+    tables = (table, None) if first is None else (first, table)
+    loss = None if labels is None else torch.empty(batch, dtype=torch.float32, device=x.device)
+    counts = None if labels is None else torch.empty(batch, dtype=torch.bool, device=x.device)
+    out = torch.empty_like(x) if gradient else None
+    marks = None if counts is None else counts.view(torch.int8)
+    given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers))
+    args = (x, target, e, None, *tables, loss, out, marks, None, rows, n, width, e_row, e_col, 0, 0, 0, *given)
+    names: tuple[str, ...] = ("powers", "changes", "marginals_backward")
+    if first is None:
+        names = ("tilt", "powers", "polynomials", "marginals")[: 4 if gradient else 3]
+    block, warps = _sizes("tilt", n)
+    steps = _steps_of_subsets(names, args, held, gradient, block, warps)
+    kind = (name, x.get_device(), x.dtype, held, block, gradient)
+    if first is None and is_new(kind):
+        follows: tuple[Launch, ...] = ()
+        if loss is not None and marks is not None:
+            follows = _ends(loss, marks, out)
+        else:  # of a contiguous upstream gradient
+            back = (x, None, out, None, table, table, None, out, None, None, 1, n, 0, n, 1, 0, 0, 0, *given)
+            names = ("powers", "changes", "marginals_backward")
+            follows = _steps_of_subsets(names, back, "none", True, block, warps)
+        compile_ahead(*steps[1:], *follows)
+    for kernel, grid, args, options in steps:
+        launch(kernel, grid, *args, **options)
+    return Result(loss, out, counts, table)
+
+
+def _steps_of_subsets(
+    names: Sequence[str], args: tuple[Any, ...], held: str, gradient: bool, block: int, warps: int
+) -> tuple[Launch, ...]:
+    """Return kernels that take one row per program, or several at a time."""
+    rows = args[10]
+    steps = []
+    degrees = 32 if args[18] <= 10 else 64  # of polynomials
+    for name in names:
+        together = name in ("polynomials", "changes")
+        options: dict[str, Any] = {"TARGET": held, "HARD": True, "GRADIENT": gradient}
+        options["BLOCK"] = ROWS if together else block if name == "tilt" else 512
+        if together or name == "powers":
+            options["DEGREES"] = degrees
+        options["num_warps"] = 1 if together else warps if name == "tilt" else 2
+        grid = (shapes.cdiv(rows, ROWS) if together else rows,)
+        steps.append(Launch(getattr(subset, name), grid, args, options))
+    return tuple(steps)
+
+
+def _numbers_of_subsets(numbers: Sequence[float]) -> int:
+    """Return how many numbers per row the steps of `fused_subset` keep: as there."""
+    return 8 + 4 * (2 * int(numbers[0]) + 2)
 
 
 def takes(name: str, rows: int, n: int, numbers: Sequence[float] = ()) -> bool:
     """Whether there is a kernel for the operation and the shape."""
-    held = name in HELD or name in _BEFORE
+    held = name in HELD or name in _BEFORE or name in _SUBSETS
     if max(rows, n) >> 31 or (name == "two_way_columns" and rows > MOST_ROWS) or (held and n > LONGEST):
         return False
-    return name not in _FEW_CHOSEN or numbers[0] <= MOST_CHOSEN
+    return name not in _SUBSETS or (numbers[0] <= MOST_CHOSEN and not rows * _numbers_of_subsets(numbers) >> 31)
 
 
 def sums(rows: int, n: int, *, columns: bool = False) -> bool:
@@ -217,6 +253,24 @@ def reduced(found: Result, mean: bool) -> tuple[Tensor, Tensor]:
     options = {"MEAN": mean, "BLOCK": 1024, "num_warps": 4}
     launch(batch_of.reduced, (1,), found.loss, counts, total, factor, counts.numel(), **options)
     return total, factor
+
+
+def scaled(grad: Tensor, upstream: Tensor, factor: Tensor) -> Tensor:
+    """Return the gradient of a reduced loss, from that of the rows and the factor of `reduced`."""
+    out = torch.empty_like(grad)
+    grid = (shapes.cdiv(grad.numel(), 4096),)
+    launch(batch_of.scaled, grid, grad, upstream, factor, out, grad.numel(), BLOCK=4096, num_warps=8)
+    return out
+
+
+def _ends(loss: Tensor, counts: Tensor, grad: Tensor | None) -> tuple[Launch, ...]:
+    """Return the kernels that will reduce a loss, and scale its gradient."""
+    options = {"MEAN": True, "BLOCK": 1024, "num_warps": 4}
+    mean = Launch(batch_of.reduced, (1,), (loss, counts, loss, loss, 1), options)
+    if grad is None:
+        return (mean,)
+    options = {"BLOCK": 4096, "num_warps": 8}
+    return mean, Launch(batch_of.scaled, (1,), (grad, loss, loss, grad, grad.numel()), options)
 
 
 def quasibinary(x: Tensor, labels: Labels, mean: bool) -> tuple[Tensor, Tensor]:
@@ -303,15 +357,14 @@ def _number(like: Tensor) -> Tensor:
 def _sizes(name: str, n: int) -> tuple[int, int]:
     """Return the classes that a program takes at once, and its warps.
 
-    Few sizes, since each is compiled; and few classes per thread, since the code of each is repeated.
+    Few sizes, since each is compiled; and few classes per thread, since the code of each is repeated. Where a row is
+    reduced many times, few warps share it: a reduction costs each of them the same.
     """
     if name == "two_way_columns":
         return 32, 4
-    if name in _FEW_CHOSEN:  # in tiles of their own
-        return 32, 4
-    if name in HELD:
+    if name in HELD or name == "tilt":
         block = next(size for size in (64, 256, 1024, 4096, LONGEST) if n <= size)
-        return block, min(max(block // 128, 1), 32)
+        return block, min(max(block // (128 if name == "warp" else 256), 1), 32)
     return (128, 2) if n <= 128 else (1024, 8) if n <= 1024 else (2048, 16)
 
 
@@ -355,10 +408,3 @@ def _harmonic(n: int, device: torch.device) -> Tensor:
     steps = torch.arange(n + 1, dtype=torch.float64)
     steps[1:] = steps[1:].reciprocal().cumsum(0)
     return steps.to(device, torch.float32)
-
-
-@functools.lru_cache(maxsize=16)
-def _roots(points: int, device: torch.device) -> Tensor:
-    """Return the cosines and the sines of the roots of unity."""
-    angle = torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
-    return torch.stack([angle.cos(), angle.sin()]).to(device)

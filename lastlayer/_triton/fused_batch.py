@@ -35,6 +35,15 @@ def reduced(loss_ptr, counts_ptr, total_ptr, factor_ptr, rows, MEAN: tl.constexp
     tl.store(factor_ptr, factor)
 
 
+@triton.jit
+def scaled(grad_ptr, up_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """The gradient of a reduced loss: that of the rows times the factor of `reduced` and the upstream gradient."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(up_ptr).to(tl.float32) * tl.load(factor_ptr)
+    value = tl.load(grad_ptr + at, mask=at < count, other=0.0).to(tl.float32) * factor
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < count)
+
+
 # numbers: for each row its largest score, the sum of the exponentials of the others less it, and of the shares.
 @triton.jit(do_not_specialize=["rows", "n", "width"])
 def quasibinary_sums(x_ptr, d_ptr, numbers_ptr, rows, n, width, TARGET: tl.constexpr, BLOCK: tl.constexpr):
@@ -139,21 +148,31 @@ def quasibinary_backward(
 
 
 @triton.jit
+def _added(total, ahead, weight):
+    """Add weight exp(ahead) to a sum of exponentials about a point, or about the new one where that is ahead of it."""
+    e = exp(-tl.abs(ahead))
+    return tl.where(ahead > 0, total * e + weight, total + weight * e)
+
+
+@triton.jit
 def _log_sums(x, share, live, weight, high, low, above, below, odd, warm, cool):
-    """Add scores to the sums of exponentials about the largest negative and the smallest positive so far."""
+    """Add scores to the sums of exponentials about the largest negative and the smallest positive so far.
+
+    Here `warm` and `cool` are one over the temperatures.
+    """
     positive = share > 0
     negative = live & (share < 1)
     nan = x != x
     odd = odd | ((positive & nan) | (negative & (nan | (x == float("inf"))))).to(tl.int32)
     known = tl.where(tl.abs(x) < float("inf"), x, 0.0)
     positive = positive & (x != float("inf"))  # such a positive is above all negatives
-    top = tl.maximum(high, tl.where(negative, known, LOWEST))
-    above = above * exp((high - top) / cool)
-    above += tl.where(negative, weight * (1 - share) * exp((known - top) / cool), 0.0)
-    bottom = tl.minimum(low, tl.where(positive, known, -LOWEST))
-    below = below * exp((bottom - low) / warm)
-    below += tl.where(positive, weight * share * exp((bottom - known) / warm), 0.0)
-    return top, bottom, above, below, odd
+    point = tl.where(negative, known, LOWEST)
+    above = _added(above, (point - high) * cool, tl.where(negative, weight * (1 - share), 0.0))
+    high = tl.maximum(high, point)
+    point = tl.where(positive, known, -LOWEST)
+    below = _added(below, (low - point) * warm, tl.where(positive, weight * share, 0.0))
+    low = tl.minimum(low, point)
+    return high, low, above, below, odd
 
 
 @triton.jit
@@ -237,7 +256,7 @@ def two_way_lines(
         live = (x != float("-inf")) & (share >= 0)
         x = tl.where(live, x, 0.0)
         share = tl.where(live, share, 0.0)
-        high, low, above, below, odd = _log_sums(x, share, live, 1.0, high, low, above, below, odd, warm, cool)
+        high, low, above, below, odd = _log_sums(x, share, live, 1.0, high, low, above, below, odd, 1 / warm, 1 / cool)
     loss, top, bottom, by, less, has_positive = _two_way(high, low, above, below, odd, warm, cool, margin)
     _store_line(numbers_ptr, line, lines, loss, top, bottom, by, less, has_positive)
 

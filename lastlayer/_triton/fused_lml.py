@@ -18,6 +18,8 @@ from lastlayer._triton.device import (
     key_of,
     of_key,
     start,
+    sum2,
+    sum3,
     sum5,
 )
 from lastlayer._triton.fused_rows import load_scores, load_shares, load_weight, store_row
@@ -172,11 +174,11 @@ def labelled(
         share = load_shares(d_ptr, row, n, width, cols, TARGET)
         known = share >= 0
     x = tl.where(known, x, float("-inf"))
-    count = tl.sum(share, 0)  # a target of nan shows
+    count, classes = sum2(share, (known & (cols < n)).to(tl.float32), 0)  # a target of nan shows
     k = tl.where(number0 < 0, count, number_of(number0))
     if f_ptr is not None:
         k = tl.load(f_ptr + row * f_row)
-    k = tl.where(number1 > 0, tl.minimum(k, tl.sum((known & (cols < n)).to(tl.float32), 0)), k)
+    k = tl.where(number1 > 0, tl.minimum(k, classes), k)
     center, delta = threshold(x, k)
     tl.store(extra_ptr + 4 * row, center)
     tl.store(extra_ptr + 4 * row + 1, delta)
@@ -244,7 +246,7 @@ def at_most_backward(
     delta = tl.load(f_ptr + 3 * row + 1)
     binds = tl.load(f_ptr + 3 * row + 2) > 0
     live = is_finite(x)
-    asked = tl.max((u != 0).to(tl.int32), 0) > 0
+    asked = (u != 0).to(tl.float32)
     u = tl.where(live, u, 0.0)
     d, factor = _tails(x, center, tl.where(is_finite(delta), delta, 0.0))
     depth = tl.where(live, -tl.abs(d), float("-inf"))
@@ -253,9 +255,9 @@ def at_most_backward(
     tail = exp(depth) * factor
     over = 1 / (1 + tail)
     part = exp(depth - peak) * factor * over * over  # h over exp(peak), which may be 0
-    mass = tl.sum(part, 0)
-    mean = tl.sum(part * u, 0) / tl.where(mass > 0, mass, 1.0)
+    mass, moment, asked = sum3(part, part * u, asked, 0)
+    mean = moment / tl.where(mass > 0, mass, 1.0)
     value = tail * over * over * (u - tl.where(binds, mean, 0.0))
     value = tl.where(delta == float("-inf"), 0.0, value) / number0
-    broken = asked & (delta != delta)
+    broken = (asked > 0) & (delta != delta)
     store_row(out_ptr, row, n, cols, tl.where(broken, float("nan"), tl.where(live, value, 0.0)))

@@ -8,7 +8,7 @@ All kernels of `fused` have one signature, and compute a row as plain torch does
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import exp, is_finite, log1p
+from lastlayer._triton.device import exp, is_finite, log1p, log1p_series
 
 
 @triton.jit
@@ -216,13 +216,13 @@ def fenchel_young(
 def _power(base, exponent):
     """base^exponent for base >= 0: by products where the exponent is a small whole number."""
     whole = tl.floor(exponent)
-    exact = (whole == exponent) & (exponent <= 16)
-    times = tl.where(exact, whole, 0.0).to(tl.int32)
     out = base * 0.0 + 1.0
-    for _ in range(times):
-        out = out * base
-    other = tl.where(base > 0, exp(exponent * tl.log(tl.where(base > 0, base, 1.0))), base)
-    return tl.where(exact, out, other)
+    if (whole == exponent) & (exponent <= 16):
+        for _ in range(whole.to(tl.int32)):
+            out = out * base
+    else:
+        out = tl.where(base > 0, exp(exponent * tl.log(tl.where(base > 0, base, 1.0))), base)
+    return out
 
 
 # number: the powers of labels and of the rest, clip, and 1 where the powers have a gradient, else 0.
@@ -250,7 +250,7 @@ def asymmetric(
         m = tl.where(easy, 0.0, p - clip)
         # 1 - m from the side that does not cancel.
         left = tl.where(x > 0, miss + clip, 1 - m)
-        cost = tl.where(x > 0, -tl.log(left), -log1p(-tl.where(x > 0, 0.0, m)))
+        cost = tl.where((m < 0.03) & (x <= 0), -log1p_series(-m), -tl.log(left))
         turn = p * (miss / left)
         if clip == 0:
             cost = flat

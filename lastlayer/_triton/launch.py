@@ -2,11 +2,15 @@
 
 A compiled kernel is kept with its constants, and from then on called directly. `launch` finds it by looking at every
 argument; `relaunch`, which the most common calls use, by a short key that its caller knows to be enough.
+
+With nothing cached, Triton first builds its driver and hashes itself. Threads do both while kernels are imported.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Any
 
 import torch
@@ -23,6 +27,35 @@ _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # which a b
 _current: Any = getattr(torch._C, "_cuda_getDevice", None)
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_starting: list[threading.Thread] = []
+
+
+def in_thread(target: Any, *args: Any) -> threading.Thread:
+    """Start a thread. Python waits for it at its end: to be stopped in the middle of the compiler would be a crash."""
+    thread = threading.Thread(target=target, args=args)
+    thread.start()
+    return thread
+
+
+def _driver() -> None:
+    with contextlib.suppress(Exception):  # the call that needs it will say what is wrong
+        triton.runtime.driver.active.get_current_target()
+
+
+def _hash() -> None:
+    with contextlib.suppress(Exception):
+        triton.runtime.cache.triton_key()
+
+
+def wait_for_start() -> None:
+    """Wait until Triton has its driver and its hash."""
+    while _starting:
+        with contextlib.suppress(IndexError):  # another thread has waited
+            _starting.pop().join()
+
+
+if not INTERPRETED and torch.cuda.is_available():
+    _starting += [in_thread(_driver), in_thread(_hash)]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> Any:
@@ -56,6 +89,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
     key = tuple(case)
     held = _compiled.get(key)
     if held is None:
+        wait_for_start()
         compiled = kernel[grid](*args, num_warps=num_warps, **constants)
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         held = _compiled[key] = compiled, last, kernel  # which stays alive: its id is in the key

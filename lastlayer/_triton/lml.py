@@ -27,6 +27,7 @@ from lastlayer._triton.device import (
 )
 from lastlayer._triton.launch import launch, prepare, relaunch
 from lastlayer._triton.lml_backward import backward as backward
+from lastlayer._triton.lml_backward import compile_backward
 from lastlayer._triton.lml_backward import probabilities_backward as probabilities_backward
 from lastlayer._triton.lml_loss import counts_rows as counts_rows
 from lastlayer._triton.lml_loss import loss_backward as loss_backward
@@ -155,6 +156,8 @@ def probabilities(
         numbers = shapes.floats(x, (3, *x.shape[:-1]))
     p = shapes.plan(n, shapes.FORWARD, x.element_size())
     flat = Rows(x.view(rows, n), k, None, temperature, p.align)
+    if record:
+        compile_backward(flat.x, temperature, numbers, out, p)
     held = launch(
         _resident, (shapes.cdiv(rows, p.rows),), *flat.head, out, numbers[0], numbers[1], rows, *flat.tail,
         **p.tiles, KIND="y", MASKED=False, TOL=flat.tolerance, num_warps=p.warps,

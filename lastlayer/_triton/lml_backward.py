@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton import plan as shapes
+from lastlayer._triton.ahead import Launch, compile_ahead, is_new
+from lastlayer._triton.ahead import launch as launch_when_compiled
 from lastlayer._triton.device import (
     by_row,
     columns,
@@ -406,13 +408,24 @@ def probabilities_backward(
     given = (first, first, upstream, address, address, address + step, dx.data_ptr(), address + 2 * step, rows)
     if relaunch(key, device, rows, *given, n // shapes.alignment(n), 0, 0, inverse):
         return dx
-    center, delta, spare = numbers
     p = shapes.plan(n, shapes.BACKWARD, x.element_size())
-    flat = Rows(x.view(rows, n), None, None, temperature, p.align)
-    held = launch(
-        _resident, (shapes.cdiv(rows, p.rows),), *flat.head, g, center, center, delta, dx, spare, rows, *flat.tail,
-        **p.tiles, num_warps=p.warps, KIND="y", GIVEN=False, MASKED=False,
-    )  # fmt: skip
+    one = _of_probabilities(x.view(rows, n), temperature, numbers, g, dx, p)
+    held = launch_when_compiled(one.kernel, one.grid, *one.args, **one.options)
     if p is shapes.exact(n, shapes.BACKWARD[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)
     return dx
+
+
+def _of_probabilities(x: Tensor, temperature: float, numbers: Tensor, g: Tensor, dx: Tensor, p: shapes.Plan) -> Launch:
+    rows = x.shape[0]
+    center, delta, spare = numbers
+    flat = Rows(x, None, None, temperature, p.align)
+    args = (*flat.head, g, center, center, delta, dx, spare, rows, *flat.tail)
+    options = {**p.tiles, "num_warps": p.warps, "KIND": "y", "GIVEN": False, "MASKED": False}
+    return Launch(_resident, (shapes.cdiv(rows, p.rows),), args, options)
+
+
+def compile_backward(x: Tensor, temperature: float, numbers: Tensor, out: Tensor, p: shapes.Plan) -> None:
+    """Compile the kernel of `probabilities_backward` while that of the forward pass is compiled, at the first call."""
+    if x.shape[1] <= LONGEST and p is shapes.shared(x.shape[1]) and is_new(("y", x.get_device(), x.dtype, id(p))):
+        compile_ahead(_of_probabilities(x, temperature, numbers, out, out, p))

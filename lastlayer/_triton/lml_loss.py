@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton import plan as shapes
+from lastlayer._triton.ahead import Launch, compile_ahead, is_new
+from lastlayer._triton.ahead import launch as launch_when_compiled
 from lastlayer._triton.device import (
     by_row,
     cardinality,
@@ -646,11 +648,18 @@ def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
     per = max(1, 1024 // wide)
     key = ("rows that count", device, flat.dtype, flat.data_ptr() & 15, wide, observed)
     if not relaunch(key, device, rows, flat.data_ptr(), weight.data_ptr(), rows, n):
+        if mean and is_new(("over sum", device)):
+            compile_ahead(_over(weight, rows))
         options = {"RHO": observed, "R": per, "C": wide, "num_warps": 4}
         prepare(key, launch(_rows_that_count, (shapes.cdiv(rows, per),), flat, weight, rows, n, **options), per)
     if mean and not relaunch(("over sum", device), device, 1, weight.data_ptr(), rows):
-        prepare(("over sum", device), launch(_over_sum, (1,), weight, rows, BLOCK=1024, num_warps=8), 1)
+        kernel, grid, args, options = _over(weight, rows)
+        prepare(("over sum", device), launch_when_compiled(kernel, grid, *args, **options), 1)
     return weight
+
+
+def _over(weight: Tensor, rows: int) -> Launch:
+    return Launch(_over_sum, (1,), (weight, rows), {"BLOCK": 1024, "num_warps": 8})
 
 
 def scale_rows_(grad: Tensor, factor: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def reduced_at_once(
         return total, found.out, factor, found.counts
 
     def backward(upstream: Tensor, x: Tensor, grad: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
-        return grad * (upstream * factor)
+        scaled: Tensor = kernels.scaled(grad, upstream, factor)
+        return scaled
 
     def again(x: Tensor, grad: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
         return _check.reduced(end.op, plain(x), end.reduction, counts)

@@ -38,8 +38,11 @@ def others(rows, n):
     loss = loss + ll.loss.warp_loss(x, target)
     for function in (ll.two_way_loss, ll.lml_fenchel_young_loss, ll.loss.quasibinary_loss):
         loss = loss + function(x, target, reduction="none").sum()
-    for y in (ll.capped_softmax(x, 3), ll.capped_sparsemax(x, 3), ll.subset_marginals(x, 3), ll.lml_at_most(x, 3)):
+    loss = loss + ll.loss.smooth_topk_svm_loss(x, target, 16)
+    for y in (ll.capped_softmax(x, 3), ll.capped_sparsemax(x, 3), ll.lml_at_most(x, 3)):
         loss = loss + y.square().sum()
+    for k in (3, 16):
+        loss = loss + ll.subset_marginals(x, k).square().sum()
     loss.backward()
     torch.cuda.synchronize()
     print("other losses and projections", rows, n, flush=True)

@@ -30,7 +30,6 @@ def launched(monkeypatch):
     found = []
     monkeypatch.setattr(ahead, "launch_one", lambda kernel, grid, *args, **options: found.append(kernel.compiled))
     monkeypatch.setattr(ahead, "_compiling", {})
-    monkeypatch.setattr(ahead, "_starting", [])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return found
 
