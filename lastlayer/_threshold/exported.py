@@ -1,12 +1,17 @@
 """The projection as a short graph of plain operators, for exports to other runtimes.
 
-The search of `search.py` unrolls to some 1,500 operators. This one takes steps that need no bounds: each is the root
-of a model that never passes the solution, and its error is of the third order. ``torch.onnx`` makes one Loop of the
-passes, which ends when all rows are close; other exports hold a fixed number of passes one after another. A last pass
-sums without cancellation and takes the step that decides the accuracy.
+The search of `search.py` unrolls to some 1,500 operators. Here are two shorter ones. Both take exponentials once, since
+a sigmoid of other runtimes is 1e-8 at the least and of no use for sums of many classes.
 
-Exponentials are taken once, as ``e = exp(-d)`` with the distances d from a center; from then on ``y = 1 / (1 + e s)``
-with ``s = exp(-delta)``. Runtimes have sigmoids that are 1e-8 at the least, and are of no use for sums of many classes.
+`project` serves every kind of row, and is as accurate as `search.py`. It takes steps that need no bounds: each is the
+root of a model that never passes the solution, and its error is of the third order. ``torch.onnx`` makes one Loop of
+the passes, which ends when all rows are close; other exports hold a fixed number of passes one after another. A last
+pass sums without cancellation and takes the step that decides the accuracy.
+
+`probabilities` puts a quick search before that, where ``torch.onnx`` is at work: each operator of another runtime reads
+and writes the whole batch, so that few of them count. From ``p = softmax(x)`` on, all classes have
+``y = p / (p + v)`` with one v per row. A batch in which some row does not get close, such as one without a solution,
+one with an infinite score, or one with a wide gap after k classes, is given to `project`.
 """
 
 from __future__ import annotations
@@ -18,31 +23,96 @@ from torch import Tensor
 
 from lastlayer._ranked import to_onnx
 from lastlayer._threshold.search import points
-from lastlayer.shard import kth_largest
 
 _PASSES = 5  # one after another; of 200,000 rows of every kind none takes more to be exact in float64
 _MOST = 20  # of the loop
 _CLOSE = 0.05  # a step; the next one would be below 1e-4, and the last pass squares that
+_QUICK = 8  # passes of the quick search, which take v no further than 1e-21 from its start: nothing underflows
+_STRIDE = math.exp(6)  # the largest factor of v in one pass
+
+
+def probabilities(x: Tensor, k: float | Tensor) -> Tensor:
+    """Return y of scores in the dtype of the arithmetic, by the quick search where that gets close to all rows."""
+    n = x.shape[-1]
+    if n == 0 or not _loops():
+        return project(x, k, "y")[0]
+    p = x.softmax(-1)
+    sizes = (k.squeeze(-1).expand(x.shape[:-1]),) if isinstance(k, Tensor) else ()
+    v, close = _quick(p, sizes[0] if sizes else k)
+
+    # As in `_searched`, numbers per row have the shape of the batch on their way in, and n is a number.
+    def quick(x: Tensor, p: Tensor, v: Tensor, *sizes: Tensor) -> Tensor:
+        return p / (p + v.unsqueeze(-1))
+
+    def sure(x: Tensor, p: Tensor, v: Tensor, *sizes: Tensor) -> Tensor:
+        return _sure(x, sizes[0].unsqueeze(-1) if sizes else k, n, "y", loops=True)[0]
+
+    y: Tensor = torch.cond(close, quick, sure, (x, p, v, *sizes))
+    return y
+
+
+def _quick(p: Tensor, k: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Return v with ``sum p / (p + v) = k``, close to the solution, and whether all rows are; k has one number per row.
+
+    The steps are Newton's for log sum y as a function of log v, from where rows of equal scores have their solution.
+    One that changes v by a share d, close to the solution, leaves a relative error of at most d^2 / 2 times the mean of
+    y weighted by y: twice the bend over the slope is a difference of that mean and one that is at most twice as large.
+    """
+    n, tiny = p.shape[-1], 8 * torch.finfo(p.dtype).eps
+    limit = tiny if isinstance(k, Tensor) else tiny * k
+    rounds = isinstance(k, Tensor) or k > 8
+
+    def stepped(column: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = p / (p + column)
+        total, squares = y.sum(-1), (y * y).sum(-1)
+        steepness = total / (total - squares)
+        return (total / k).pow(steepness).clamp(1 / _STRIDE, _STRIDE), squares, steepness
+
+    def body(left: Tensor, off: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ratio, squares, steepness = stepped(v.unsqueeze(-1))
+        change = ratio - 1
+        off = change * change * squares
+        if isinstance(k, Tensor):
+            off = off / k
+        if rounds:  # what rounding takes from a sum above 8 shows where the slope is below 1 / 32 of it
+            share = steepness.pow(4) * (limit / 32**4)
+            off = off + (torch.where(k > 8, share, 0) if isinstance(k, Tensor) else share)
+        return left - 1, off.sum(), v * ratio  # nan shows in a sum, unlike in a maximum
+
+    def unfinished(left: Tensor, off: Tensor, v: Tensor) -> Tensor:
+        return torch.minimum(off, left) > limit
+
+    left, off = (torch.full((), value, dtype=p.dtype, device=p.device) for value in (_QUICK - 1, math.inf))
+    equal = 1 / k - 1 / n if isinstance(k, Tensor) or k else math.inf
+    first = equal * stepped(equal.unsqueeze(-1) if isinstance(equal, Tensor) else equal)[0]
+    state = (left, off, first)
+    _, off, v = torch._higher_order_ops.while_loop(unfinished, body, state)
+    return v, off <= limit
 
 
 def project(x: Tensor, k: float | Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, center, delta)`` as `project.lml._plain` does, of scores in the dtype of the arithmetic."""
-    upper, lower = _neighbours(x, k)
-    solvable = (upper < torch.inf) & (lower > -torch.inf)
+    return _sure(x, k, x.shape[-1], kind, loops=_loops())
+
+
+def _sure(x: Tensor, k: float | Tensor, n: int, kind: str, *, loops: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `project`, with passes in a loop or one after another."""
+    upper, lower = _neighbours(x, k, n)
+    middle, half = lower / 2 + upper / 2, upper / 2 - lower / 2
+    solvable = half < torch.inf
     k = k if isinstance(k, Tensor) else torch.full((), k, dtype=x.dtype, device=x.device)
-    upper, lower, end = torch.where(solvable, upper, 0), torch.where(solvable, lower, 0), _end(upper, lower, k)
-    middle, large = lower / 2 + upper / 2, torch.finfo(x.dtype).max
-    # Without a finite threshold all finite scores are on one side of the center.
-    center = torch.where(solvable, middle - _first(k, x.shape[-1]), -(end.clamp(-large, large)))
+    beyond = _beyond(upper, lower, k)
+    middle, half = torch.where(solvable, middle, 0), torch.where(solvable, half, 0)
+    center = torch.where(solvable, middle - _first(k, n), beyond)
     # A gap beyond that is made narrower from both sides: the solution stays where it is, and nothing underflows.
-    spare = ((upper - lower) / 2 + 2.5 * math.log(torch.finfo(x.dtype).eps)).clamp(min=0)
+    spare = (half + 2.5 * math.log(torch.finfo(x.dtype).eps)).clamp(min=0)
     depth = torch.maximum(torch.minimum(x - middle, spare), -spare) - (x - center)
-    held = depth.clamp(max=math.log(large / 1e6)).exp()  # so that its product with any s is finite
-    s, delta, none = _last(held, k, _searched(held, k, solvable))
-    delta = torch.where(solvable, delta, end + none)
+    held = depth.clamp(max=math.log(torch.finfo(x.dtype).max / 1e6)).exp()  # so that its product with any s is finite
+    s, delta, none = _last(held, k, _searched(held, k, solvable, loops=loops))
+    delta = torch.where(solvable, delta, none - torch.inf * beyond)
     if kind == "y":
         y = 1 / (1 + held * torch.where(solvable, s, 1 + none))
-        return torch.where(x == -torch.inf, 0 * y, y), center, delta  # 0, or nan in a row without a solution
+        return torch.where(x == -torch.inf, none, y), center, delta
     if kind == "nu":
         return x.new_empty(0), center, delta
     z = points(x, center, delta)
@@ -50,12 +120,14 @@ def project(x: Tensor, k: float | Tensor, kind: str) -> tuple[Tensor, Tensor, Te
     return z.clamp(max=0) - (1 + (-z.abs()).exp()).log(), center, delta
 
 
-def _neighbours(x: Tensor, k: float | Tensor) -> tuple[Tensor, Tensor]:
+def _neighbours(x: Tensor, k: float | Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return the entries of ranks ``ceil(k)`` and ``floor(k) + 1``, 1 being the largest; infinite beyond the ends."""
-    n = x.shape[-1]
     if isinstance(k, Tensor):
+        if n == 0:
+            return torch.full_like(k, -torch.inf), torch.full_like(k, -torch.inf)
         rank = torch.where(k > 0, k, 0).clamp(max=n)  # of nan as well
-        upper, lower = kth_largest(x, torch.cat([rank.ceil(), rank.floor() + 1], -1), None).split(1, -1)
+        place = (torch.cat([rank.ceil(), rank.floor() + 1], -1) - 1).clamp(0, n - 1).long()
+        upper, lower = x.sort(dim=-1, descending=True).values.gather(-1, place).split(1, -1)
         upper = torch.where(k > n, -torch.inf, torch.where(k > 0, upper, torch.inf))
         return upper, torch.where(k < 0, torch.inf, torch.where(k < n, lower, -torch.inf))
     upper_rank, lower_rank = math.ceil(k), math.floor(k) + 1
@@ -65,12 +137,16 @@ def _neighbours(x: Tensor, k: float | Tensor) -> tuple[Tensor, Tensor]:
     return upper if k > 0 else beyond, lower if k < n else -beyond
 
 
-def _end(upper: Tensor, lower: Tensor, k: Tensor) -> Tensor:
-    """Return nu where it is not finite, as `search.feasible` does: -inf, inf, or nan for an infeasible k."""
-    nan = torch.full_like(upper, torch.nan)
-    end = torch.where((upper == torch.inf) & (lower < torch.inf), -torch.inf, nan)
-    end = torch.where((lower == -torch.inf) & (upper.abs() < torch.inf), torch.inf, end)
-    return torch.where(k == k.floor(), end, nan)
+def _beyond(upper: Tensor, lower: Tensor, k: Tensor) -> Tensor:
+    """Return a center with all finite scores on one side, where nu is not finite: the largest number for ``-inf``.
+
+    It is the smallest for ``inf``, and nan for an infeasible k, as in `search.feasible`.
+    """
+    large = torch.finfo(upper.dtype).max
+    nan = torch.full((), torch.nan, dtype=upper.dtype, device=upper.device)
+    found = torch.where((lower == -torch.inf) & (upper > -torch.inf), -large, nan)
+    found = torch.where((upper == torch.inf) & (lower < torch.inf), large, found)
+    return torch.where(k == k.floor(), found, nan)
 
 
 def _first(k: Tensor, n: int) -> Tensor:
@@ -81,8 +157,8 @@ def _first(k: Tensor, n: int) -> Tensor:
     return (lower + upper).clamp(-200, 200) / 2  # infinite at both ends, where it is not used
 
 
-def _searched(e: Tensor, k: Tensor, solvable: Tensor) -> Tensor:
-    """Return ``delta`` close to the solution, in a loop or in a fixed number of passes.
+def _searched(e: Tensor, k: Tensor, solvable: Tensor, *, loops: bool) -> Tensor:
+    """Return ``-delta`` close to the solution, in a loop or in a fixed number of passes.
 
     The numbers per row have the shape of the batch here. Given a fixed shape, the exporter takes the sizes within a
     loop for variable, and a last dimension of size 1 would not broadcast.
@@ -90,8 +166,8 @@ def _searched(e: Tensor, k: Tensor, solvable: Tensor) -> Tensor:
     up = e < 1
     surplus, solvable = (up.to(e.dtype).sum(-1, keepdim=True) - k).squeeze(-1), solvable.squeeze(-1)
 
-    def body(count: Tensor, step: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        odds = e * (-delta).exp().unsqueeze(-1)
+    def body(left: Tensor, far: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        odds = e * shift.exp().unsqueeze(-1)
         y = 1 / (1 + odds)
         rest = odds * y
         h = y * rest
@@ -102,14 +178,14 @@ def _searched(e: Tensor, k: Tensor, solvable: Tensor) -> Tensor:
         a, b, c = a / size, b / size, (f - (b - a)) / (2 * size)
         root = c.abs() + (c * c + a * b).sqrt()
         step = torch.where(solvable, torch.where(c > 0, a / root, root / b).log(), 0)
-        return count + 1, step, delta + step
+        return left - 1, (step * step > _CLOSE**2).to(e.dtype).sum(), shift - step
 
-    def unfinished(count: Tensor, step: Tensor, delta: Tensor) -> Tensor:
-        return (count < _MOST) & (step.abs() > _CLOSE).any()
+    def unfinished(left: Tensor, far: Tensor, shift: Tensor) -> Tensor:
+        return torch.minimum(left, far) > 0
 
-    count = torch.zeros((), dtype=torch.int64, device=e.device)
-    state = (count, torch.ones_like(surplus), torch.zeros_like(surplus))
-    if _loops():
+    left, far = (torch.full((), value, dtype=e.dtype, device=e.device) for value in (_MOST, 1))
+    state = (left, far, 0 * surplus)
+    if loops:
         state = torch._higher_order_ops.while_loop(unfinished, body, state)
     else:
         for _ in range(_PASSES):
@@ -128,16 +204,16 @@ def _loops() -> bool:
     return hasattr(hop, "higher_order_while_loop")
 
 
-def _last(e: Tensor, k: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``exp(-delta)`` and ``delta`` after Newton's step from sums of what is small, y or 1 - y.
+def _last(e: Tensor, k: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``exp(-delta)`` and ``delta`` after Newton's step from ``-shift``, by sums of what is small, y or 1 - y.
 
-    The third is 0, or nan in a row with nan.
+    The third is 0, or nan in a row with nan or with an infeasible k.
     """
-    s = (-delta).exp()
+    s = shift.exp()
     odds = e * s
     y = 1 / (1 + odds)
     rest = odds * y
     up = odds < 1
     f = (up.to(e.dtype).sum(-1, keepdim=True) - k) + torch.where(up, -rest, y).sum(-1, keepdim=True)
     step = f / (y * rest).sum(-1, keepdim=True)
-    return s * step.exp(), delta - step, 0 * f
+    return s * step.exp(), -(shift + step), 0 * f

@@ -506,9 +506,21 @@ ENDS = torch.tensor(
 )
 
 
+@pytest.fixture
+def looped(monkeypatch):
+    """Loops of exports as Python runs them, in place of an operator that would compile them."""
+
+    def loop(unfinished, body, state):
+        while unfinished(*state):
+            state = body(*state)
+        return state
+
+    monkeypatch.setattr(torch._higher_order_ops, "while_loop", loop)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_graph_for_exports_is_as_accurate_as_the_search(dtype):
+def test_the_graph_for_exports_is_as_accurate_as_the_search(dtype, looped):
     for _, name, x, k in accuracy.cases(100):
         found = exported.project(x.to(dtype), k, "y")[0].double()
         by_tensor = exported.project(x.to(dtype), torch.full((1, 1), k, dtype=dtype), "log")[0].double()
@@ -519,6 +531,25 @@ def test_the_graph_for_exports_is_as_accurate_as_the_search(dtype):
         assert (found - expected.exp()).abs().max() <= limits[1], (name, k)
         off = (by_tensor - expected)[live].abs() / expected[live].abs().clamp(min=1)
         assert off.max() <= limits[2], (name, k)
+        p = x.to(dtype).softmax(-1)
+        v, close = exported._quick(p, k)
+        quick = (p / (p + v.unsqueeze(-1))).double()
+        assert not close or (quick - expected.exp()).abs().max() <= limits[1], (name, k)
+
+
+@pytest.mark.parametrize("k", [0.1, 5, 30])
+def test_the_quick_search_of_exports(k, looped):
+    """It gets close to common rows, is accurate where it says so, and says so of no row that it cannot solve."""
+    x = torch.cat([scale * torch.randn(20, 50) for scale in (0.1, 1, 3)])
+    x[:, -3:] = -INF
+    p = x.softmax(-1)
+    for size in (k, torch.full((60,), float(k))):
+        v, close = exported._quick(p, size)
+        assert close
+        torch.testing.assert_close(p / (p + v[:, None]), ll.lml(x, k), atol=1e-6, rtol=1e-5)
+    gap = torch.cat([torch.full((3,), 200.0), torch.zeros(47)])
+    for row in (torch.full((50,), NAN), torch.cat([torch.tensor([INF]), x[0, 1:]]), gap, torch.full((50,), -INF)):
+        assert not exported._quick(torch.stack([x[0], row]).softmax(-1), k if row is not gap else k + 3)[1]
 
 
 @pytest.mark.parametrize("kind", ["y", "log"])
@@ -550,9 +581,15 @@ def test_the_graph_for_exports_at_the_ends(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "dynamic"), [(ll.LML, True), (ll.LML, False), (ll.LogLML, True), (ll.LMLThreshold, True)]
+    ("module", "dynamic", "most"),
+    [
+        (ll.LML, True, 150),
+        (lambda k: ll.LML(torch.tensor(float(k))), False, 230),
+        (ll.LogLML, True, 150),
+        (ll.LMLThreshold, True, 150),
+    ],
 )
-def test_onnx(tmp_path, module, dynamic):
+def test_onnx(tmp_path, module, dynamic, most):
     """Few nodes, with those of the loop, and in another runtime as accurate as here."""
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     hop = pytest.importorskip("torch.onnx._internal.exporter._torchlib.ops.hop")
@@ -560,11 +597,13 @@ def test_onnx(tmp_path, module, dynamic):
     shapes = ({0: torch.export.Dim("rows")},) if dynamic else None
     torch.onnx.export(model, (ENDS,), path, dynamo=True, verbose=False, dynamic_shapes=shapes)
     if hasattr(hop, "higher_order_while_loop"):  # of older exporters the passes stand one after another
-        assert nodes(onnx.load(path).graph) <= 150
+        assert nodes(onnx.load(path).graph) <= most
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    x = torch.cat([ENDS, *(scale * torch.randn(20, 6) for scale in (0.01, 1, 10, 100))]) if dynamic else ENDS
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.as_tensor(found), model(x), equal_nan=True)
+    common = 2 * torch.randn(10, 6)  # by the quick search alone
+    mixed = torch.cat([ENDS, *(scale * torch.randn(20, 6) for scale in (0.01, 1, 10, 100))]) if dynamic else ENDS
+    for x in (common, mixed):
+        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.as_tensor(found), model(x), equal_nan=True)
 
 
 def nodes(graph):
