@@ -1,6 +1,7 @@
 """Label trees in runs and in the estimator."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import lastlayer as ll
 from lastlayer.train import Config, ConfigError, LabelSetClassifier, RunError, evaluate, train
 from lastlayer.train.config import Config as Settings
 from lastlayer.train.export import export
-from lastlayer.train.linear import LinearTree, TreeSettings
+from lastlayer.train.linear import LinearTree, TreeSettings, consumer
 from lastlayer.train.linear.consumer import TreeModel
 from lastlayer.train.tree_scorer import read_hierarchy
 
@@ -53,6 +54,37 @@ def test_exported_trees_are_read_with_numpy_alone(run, tmp_path):
     command = [sys.executable, "-c", code, str(folder / "predict.py"), str(tmp_path / "rows.npz"), "3"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines == ["\t".join(f"{name} {p:.4f}" for name, p in row) for row in model.predict_pairs(rows, k=3)]
+
+
+def test_predict_py_says_in_one_line_what_is_wrong(run, tmp_path, capsys):
+    folder = export(run.path, tmp_path / "out", "tree")
+    x = sp.csr_matrix(np.eye(3, dtype=np.float32))
+    (tmp_path / "text.npz").write_text("word another")
+    (tmp_path / "empty.npz").touch()
+    np.save(tmp_path / "array.npy", x.toarray())
+    np.savez(tmp_path / "named.npz", rows=x.toarray())
+    np.savez(tmp_path / "torn.npz", indptr=x.indptr, indices=x.indices, data=x.data[1:])
+    np.savez(tmp_path / "wide.npz", indptr=x.indptr, indices=x.indices + 10**6, data=x.data)
+    sp.save_npz(tmp_path / "csc.npz", x.tocsc())
+    sp.save_npz(tmp_path / "good.npz", x)
+    for arguments, message in {
+        (): "give the file of the rows",
+        ("good.npz", "none"): "`K` must be a whole number of labels, at least 1, got none.",
+        ("missing.npz",): "`ROWS.npz` must be a file, got .*missing.npz: No such file or directory.",
+        ("text.npz",): "`ROWS.npz` must be a file that numpy.savez wrote, got .*text.npz.",
+        ("empty.npz",): "`ROWS.npz` must be a file that numpy.savez wrote, got .*empty.npz.",
+        ("array.npy",): "`ROWS.npz` must be a file that numpy.savez wrote, got .*array.npy.",
+        ("named.npz",): "`ROWS.npz` must hold the arrays indptr, indices and data of a CSR matrix, got .*named.npz.",
+        ("csc.npz",): "`ROWS.npz` must hold the arrays indptr, indices and data of a CSR matrix, got .*csc.npz.",
+        ("torn.npz",): "`ROWS.npz` must hold a CSR matrix, got arrays in .*torn.npz that do not fit together.",
+        ("wide.npz",): "`ROWS.npz` must hold features from 0 to [0-9]+, got others in .*wide.npz.",
+    }.items():
+        assert consumer.main([str(tmp_path / name) for name in arguments[:1]] + [*arguments[1:]], folder) == 2
+        out, line = capsys.readouterr()
+        assert not out
+        assert re.fullmatch(f"predict.py: {message}.*\n", line), line
+    assert consumer.main([str(tmp_path / "good.npz")], folder) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 @pytest.mark.parametrize("observed", [None, 0.5, np.linspace(0.4, 0.9, 60)])

@@ -116,15 +116,44 @@ class TreeModel:
         return 1 / (1 + math.exp(-float(np.interp(odds, self.knots[0], self.knots[1]))))
 
 
-def main() -> None:
-    """Predict the rows of a file."""
-    model, k = TreeModel(Path(__file__).parent), int(sys.argv[2]) if len(sys.argv) > 2 else 5
-    with np.load(sys.argv[1], allow_pickle=False) as rows:
-        indptr, indices, data = rows["indptr"], rows["indices"], rows["data"]
+def read_rows(path: str, n_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ``indptr, indices, data`` of the rows in a file, or raise a ValueError that says what is wrong with it."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ("indptr", "indices", "data", "format") if name in file}
+    except OSError as error:
+        raise ValueError(f"`ROWS.npz` must be a file, got {path}: {error.strerror or error}.") from None
+    except Exception:  # of a text, an array by itself, an empty or a torn file: each has its own
+        raise ValueError(f"`ROWS.npz` must be a file that numpy.savez wrote, got {path}.") from None
+    kind = arrays.pop("format", np.array(b"csr")).item()
+    if len(arrays) < 3 or kind not in (b"csr", "csr"):
+        raise ValueError(f"`ROWS.npz` must hold the arrays indptr, indices and data of a CSR matrix, got {path}.")
+    indptr, indices, data = arrays["indptr"], arrays["indices"], arrays["data"]
+    whole = indptr.dtype.kind in "iu" and indices.dtype.kind in "iu" and indptr.ndim == indices.ndim == data.ndim == 1
+    if not (whole and len(indptr) and indptr[0] == 0 and indptr[-1] == len(indices) == len(data)):
+        raise ValueError(f"`ROWS.npz` must hold a CSR matrix, got arrays in {path} that do not fit together.")
+    if (np.diff(indptr) < 0).any() or (len(indices) and not 0 <= indices.min() <= indices.max() < n_features):
+        raise ValueError(f"`ROWS.npz` must hold features from 0 to {n_features - 1}, got others in {path}.")
+    return indptr, indices, data
+
+
+def main(arguments: list[str], folder: Path) -> int:
+    """Predict the rows of a file; return the status, 2 after one line about bad arguments."""
+    try:
+        if len(arguments) not in (1, 2):
+            raise ValueError("give the file of the rows and, if you like, how many labels: ROWS.npz [K].")
+        if len(arguments) == 2 and not (arguments[1].isdecimal() and int(arguments[1])):
+            raise ValueError(f"`K` must be a whole number of labels, at least 1, got {arguments[1]}.")
+        model = TreeModel(folder)
+        indptr, indices, data = read_rows(arguments[0], model.n_features)
+    except ValueError as error:
+        print(f"predict.py: {error}", file=sys.stderr)
+        return 2
     for first, last in pairwise(indptr):
-        found = model.predict(indices[first:last], data[first:last], k)
+        found = model.predict(indices[first:last], data[first:last], int(arguments[1]) if len(arguments) == 2 else 5)
         print("\t".join(f"{label} {p:.4f}" for label, p in found))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:], Path(__file__).parent))
