@@ -469,11 +469,12 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
     int isa = lastlayer_isa();
     const weighted_works *works = &weighted_table[isa][type];
     int shared = !call->weight_stride && !call->lower_stride && !call->upper_stride;
-    int tile = !backward && shared && !call->mask && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM;
+    int apart = call->weight_stride && !call->lower && !call->upper; /* weights per row, and no bounds */
+    int tile = !backward && (shared || apart) && !call->mask && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM;
     size_t real = type ? 8 : 4, width = ((size_t)n + 127) / 64 * 64;
     int64_t group = tile ? (16 << isa) / (int64_t)real : 1;
     size_t one = round_up(width * real), many = round_up((size_t)group * width * real);
-    size_t wide = round_up(4 * width * 8), all = backward ? one : 3 * one + 2 * many + wide;
+    size_t wide = round_up(4 * width * 8), all = backward ? one : 3 * one + 3 * many + wide;
     char *memory = malloc(all * (size_t)threads + 4 * one + 64);
     struct budget_space *space = calloc((size_t)threads, sizeof *space);
     if (!memory || !space) {
@@ -491,7 +492,7 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
         struct budget_space *s = space + i;
         s->ones = at, s->zeros = at + one, s->shared_w = at + 2 * one, s->shared_a = at + 3 * one;
         s->x = own, s->w = own + one, s->a = own + 2 * one, s->z = own + 3 * one, s->e = own + 3 * one + many;
-        s->wide = (double *)(own + 3 * one + 2 * many);
+        s->own = own + 3 * one + 2 * many, s->wide = (double *)(own + 3 * one + 3 * many);
         s->width = (int64_t)width, s->is_shared = shared;
         if (i == 0 && shared && !backward) works->prepare(call, s);
         s->shares = space->shares;

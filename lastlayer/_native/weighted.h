@@ -38,7 +38,7 @@ struct budget {
 enum { KEEP_NONE, KEEP_Y, KEEP_PART };
 
 struct budget_space {
-    void *x, *z, *e, *w, *a;
+    void *x, *z, *e, *w, *a, *own;
     void *shared_w, *shared_a, *ones, *zeros; /* of all threads */
     double *wide;
     int64_t width;

@@ -552,19 +552,32 @@ FN void NAME(weighted_rows)(const struct weighted *call, int64_t index, int coun
     }
 }
 
-/* ---- A tile: rows that share their weights, each in a lane of its own. What is special about a row, or hard, is left
-   to `weighted_rows`. ---- */
+/* ---- A tile: rows that share their weights and bounds, or have positive weights of their own and no bounds, each in a
+   lane of its own. What is special about a row, or hard, is left to `weighted_rows`. ---- */
 
 typedef struct {
     int64_t n;
     VEC *z, *e;
-    const REAL *w, *a;
+    const REAL *w, *a; /* of all rows */
+    VEC *own;          /* the weights of each; 0 if they share them */
     NAME(lanes) few;
     int state[LANES], is_few[LANES];
+    double unit[LANES], total[LANES], w1[LANES], w2[LANES]; /* as in struct shares */
     double c[LANES], rest[LANES], goal[LANES], z1[LANES], z2[LANES], zw[LANES], f[LANES], s1[LANES], s2[LANES];
     double s3[LANES];
     double logit[LANES], log_p[LANES], quantile[LANES], nu[LANES], at[LANES], r[LANES], step[LANES], farthest[LANES];
 } NAME(budget_tile);
+
+/* Some classes of all rows. */
+INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, int count) {
+    if (count == LANES) {
+        for (int i = 0; i < LANES; i++) memcpy(part + i, rows[i] + j, sizeof *part);
+        NAME(transpose)(part);
+    } else {
+        for (int c = 0; c < count; c++)
+            for (int i = 0; i < LANES; i++) part[c][i] = rows[i][j + c];
+    }
+}
 
 FN void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REAL temperature, const REAL *sign) {
     int64_t n = tile->n;
@@ -574,19 +587,14 @@ FN void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REA
     for (int64_t j = 0; j < n; j += LANES) {
         VEC part[LANES], a1 = {0}, a2 = {0}, a3 = {0};
         int count = (int)(n - j < LANES ? n - j : LANES);
-        if (count == LANES) {
-            for (int i = 0; i < LANES; i++) memcpy(part + i, rows[i] + j, sizeof *part);
-            NAME(transpose)(part);
-        } else {
-            for (int c = 0; c < count; c++)
-                for (int i = 0; i < LANES; i++) part[c][i] = rows[i][j + c];
-        }
+        NAME(tile_columns)(part, rows, j, count);
         for (int c = 0; c < count; c++) {
             VEC x = temperature == R(1.0) ? part[c] : part[c] / temperature;
             if (sign && sign[j + c] < 0) x = -x;
             z[j + c] = x;
-            VEC t = a[j + c] * x;
-            ADD_MOMENTS(x, t, w[j + c])
+            VEC weight = tile->own ? tile->own[j + c] : NAME(fill)(w[j + c]);
+            VEC t = (tile->own ? weight : NAME(fill)(a[j + c])) * x;
+            ADD_MOMENTS(x, t, weight)
         }
         NAME(add_lanes)(tile->z1, a1);
         NAME(add_lanes)(tile->z2, a2);
@@ -595,8 +603,53 @@ FN void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REA
     EACH_LANE tile->farthest[i] = (double)far[i] + (double)odd[i];
 }
 
+typedef double NAME(doubles) __attribute__((vector_size(LANES * 8)));
+
+/* The weights of each row, over a power of two, and their sums; nan as the total where one is not finite or below 0. */
+FN void NAME(budget_load_own)(NAME(budget_tile) * tile, const REAL *const *rows) {
+    int64_t n = tile->n;
+    VEC *restrict own = tile->own, largest = {0}, least = {0}, odd = {0};
+    for (int64_t j = 0; j < n; j += LANES) {
+        VEC part[LANES];
+        int count = (int)(n - j < LANES ? n - j : LANES);
+        NAME(tile_columns)(part, rows, j, count);
+        for (int c = 0; c < count; c++) {
+            VEC weight = own[j + c] = part[c];
+            largest = NAME(select)(weight > largest, weight, largest);
+            least = NAME(select)(weight < least, weight, least);
+            odd += weight * R(0.0);
+        }
+    }
+    REAL over[LANES], more[LANES]; /* one factor might overflow */
+    for (int i = 0; i < LANES; i++) {
+        int exponent = 0, fits = odd[i] == 0 && least[i] == 0;
+        if (fits) frexp((double)largest[i], &exponent);
+        tile->unit[i] = ldexp(1.0, exponent);
+        tile->total[i] = fits ? 0 : NAN;
+        over[i] = (REAL)ldexp(1.0, -(exponent / 2)), more[i] = (REAL)ldexp(1.0, exponent / 2 - exponent);
+    }
+    VEC first, second;
+    memcpy(&first, over, sizeof first);
+    memcpy(&second, more, sizeof second);
+    NAME(doubles) sums = {0};
+    EACH_LANE tile->w1[i] = tile->w2[i] = 0;
+    for (int64_t j = 0; j < n;) {
+        int64_t end = j + STEPS < n ? j + STEPS : n;
+        VEC w1 = {0}, w2 = {0};
+        for (; j < end; j++) {
+            VEC w = own[j] = own[j] * first * second, square = w * w;
+            sums += __builtin_convertvector(w, NAME(doubles)); /* exact to the rounding of double */
+            w1 += square;
+            w2 += square * w;
+        }
+        NAME(add_lanes)(tile->w1, w1);
+        NAME(add_lanes)(tile->w2, w2);
+    }
+    EACH_LANE tile->total[i] += sums[i];
+}
+
 /* The sums at nu, all rows being on the side that has the smaller sum if `few`; `keep` as in `budget_sums`. */
-INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int limits, int few, int keep) {
+INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, int limits, int few, int keep) {
     const REAL *restrict w = tile->w, *restrict a = tile->a;
     const VEC *restrict z = tile->z;
     VEC *restrict e = tile->e;
@@ -606,9 +659,10 @@ INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int limits,
         int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;
         VEC f = {0}, s1 = {0}, s2 = {0}, s3 = {0};
         for (; j < end; j++) {
-            VEC point = -(z[j] + w[j] * nu);
+            VEC weight = own ? tile->own[j] : NAME(fill)(w[j]), share = own ? weight : NAME(fill)(a[j]);
+            VEC point = -(z[j] + weight * nu);
             VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);
-            WEIGH(q, a[j], w[j], few ? y : NAME(select)(side, y, v), keep == KEEP_NONE)
+            WEIGH(q, share, weight, few ? y : NAME(select)(side, y, v), keep == KEEP_NONE)
             if (keep == KEEP_Y) e[j] = y;
             if (keep == KEEP_PART) e[j] = NAME(signed_part)(y, v);
         }
@@ -631,16 +685,19 @@ FN void NAME(budget_look)(NAME(budget_tile) * tile, int keep) {
         limits |= !(tile->farthest[i] + fabs(tile->nu[i]) < EXP_HIGH);
     }
     memcpy(&nu, parts, sizeof nu);
-    if (limits)
-        NAME(budget_tile_sums)(tile, nu, 1, 0, keep);
-    else if (!few)
-        NAME(budget_tile_sums)(tile, nu, 0, 0, keep);
+    int own = tile->own != 0;
+    if (limits || !few)
+        NAME(budget_tile_sums)(tile, nu, own, limits, 0, keep);
+    else if (own && keep)
+        NAME(budget_tile_sums)(tile, nu, 1, 0, 1, KEEP_Y);
+    else if (own)
+        NAME(budget_tile_sums)(tile, nu, 1, 0, 1, KEEP_NONE);
     else if (keep == KEEP_NONE)
-        NAME(budget_tile_sums)(tile, nu, 0, 1, KEEP_NONE);
+        NAME(budget_tile_sums)(tile, nu, 0, 0, 1, KEEP_NONE);
     else if (keep == KEEP_Y)
-        NAME(budget_tile_sums)(tile, nu, 0, 1, KEEP_Y);
+        NAME(budget_tile_sums)(tile, nu, 0, 0, 1, KEEP_Y);
     else
-        NAME(budget_tile_sums)(tile, nu, 0, 1, KEEP_PART);
+        NAME(budget_tile_sums)(tile, nu, 0, 0, 1, KEEP_PART);
 }
 
 /* Find the next step of the rows that are open, and with `last` close those for which it is the last; whether any is
@@ -676,7 +733,7 @@ FN void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows, con
         VEC part[LANES];
         int64_t left = n - j < LANES ? n - j : LANES;
         for (int64_t i = 0; i < left; i++) {
-            VEC d = tile->w[j + i] * at;
+            VEC d = (tile->own ? tile->own[j + i] : NAME(fill)(tile->w[j + i])) * at;
             if (plain) {
                 part[i] = NAME(moved)(e[j + i], d);
                 continue;
@@ -699,8 +756,8 @@ FN void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows, con
 
 FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
     NAME(budget_tile) tile;
-    const struct shares *s = &space->shares;
-    const REAL *rows[LANES];
+    struct shares s = space->shares;
+    const REAL *rows[LANES], *weights[LANES];
     REAL *out[LANES] = {0};
     SIGNED few[LANES];
     struct budget b;
@@ -708,43 +765,64 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
     int hard = 0;
     NAME(given) g = NAME(given_row)(call, index, space);
     tile.n = call->n;
-    tile.z = (VEC *)space->z, tile.e = (VEC *)space->e;
+    tile.z = (VEC *)space->z, tile.e = (VEC *)space->e, tile.own = space->is_shared ? 0 : (VEC *)space->own;
     tile.w = (const REAL *)space->shared_w, tile.a = (const REAL *)(g.bounded ? space->shared_a : space->shared_w);
     for (int i = 0; i < LANES; i++) {
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
-        if (i == 0 || call->k_stride) {
-            hard = budget_enter(&b, s, call->k[row * call->k_stride], call->at_most, &unused);
-            if (hard) b.c = b.rest = b.goal = s->total / 2, b.few = 1;
-            else start_prepare(&space->start, b.c, s->total);
+        weights[i] = (const REAL *)call->weight + row * call->weight_stride;
+        tile.unit[i] = s.unit, tile.total[i] = s.total, tile.w1[i] = s.w1, tile.w2[i] = s.w2;
+    }
+    if (tile.own) NAME(budget_load_own)(&tile, weights);
+    for (int i = 0; i < LANES; i++) {
+        int64_t row = index + (i < count ? i : 0);
+        if (tile.own) {
+            s = (struct shares){.unit = tile.unit[i], .total = tile.total[i], .most = tile.total[i] * tile.unit[i]};
+            s.wrong = s.total != s.total;
+        }
+        if (i == 0 || call->k_stride || tile.own) {
+            hard = budget_enter(&b, &s, call->k[row * call->k_stride], call->at_most, &unused);
+            if (hard) b.c = b.rest = b.goal = 1, b.few = 1;
         }
         tile.state[i] = hard ? HARD : OPEN;
-        tile.logit[i] = space->start.logit, tile.log_p[i] = space->start.log_p, tile.quantile[i] = space->start.quantile;
         tile.c[i] = b.c, tile.rest[i] = b.rest, tile.goal[i] = b.goal, tile.is_few[i] = b.few;
         few[i] = b.few ? -1 : 0;
     }
+    if (tile.own || call->k_stride) {
+        EACH_LANE { /* as start_prepare */
+            double c = tile.c[i], rest = tile.rest[i], less = c < rest ? c : rest, more = c < rest ? rest : c;
+            double logit = LOG_DOUBLE(less / more, 0.0), log_p = LOG_DOUBLE(less / (less + more), 0.0);
+            tile.logit[i] = c < rest ? logit : -logit, tile.log_p[i] = log_p, tile.quantile[i] = normal_quantile(log_p);
+        }
+    } else {
+        const struct start *all = &space->start;
+        start_prepare(&space->start, tile.c[0], tile.c[0] + tile.rest[0]);
+        EACH_LANE tile.logit[i] = all->logit, tile.log_p[i] = all->log_p, tile.quantile[i] = all->quantile;
+    }
     memcpy(&tile.few, few, sizeof few);
-    NAME(budget_load)(&tile, rows, (REAL)call->temperature, s->negative ? g.weight : 0);
-    double over = 1 / s->total;
-    EACH_LANE tile.nu[i] = budget_guess(tile.logit[i], tile.log_p[i], tile.quantile[i], tile.z1[i] * over,
-                                        tile.z2[i] * over, tile.zw[i] * over, s->w1 * over, s->w2 * over);
+    NAME(budget_load)(&tile, rows, (REAL)call->temperature, s.negative ? g.weight : 0);
+    EACH_LANE {
+        double over = 1 / tile.total[i];
+        tile.nu[i] = budget_guess(tile.logit[i], tile.log_p[i], tile.quantile[i], tile.z1[i] * over, tile.z2[i] * over,
+                                  tile.zw[i] * over, tile.w1[i] * over, tile.w2[i] * over);
+    }
     for (int i = 0; i < LANES; i++) {
         tile.at[i] = 0;
         if (!(fabs(tile.nu[i]) < 1e30) || !(tile.farthest[i] < 1e30)) tile.state[i] = HARD, tile.nu[i] = 0;
     }
-    int keep = !s->negative && !g.bounded ? KEEP_Y : KEEP_PART;
+    int keep = !s.negative && !g.bounded ? KEEP_Y : KEEP_PART;
     for (int passes = 0, open = 1; open && passes < 8; passes++) {
         NAME(budget_look)(&tile, passes ? keep : KEEP_NONE);
         open = NAME(budget_move)(&tile, passes > 0);
     }
     for (int i = 0; i < count; i++) {
         if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT) continue;
-        double nu = (tile.nu[i] + tile.at[i]) / s->unit;
+        double nu = (tile.nu[i] + tile.at[i]) / tile.unit[i];
         if (call->at_most && nu > 0) continue;
         call->nu[index + i] = nu;
         if (call->out) out[i] = (REAL *)call->out + (index + i) * call->n;
     }
-    if (call->out) NAME(budget_tile_write)(&tile, out, &g, s->negative);
+    if (call->out) NAME(budget_tile_write)(&tile, out, &g, s.negative);
     for (int i = 0; i < count; i++)
         if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT || (call->at_most && tile.nu[i] + tile.at[i] > 0))
             NAME(weighted_rows)(call, index + i, 1, space);

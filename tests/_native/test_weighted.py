@@ -51,6 +51,7 @@ def test_agrees_with_plain_torch(isa, kind, at_most):
         (DOUBLE, 9, 40, False, 2.0),
         (torch.float32, 33, 100, False, 2.0),
         (torch.float32, 3, 1500, True, 3.0),
+        (torch.float32, 19, 45, True, 2.0),
         (torch.float32, 20, 7, False, 60.0),
     ):
         x, k, options = problem(rows, n, kind, dtype, scale=scale, per_row=per_row)
@@ -97,6 +98,28 @@ def test_rows_at_their_ends():
     torch.testing.assert_close(free, torch.full((4, 3), 0.5))
     nu = ll.lml_threshold(x.double(), k, weight=weight, impl="native")
     torch.testing.assert_close(nu, ll.lml_threshold(x.double(), k, weight=weight, impl="torch"), equal_nan=True)
+
+
+def test_odd_weights_per_row():
+    x, k, options = problem(24, 33, "positive", torch.float32, per_row=True)
+    weight = options["weight"]
+    weight[2], weight[3, 5], weight[4, 6], weight[5, 7] = 0.0, torch.nan, torch.inf, -1.0
+    weight[6] *= 1e-37
+    weight[7] *= 1e36
+    weight[8, ::2] = 0.0
+    weight[9, 1:] *= 1e-12
+    x[10, 3], x[11, 4] = torch.inf, torch.nan
+    k = torch.where(torch.arange(24) == 12, 0.0, 0.3 * weight.double().sum(-1))
+    for at_most in (False, True):
+        function = ll.lml_at_most if at_most else ll.lml
+        found = function(x, k, weight=weight, impl="native")
+        alone = torch.cat(
+            [function(x[i : i + 1], k[i : i + 1], weight=weight[i : i + 1], impl="native") for i in range(24)]
+        )
+        exact = function(x, k, weight=weight, impl="torch")
+        torch.testing.assert_close(found, alone, rtol=0, atol=3e-7, equal_nan=True)
+        torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert found.isnan().any(-1).nonzero().flatten().tolist() == [3, 4, 11]
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
