@@ -30,8 +30,7 @@ _PROGRAMS = 8192  # warps that fill the chip
 _TILE = 1024  # logits that a warp scans at a time
 _GRAD_BLOCK = 1024  # classes that a program of the gradient takes
 _GRAD_WARPS = 2
-_SEARCH_WARPS = 4
-_LIST = 512  # logits of a list at a time
+_LIST = 256  # logits of a list at a time
 _LABELS = 32  # labels at a time, at most
 _COUNTS = tl.constexpr(3)  # of finite, +inf and nan logits, after the sums of powers
 _FAR = tl.constexpr(1e30)  # a bound without effect
@@ -43,16 +42,16 @@ def _count(flags):
 
 
 @triton.jit
-def _key_of_rank(keys, rank, SPARE: tl.constexpr):
-    """The largest key that at least `rank` of the keys reach, by bisection; the smallest if there are too few."""
-    lo = tl.full((), -2147483648 >> SPARE, tl.int64)
-    hi = tl.full((), 2147483647 >> SPARE, tl.int64)
-    for _ in range(33 - SPARE):
+def _key_of_rank(keys, rank, least, most):
+    """The largest key from `least` to `most` that at least `rank` of the keys reach, by bisection."""
+    lo = least.to(tl.int64)
+    hi = most.to(tl.int64) + 1
+    while hi - lo > 1:
         mid = (lo + hi) >> 1
         enough = _count(keys >= mid.to(tl.int32)) >= rank
         lo = tl.where(enough, mid, lo)
         hi = tl.where(enough, hi, mid)
-    return lo
+    return lo.to(tl.int32)
 
 
 @triton.jit
@@ -67,11 +66,15 @@ def _floor_kernel(x_ptr, out_ptr, n, stride, rank, SPARE: tl.constexpr, GROUP: t
     cols = tl.arange(0, GROUP)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=float("-inf")).to(tl.float32)
     keys = key_of(tl.where(is_finite(x), x, float("-inf"))) >> SPARE
-    lo = _key_of_rank(tl.max(keys, 0), rank, SPARE)
-    if _count(keys > lo.to(tl.int32)) >= rank:
-        lo = _key_of_rank(keys, rank, SPARE)
+    largest = tl.max(keys, 0)
+    most = tl.max(largest, 0)
+    lo = _key_of_rank(largest, rank, tl.min(largest, 0), most)
+    if _count(keys >= lo) < rank:  # there are fewer groups
+        lo = _key_of_rank(keys, rank, tl.min(tl.min(keys, 0), 0), most)
+    elif _count(keys > lo) >= rank:
+        lo = _key_of_rank(keys, rank, lo, most)
     found = lo << SPARE
-    tl.store(out_ptr + row, of_key(tl.where(lo < 0, found | ((1 << SPARE) - 1), found).to(tl.int32)))
+    tl.store(out_ptr + row, of_key(tl.where(lo < 0, found | ((1 << SPARE) - 1), found)))
 
 
 @triton.jit
@@ -558,20 +561,14 @@ def scan_block(
     launch(_scan_kernel, (rows, splits), *tensors, *numbers, **options, num_warps=1)
 
 
-def take_labels(x: Tensor, index: Tensor, labels: Tensor, start: int) -> None:
-    """Write the logits of the labels that are in a block, which starts at class `start`."""
-    _take_labels(x, index, labels, start, x.shape[1], x.stride(0), False)
+def take_labels(x: Tensor, index: Tensor, labels: Tensor, classes: slice, stride: int, packed: bool = False) -> None:
+    """Write the logits of the labels among the classes of a block, whose rows are `stride` numbers apart.
 
-
-def take_packed_labels(x: Tensor, index: Tensor, labels: Tensor, start: int, stop: int, step: int) -> None:
-    """Do so for classes from `start` to `stop` whose blocks of `step` classes lie one after another, without gaps."""
-    _take_labels(x, index, labels, start, stop - start, step, True)
-
-
-def _take_labels(x: Tensor, index: Tensor, labels: Tensor, start: int, n: int, stride: int, packed: bool) -> None:
-    rows, width = index.shape
+    `packed`, it is many blocks of `stride` classes that lie one after another without gaps.
+    """
+    numbers = (classes.stop - classes.start, stride, index.shape[1], classes.start)
     options = {"M": _labels_at_a_time(index), "PACKED": packed}
-    launch(_labels_kernel, (rows,), x, index, labels, n, stride, width, start, **options, num_warps=1)
+    launch(_labels_kernel, (len(index),), x, index, labels, *numbers, **options, num_warps=1)
 
 
 def search(
@@ -609,9 +606,10 @@ def search(
     out = top.new_zeros(7 * rows + 1)
     numbers = (rows, room, sums.shape[1], limit, k.stride(0), *reach, rho, every)
     options = {"COLUMNS": series.shape[1], "TERMS": len(series), "RHO": rho > 0, "PASSES": passes, "BLOCK": _LIST}
-    launch(
-        _search_kernel, (rows,), top, fill, floor, sums, k, series, out, *numbers, **options, num_warps=_SEARCH_WARPS
-    )
+    warps = (
+        2 if rows <= 2048 else 1
+    )  # few rows finish sooner if each has more warps, many if more are at work at a time
+    launch(_search_kernel, (rows,), top, fill, floor, sums, k, series, out, *numbers, **options, num_warps=warps)
     return out[:-1].view(7, rows), out[-1]
 
 

@@ -234,6 +234,8 @@ class Scan:
         `named` keeps the classes of the lists too, `held` some of the logits.
         """
         self.layer, self.kept = layer, held or Held(layer)
+        self._blocks, self._begun = layer.blocks(self.kept), min(len(self.kept.waiting), _BEGUN)
+        first = list(itertools.islice(self._blocks, min(self._begun, 1)))  # a GPU has work from here on
         self.floor, room, self.terms = _floor(layer, limit, self.kept.block)
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
@@ -243,23 +245,21 @@ class Scan:
         self.top = self.floor.new_full((layer.rows, room), -torch.inf)
         self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=self.floor.device)
         self.classes = self.top.new_zeros(self.top.shape, dtype=torch.int32) if named and room else None
-        self._blocks = layer.blocks(self.kept)
-        self._begun = min(len(self.kept.waiting), _BEGUN)
-        for classes, x in itertools.islice(self._blocks, self._begun):
+        for classes, x in itertools.chain(first, itertools.islice(self._blocks, self._begun - len(first))):
             self._add(x, classes.start)
 
     def run(self, index: Tensor) -> None:
         """Scan all logits, and keep those of the labels."""
         layer, self.index = self.layer, index
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
-        waiting = len(self.kept.waiting)
-        for classes, x in itertools.islice(self._blocks, waiting - self._begun):
+        waiting = self.kept.waiting
+        for classes, x in itertools.islice(self._blocks, len(waiting) - self._begun):
             self._add(x, classes.start)
-        if layer.kernels is not None and waiting > 0:
-            places = (self.kept.first, self.kept.waiting[-1].stop, layer.step)
-            layer.kernels.take_packed_labels(self.kept.memory, index, self.labels, *places)
+        if layer.kernels is not None and waiting:
+            classes = slice(waiting[0].start, waiting[-1].stop)
+            layer.kernels.take_labels(self.kept.memory, index, self.labels, classes, layer.step, packed=True)
         else:
-            for classes in self.kept.waiting:
+            for classes in waiting:
                 self._take_labels(self.kept.place(classes), classes)
         for classes, x in self._blocks:
             self._add(x, classes.start)
@@ -267,7 +267,7 @@ class Scan:
 
     def _take_labels(self, x: Tensor, classes: slice) -> None:
         if self.layer.kernels is not None:
-            self.layer.kernels.take_labels(x, self.index, self.labels, classes.start)
+            self.layer.kernels.take_labels(x, self.index, self.labels, classes, x.stride(0))
             return
         inside, place = within(self.index, classes)
         self.labels = torch.where(inside, x.gather(-1, place).to(self.layer.work), self.labels)
