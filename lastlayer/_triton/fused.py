@@ -30,6 +30,7 @@ MOST_ROWS = 8192  # of a batch whose columns are taken by one program each
 MOST_SUMMED = 1 << 16  # rows, or columns, whose losses one program sums
 LONGEST = 16384  # classes of a row in registers
 MOST_CHOSEN = 16  # classes of a subset
+SUMMED = 4096  # of them at a time
 ROWS = 16 if INTERPRETED else 1  # whose polynomials one program takes: of one warp
 
 STREAMED: dict[str, Any] = {
@@ -222,7 +223,7 @@ def _steps_of_subsets(
         options["BLOCK"] = ROWS if together else block if name == "tilt" else 512
         if together or name == "powers":
             options["DEGREES"] = degrees
-        options["num_warps"] = 1 if together else warps if name == "tilt" else 2
+        options["num_warps"] = warps if name == "tilt" else 1 if together or name == "powers" else 2
         grid = (shapes.cdiv(rows, ROWS) if together else rows,)
         steps.append(Launch(getattr(subset, name), grid, args, options))
     return tuple(steps)
@@ -230,7 +231,7 @@ def _steps_of_subsets(
 
 def _numbers_of_subsets(numbers: Sequence[float]) -> int:
     """Return how many numbers per row the steps of `fused_subset` keep: as there."""
-    return 8 + 4 * (2 * int(numbers[0]) + 2)
+    return int(subset.HEAD.value) + 4 * (2 * int(numbers[0]) + 2)
 
 
 def takes(name: str, rows: int, n: int, numbers: Sequence[float] = ()) -> bool:
@@ -250,7 +251,7 @@ def reduced(found: Result, mean: bool) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses, or their mean over the rows that count, and the factor of the gradients."""
     total, factor = _number(found.loss), _number(found.loss)
     counts = found.counts.view(torch.int8)
-    options = {"MEAN": mean, "BLOCK": 1024, "num_warps": 4}
+    options = {"MEAN": mean, "BLOCK": SUMMED, "num_warps": 16}
     launch(batch_of.reduced, (1,), found.loss, counts, total, factor, counts.numel(), **options)
     return total, factor
 
@@ -265,7 +266,7 @@ def scaled(grad: Tensor, upstream: Tensor, factor: Tensor) -> Tensor:
 
 def _ends(loss: Tensor, counts: Tensor, grad: Tensor | None) -> tuple[Launch, ...]:
     """Return the kernels that will reduce a loss, and scale its gradient."""
-    options = {"MEAN": True, "BLOCK": 1024, "num_warps": 4}
+    options = {"MEAN": True, "BLOCK": SUMMED, "num_warps": 16}
     mean = Launch(batch_of.reduced, (1,), (loss, counts, loss, loss, 1), options)
     if grad is None:
         return (mean,)
@@ -280,7 +281,7 @@ def quasibinary(x: Tensor, labels: Labels, mean: bool) -> tuple[Tensor, Tensor]:
     numbers, total = torch.empty((3, rows), dtype=torch.float32, device=x.device), _number(x)
     result = torch.empty(4, dtype=torch.float32, device=x.device)
     of_row: dict[str, Any] = {"TARGET": held, "BLOCK": block, "num_warps": warps}
-    of_all: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
+    of_all: dict[str, Any] = {"BLOCK": SUMMED, "num_warps": 16}
     factor = 1.0 / rows if mean else 1.0
     steps = (
         Launch(batch_of.quasibinary_sums, (rows,), (x, target, numbers, rows, n, width), of_row),
@@ -315,8 +316,8 @@ def two_way(x: Tensor, labels: Labels, form: Sequence[float], mean: bool) -> tup
     result, total = torch.empty(2, dtype=torch.float32, device=x.device), _number(x)
     kernel, given = batch_of.two_way_lines, (rows, n, width, *form)
     long = {"TARGET": held, "COLUMNS": False, "LONG": block, "WIDE": 1, "num_warps": warps}
-    wide = {"TARGET": held, "COLUMNS": True, "LONG": 128, "WIDE": 8, "num_warps": 4}
-    both = {"MEAN": mean, "BLOCK": 1024, "num_warps": 4}
+    wide = {"TARGET": held, "COLUMNS": True, "LONG": 512, "WIDE": 8, "num_warps": 16}
+    both = {"MEAN": mean, "BLOCK": SUMMED, "num_warps": 16}
     steps = (
         Launch(kernel, (rows,), (x, target, by_row, *given), long),
         Launch(kernel, (shapes.cdiv(n, 8),), (x, target, by_column, *given), wide),
@@ -365,7 +366,9 @@ def _sizes(name: str, n: int) -> tuple[int, int]:
     if name in HELD or name == "tilt":
         block = next(size for size in (64, 256, 1024, 4096, LONGEST) if n <= size)
         return block, min(max(block // (128 if name == "warp" else 256), 1), 32)
-    return (128, 2) if n <= 128 else (1024, 8) if n <= 1024 else (2048, 16)
+    if n <= 128:
+        return 128, 2
+    return (1024, 4 if name == "fenchel_young" else 8) if n <= 1024 else (2048, 16)
 
 
 def _soft(labels: Labels) -> bool:

@@ -278,9 +278,9 @@ def two_way_total(r_ptr, c_ptr, total_ptr, result_ptr, rows, n, MEAN: tl.constex
 
 @triton.jit
 def _pushes(x, share, live, top, bottom, by, less, warm, cool):
-    """The gradient of a loss of rows or columns."""
-    push = tl.where(live & (share < 1), (1 - share) * exp((x - top) / cool) * by, 0.0)
-    pull = tl.where(share > 0, share * exp((bottom - x) / warm) * less, 0.0)
+    """The gradient of a loss of rows or columns; `warm` and `cool` as in `_log_sums`."""
+    push = tl.where(live & (share < 1), (1 - share) * exp((x - top) * cool) * by, 0.0)
+    pull = tl.where(share > 0, share * exp((bottom - x) * warm) * less, 0.0)
     return tl.where(by == 0, 0.0, push) - tl.where(less == 0, 0.0, pull)  # exp may have overflowed
 
 
@@ -297,6 +297,8 @@ def two_way_backward(
     bottom = tl.load(r_ptr + 3 * rows + row)
     by = tl.load(r_ptr + 4 * rows + row)
     less = tl.load(r_ptr + 5 * rows + row)
+    warm = 1 / warm
+    cool = 1 / cool
     for j in range(0, n, BLOCK):
         cols = j + tl.arange(0, BLOCK)
         inside = cols < n

@@ -38,6 +38,15 @@ def number_of(value):
 
 
 @triton.jit
+def size_of(size, f_ptr, row, f_row):
+    """K of a row: one number for all of them if there is no pointer."""
+    k = number_of(size)
+    if f_ptr is not None:
+        k = tl.load(f_ptr + row * f_row)
+    return k
+
+
+@triton.jit
 def _add_and_least(a0, a1, b0, b1):
     return a0 + b0, tl.minimum(a1, b1)
 
@@ -146,7 +155,7 @@ def threshold(x, k):
 
 
 @triton.jit
-def _masked_scores(x_ptr, m_ptr, row, m_row, m_col, n, cols, temperature):
+def masked_scores(x_ptr, m_ptr, row, m_row, m_col, n, cols, temperature):
     """Scores over the temperature; -inf where a class is ruled out."""
     x = load_scores(x_ptr, row, n, cols)
     if m_ptr is not None:
@@ -165,7 +174,7 @@ def labelled(
     """The threshold of the known classes, for the Fenchel-Young loss."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    x = _masked_scores(x_ptr, e_ptr, row, e_row, e_col, n, cols, 1.0)
+    x = masked_scores(x_ptr, e_ptr, row, e_row, e_col, n, cols, 1.0)
     if TARGET == "dense":
         given = tl.load(d_ptr + (row * n + cols), mask=cols < n, other=0).to(tl.float32)
         known = (given >= 0) | (given != given)
@@ -175,9 +184,7 @@ def labelled(
         known = share >= 0
     x = tl.where(known, x, float("-inf"))
     count, classes = sum2(share, (known & (cols < n)).to(tl.float32), 0)  # a target of nan shows
-    k = tl.where(number0 < 0, count, number_of(number0))
-    if f_ptr is not None:
-        k = tl.load(f_ptr + row * f_row)
+    k = size_of(tl.where(number0 < 0, count, number0), f_ptr, row, f_row)
     k = tl.where(number1 > 0, tl.minimum(k, classes), k)
     center, delta = threshold(x, k)
     tl.store(extra_ptr + 4 * row, center)
@@ -209,10 +216,8 @@ def at_most(
     """The sigmoid where that meets the budget k, and lml elsewhere."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    x = _masked_scores(x_ptr, e_ptr, row, e_row, e_col, n, cols, number1)
-    k = number_of(number0)
-    if f_ptr is not None:
-        k = tl.load(f_ptr + row * f_row)
+    x = masked_scores(x_ptr, e_ptr, row, e_row, e_col, n, cols, number1)
+    k = size_of(number0, f_ptr, row, f_row)
     live = tl.sum((x > float("-inf")).to(tl.float32), 0)
     center, delta = threshold(x, tl.where(k > live, live, k))
     binds = delta < center
@@ -240,7 +245,7 @@ def at_most_backward(
     """The gradient h (u - sum h u / sum h) over temperature where the budget binds, h u elsewhere; h = y (1 - y)."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    x = _masked_scores(x_ptr, p_ptr, row, p_row, p_col, n, cols, number0)
+    x = masked_scores(x_ptr, p_ptr, row, p_row, p_col, n, cols, number0)
     u = load_weight(e_ptr, row, e_row, e_col, n, cols)
     center = tl.load(f_ptr + 3 * row)
     delta = tl.load(f_ptr + 3 * row + 1)

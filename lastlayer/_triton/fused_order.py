@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from lastlayer._triton.device import exp, is_finite, key_of, of_key, sum2, sum3, sum4
-from lastlayer._triton.fused_lml import LEAST, MOST, kth, number_of, two_ranks
+from lastlayer._triton.fused_lml import LEAST, MOST, kth, masked_scores, number_of, size_of, two_ranks
 from lastlayer._triton.fused_rows import (
     load_classes,
     load_scores,
@@ -83,7 +83,7 @@ def warp(
     left = tl.sum(positive.to(tl.int32), 0)
     counts = (left > 0) & (tl.max(negative.to(tl.int32), 0) > 0)
     slope = tl.zeros((BLOCK,), tl.float32)
-    loss = tl.full((), 0.0, tl.float32)
+    loss = tl.full((), 0.0, tl.float64)  # a sum of one positive after another, of which there may be many
     last = tl.full((), -1, tl.int32)
     while left > 0:
         last = tl.min(tl.where(positive & (cols > last), cols, BLOCK), 0)
@@ -93,10 +93,10 @@ def warp(
         rank, hinges = sum2(within.to(tl.float32), tl.where(within, (x - score) + 1.0, 0.0), 0)
         hinges = tl.where(odd, float("nan"), tl.where(score < float("inf"), hinges, float("nan")))
         factor = factor * tl.load(s_ptr + rank.to(tl.int32))
-        loss += factor * hinges
+        loss += (factor * hinges).to(tl.float64)
         slope += tl.where(within, factor, 0.0) - tl.where(own, factor * rank, 0.0)
         left -= 1
-    tl.store(loss_ptr + row, loss)
+    tl.store(loss_ptr + row, loss.to(tl.float32))
     tl.store(counts_ptr + row, counts.to(tl.int8))
     if GRADIENT:
         store_row(out_ptr, row, n, cols, slope)
@@ -105,14 +105,9 @@ def warp(
 @triton.jit
 def _capped_scores(x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, temperature, size, cols):
     """Scores, the finite ones as keys, what is left of k, the number of finite scores, and whether one is nan."""
-    x = load_scores(x_ptr, row, n, cols)
-    if e_ptr is not None:
-        x = tl.where(load_weight(e_ptr, row, e_row, e_col, n, cols) > 0, x, float("-inf"))
-    x = tl.where(is_finite(x), tl.div_rn(x, x * 0.0 + temperature), x)
+    x = masked_scores(x_ptr, e_ptr, row, e_row, e_col, n, cols, temperature)
     finite = is_finite(x)
-    k = number_of(size)
-    if f_ptr is not None:
-        k = tl.load(f_ptr + row * f_row)
+    k = size_of(size, f_ptr, row, f_row)
     live, n_top, n_bad = sum3(finite.to(tl.float32), (x == float("inf")).to(tl.float32), (x != x).to(tl.float32), 0)
     key = tl.where(finite, key_of(tl.where(finite, x, 0.0)), LEAST)
     return x, finite, key, k - n_top, live, n_bad > 0

@@ -21,7 +21,7 @@ first two hold power sums, and later the factors of the powers of e; and the las
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import exp, is_finite, sum2, sum3
+from lastlayer._triton.device import exp, is_finite, scaled, sum2, sum3
 from lastlayer._triton.fused_lml import number_of
 from lastlayer._triton.fused_rows import load_scores, load_shares, load_weight, logistics, store_row
 
@@ -33,7 +33,8 @@ WEIGHT = tl.constexpr(4)
 OTHERS = tl.constexpr(5)  # how many classes take part beside the label
 ABOVE = tl.constexpr(6)  # how many classes are above the threshold
 SLOPE = tl.constexpr(7)
-HEAD = tl.constexpr(8)
+PIVOT = tl.constexpr(8)  # the largest score beside the label's, which is subtracted from all
+HEAD = tl.constexpr(9)
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _tilt(x, k):
         nu = tl.where((sparse >= lo) & (hi - lo < float("inf")), sparse, lo / 2 + hi / 2)
         lo = lo - nu
         hi = hi - nu
-        left = 150  # halvings of the largest interval; one or two steps are the rule
+        left = 152  # halvings of the largest interval; one or two steps are the rule, of which the first are Newton's
         while left > 0:
             z = tl.where(finite, (x + nu) + delta, float("-inf"))
             e = exp(-tl.abs(z))
@@ -112,11 +113,23 @@ def tilt(
         tl.store(here + SCORE * rows, score.to(tl.float64))
         tl.store(here + WEIGHT * rows, weight.to(tl.float64))
         tl.store(here + OTHERS * rows, tl.sum((x != float("-inf")).to(tl.float32), 0).to(tl.float64))
-        x = x * (1.0 / (k * number1))
+        pivot = tl.max(tl.where(is_finite(x), x, float("-inf")), 0)
+        pivot = tl.where(is_finite(pivot), pivot, 0.0)
+        tl.store(here + PIVOT * rows, pivot.to(tl.float64))
+        x = scaled(x - pivot, 1.0 / (k * number1))
         k = k - 0.5
     center, delta = _tilt(x, k)
     tl.store(here + CENTER * rows, center.to(tl.float64))
     tl.store(here + DELTA * rows, delta.to(tl.float64))
+
+
+@triton.jit
+def _over_k(x, pivot, number0, number1):
+    """Scores less the pivot over k tau in float64; as `tilt` has rounded them where that has moved them far."""
+    k = number_of(number0)
+    value = (x.to(tl.float64) - pivot) * (1.0 / (k.to(tl.float64) * number1))
+    rounded = scaled(x - pivot.to(tl.float32), 1.0 / (k * number1)).to(tl.float64)
+    return tl.where(tl.abs(value - rounded) < 0.01, value, rounded)
 
 
 @triton.jit
@@ -128,13 +141,14 @@ def _distances(x_ptr, d_ptr, f_ptr, row, rows, n, width, number0, number1, cols,
     center = tl.load(f_ptr + CENTER * rows + row)
     delta = tl.load(f_ptr + DELTA * rows + row)
     x = load_scores(x_ptr, row, n, cols)
-    scaled = x.to(tl.float64)
-    if TARGET != "none":
+    if TARGET == "none":
+        z = (x - center.to(tl.float32)) + delta.to(tl.float32)
+    else:
         x = tl.where(cols == tl.load(f_ptr + LABEL * rows + row).to(tl.int32), float("-inf"), x)
         if TARGET == "dense":
             x = tl.where(load_shares(d_ptr, row, n, width, cols, TARGET) >= 0, x, float("-inf"))
-        scaled = x.to(tl.float64) * (1.0 / (number_of(number0).to(tl.float64) * number1))
-    z = ((scaled - center) + delta).to(tl.float32)
+        pivot = tl.load(f_ptr + PIVOT * rows + row)
+        z = ((_over_k(x, pivot, number0, number1) - center) + delta).to(tl.float32)
     z = tl.where(tl.abs(x) == float("inf"), x, z)
     return exp(-tl.abs(z)), z > 0, is_finite(x)
 
@@ -166,11 +180,14 @@ def powers(
             term = e * tl.where(above, -u, u)  # a score that grows makes e smaller above the threshold
         here = tl.sum(above.to(tl.int32), 0)
         many += here
-        for m in range(1, tl.where(here > 0, room, k + 1)):
-            first, second = sum2(tl.where(above, 0.0, term), tl.where(above, term, 0.0), 0)
-            low += tl.where(place == m, first, 0.0)
-            high += tl.where(place == m, second, 0.0)
-            term = term * e
+        power = tl.where(above, 0.0, term)
+        for m in range(1, k + 1):
+            low += tl.where(place == m, tl.sum(power, 0), 0.0)
+            power = power * e
+        power = tl.where(above, term, 0.0)
+        for m in range(1, tl.where(here > 0, room, 1)):
+            high += tl.where(place == m, tl.sum(power, 0), 0.0)
+            power = power * e
     into = f_ptr + row
     if s_ptr is None:
         tl.store(into + ABOVE * rows, tl.minimum(many, room - 1).to(tl.float64))
@@ -283,7 +300,9 @@ def _svm_loss(loss_ptr, counts_ptr, here, row, rows, number0, number1, number2, 
     k = number_of(number0).to(tl.float64)
     tau = number_of(number1).to(tl.float64)
     active = (label >= 0) & (others >= k) & (score != float("inf"))  # next to which there are no others
-    z = number_of(number2).to(tl.float64) / tau + (tl.log(ratio) - delta) + (center - score * (1.0 / (k * tau)))
+    pivot = tl.load(here + PIVOT * rows, mask=live, other=0.0)
+    z = (tl.log(ratio) - delta) + (center - _over_k(score.to(tl.float32), pivot, number0, number1))
+    z += number_of(number2).to(tl.float64) / tau
     soft, _, p, _ = logistics(z.to(tl.float32))
     tl.store(loss_ptr + row, tl.where(active, weight * tau * soft, 0.0).to(tl.float32), mask=live)
     tl.store(counts_ptr + row, (label >= 0).to(tl.int8), mask=live)
@@ -301,7 +320,6 @@ def marginals(
     k = number_of(number0).to(tl.int32)
     here = f_ptr + row
     many = tl.load(here + ABOVE * rows).to(tl.int32)
-    terms = tl.maximum(k, many)
     below = here + HEAD * rows
     up_there = below + _room(k) * rows
     for j in range(0, n, BLOCK):
@@ -309,12 +327,12 @@ def marginals(
         e, above, finite = _distances(x_ptr, d_ptr, f_ptr, row, rows, n, width, number0, number1, cols, TARGET)
         e = e.to(tl.float64)
         value = tl.zeros((BLOCK,), tl.float64)
-        for i in range(0, terms):
-            m = terms - 1 - i
-            a = tl.load(below + m * rows, mask=m < k, other=0.0)
-            b = tl.load(up_there + m * rows, mask=m < many, other=0.0)
-            value = tl.where(above, b, a) - value * e
-        value = value * e
+        for i in range(1, k + 1):
+            value = tl.load(below + (k - i) * rows) - value * e
+        other = tl.zeros((BLOCK,), tl.float64)
+        for i in range(1, many + 1):
+            other = tl.load(up_there + (many - i) * rows) - other * e
+        value = tl.where(above, other, value) * e
         if TARGET == "none":
             delta = tl.load(here + DELTA * rows)
             y = tl.where(above, 1 - value, value)
@@ -377,7 +395,6 @@ def marginals_backward(
     old = f_ptr + HEAD * rows + row
     new = s_ptr + HEAD * rows + row
     many = tl.load(f_ptr + ABOVE * rows + row).to(tl.int32)
-    terms = tl.maximum(k, many)
     delta = tl.load(f_ptr + DELTA * rows + row)
     for j in range(0, n, BLOCK):
         cols = j + tl.arange(0, BLOCK)
@@ -385,12 +402,15 @@ def marginals_backward(
         e = e.to(tl.float64)
         u = tl.where(finite, load_weight(e_ptr, row, e_row, e_col, n, cols), 0.0).to(tl.float64)
         value = tl.zeros((BLOCK,), tl.float64)
-        for i in range(0, terms):
-            m = terms - 1 - i
-            a = tl.load(old + m * rows, mask=m < k, other=0.0) * (m + 1)
-            b = tl.load(old + group + m * rows, mask=m < many, other=0.0) * (m + 1)
-            da = tl.load(new + m * rows, mask=m < k, other=0.0)
-            db = tl.load(new + group + m * rows, mask=m < many, other=0.0)
-            value = (u * tl.where(above, b, a) + tl.where(above, -db, da)) - value * e
-        value = tl.where(delta == delta, value * e, float("nan"))
+        for i in range(0, k):
+            m = k - 1 - i
+            a = tl.load(old + m * rows) * (m + 1)
+            value = (u * a + tl.load(new + m * rows)) - value * e
+        other = tl.zeros((BLOCK,), tl.float64)
+        for i in range(0, many):
+            m = many - 1 - i
+            a = tl.load(old + group + m * rows) * (m + 1)
+            other = (u * a - tl.load(new + group + m * rows)) - other * e
+        value = tl.where(above, other, value) * e
+        value = tl.where(delta == delta, value, float("nan"))
         store_row(out_ptr, row, n, cols, tl.where(finite, value, 0.0))

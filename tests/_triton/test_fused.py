@@ -297,6 +297,14 @@ def test_second_derivatives_go_through_plain_torch():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: the interpreter takes a minute")
+def test_warp_sums_many_positives():
+    x, target = 0.03 * torch.randn(1, 2500, device=DEVICE), torch.rand(1, 2500, device=DEVICE) < 0.9
+    found, exact = (ll.loss.warp_loss(scores, target, reduction="none") for scores in (x, x.double()))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_nothing_waits_for_the_gpu():
     x, target = scores(4, 100, "normal").to(DEVICE).requires_grad_(), labels(4, 100, "hard").to(DEVICE)
