@@ -73,6 +73,7 @@ def test_messages(run):
         ll.load("no/such/run")
 
 
+@pytest.mark.slow
 def test_loading_and_predicting_import_no_lightning(run):
     code = (
         f"import sys, lastlayer as ll; ll.load({str(run.path)!r}).predict(['word1 word2']); "
