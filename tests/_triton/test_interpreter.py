@@ -15,8 +15,8 @@ from tools import DEVICE, HUNG
 FILES = [Path(__file__).with_name(f"test_{name}.py") for name in ("lml", "weighted", "fused")]
 FILES.append(Path(__file__).parents[1] / "loss/test_linear.py")
 SHARP = (
-    "(test_edges_of_the_loss and 0.4) or (test_short_rows and 333) or test_rows_at_their_ends or test_each_kernel_once or "
-    "(test_kernels_are_plain and dtype0 and shape0)"
+    "(test_edges_of_the_loss and 0.4) or (test_short_rows and 333) or (test_kernels_are_plain and dtype0 and shape0) "
+    "or test_rows_at_their_ends or test_each_kernel_once"
 )
 
 
