@@ -500,7 +500,7 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             held = _held(layer, wants_weight)
         if ctx.begun:  # with an upstream gradient of 1
             begun = ctx.begun.pop()
-            begun.multiply(factor)
+            begun.resume(wanted, factor)
             begun.add(upstream)
             found = begun.found()
         elif marked is None:
@@ -545,9 +545,12 @@ class _Gradients:
             elif self.weight is not None:
                 self.weight[classes] = dx.T @ layer.features
 
-    def multiply(self, factor: Tensor) -> None:
-        """Multiply the gradients of the blocks so far, which were held: all classes from the last one on."""
+    def resume(self, wanted: _Wanted, factor: Tensor) -> None:
+        """Go on with what is wanted, and multiply the gradients of the blocks so far: some classes up to the last."""
         assert self.layer.kernels is not None
+        for name, still in wanted._asdict().items():
+            if not still:
+                setattr(self, name, None)
         if self.features is not None:
             self.features *= factor
         for value in (self.weight, self.bias):
