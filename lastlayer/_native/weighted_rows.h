@@ -579,7 +579,8 @@ INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, in
     }
 }
 
-FN void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REAL temperature, const REAL *sign) {
+INLINE void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REAL temperature, const REAL *sign,
+                              int own) {
     int64_t n = tile->n;
     VEC *restrict z = tile->z, far = {0}, odd = {0};
     const REAL *restrict w = tile->w, *restrict a = tile->a;
@@ -592,8 +593,8 @@ FN void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REA
             VEC x = temperature == R(1.0) ? part[c] : part[c] / temperature;
             if (sign && sign[j + c] < 0) x = -x;
             z[j + c] = x;
-            VEC weight = tile->own ? tile->own[j + c] : NAME(fill)(w[j + c]);
-            VEC t = (tile->own ? weight : NAME(fill)(a[j + c])) * x;
+            VEC weight = own ? tile->own[j + c] : NAME(fill)(w[j + c]);
+            VEC t = (own ? weight : NAME(fill)(a[j + c])) * x;
             ADD_MOMENTS(x, t, weight)
         }
         NAME(add_lanes)(tile->z1, a1);
@@ -722,9 +723,9 @@ FN int NAME(budget_move)(NAME(budget_tile) * tile, int last) {
     return open;
 }
 
-FN void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows, const NAME(given) * g, int negative) {
+INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows, const NAME(given) * g, int own,
+                                    int plain) {
     int64_t n = tile->n;
-    int plain = !negative && !g->bounded;
     VEC at, *e = tile->e;
     REAL moves[LANES];
     EACH_LANE moves[i] = (REAL)tile->at[i];
@@ -733,7 +734,7 @@ FN void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows, con
         VEC part[LANES];
         int64_t left = n - j < LANES ? n - j : LANES;
         for (int64_t i = 0; i < left; i++) {
-            VEC d = (tile->own ? tile->own[j + i] : NAME(fill)(tile->w[j + i])) * at;
+            VEC d = (own ? tile->own[j + i] : NAME(fill)(tile->w[j + i])) * at;
             if (plain) {
                 part[i] = NAME(moved)(e[j + i], d);
                 continue;
@@ -800,7 +801,10 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         EACH_LANE tile.logit[i] = all->logit, tile.log_p[i] = all->log_p, tile.quantile[i] = all->quantile;
     }
     memcpy(&tile.few, few, sizeof few);
-    NAME(budget_load)(&tile, rows, (REAL)call->temperature, s.negative ? g.weight : 0);
+    if (tile.own)
+        NAME(budget_load)(&tile, rows, (REAL)call->temperature, 0, 1);
+    else
+        NAME(budget_load)(&tile, rows, (REAL)call->temperature, s.negative ? g.weight : 0, 0);
     EACH_LANE {
         double over = 1 / tile.total[i];
         tile.nu[i] = budget_guess(tile.logit[i], tile.log_p[i], tile.quantile[i], tile.z1[i] * over, tile.z2[i] * over,
@@ -822,7 +826,12 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         call->nu[index + i] = nu;
         if (call->out) out[i] = (REAL *)call->out + (index + i) * call->n;
     }
-    if (call->out) NAME(budget_tile_write)(&tile, out, &g, s.negative);
+    if (call->out && tile.own)
+        NAME(budget_tile_write)(&tile, out, &g, 1, 1);
+    else if (call->out && keep == KEEP_Y)
+        NAME(budget_tile_write)(&tile, out, &g, 0, 1);
+    else if (call->out)
+        NAME(budget_tile_write)(&tile, out, &g, 0, 0);
     for (int i = 0; i < count; i++)
         if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT || (call->at_most && tile.nu[i] + tile.at[i] > 0))
             NAME(weighted_rows)(call, index + i, 1, space);
