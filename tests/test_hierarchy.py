@@ -166,7 +166,7 @@ def planted(n, size, seed=0):
         ("hinton", 57, 6, 10.3),
         ("hdcnn", 100, 11, 10.0),
         ("hdcnn", 57, 6, 10.3),
-        ("hdcnn", 1000, 101, 10.9),
+        pytest.param("hdcnn", 1000, 101, 10.9, marks=pytest.mark.slow),
     ],
 )
 def test_two_level_builders_have_the_published_shape(method, n, internal, mean):

@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LONG = ("demo", "tune", "export", "bench")  # left to the slow test, or to tests of their own
 QUICK = {"demo": ["--epochs", "1"], "tune": ["--trials", "2"]}  # test_terminal.py runs a demo to its end
 RECORDED = ("demo", "--losses", "lml,binary")  # which test_terminal.py runs
-SHORT = ("CONTRIBUTING.md",)  # the others are slow: tests/test_cli.py runs each command that they print
+SHORT = ("CONTRIBUTING.md",)  # the others are slow; test_cli.py runs the commands of README.md in its own way
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.S | re.M)
 
 
