@@ -150,6 +150,7 @@ def eager(device: torch.device, seconds: float, compiled: bool) -> Iterator[dict
 
 def eager_at(rows: int, n: int, device: torch.device, seconds: float, compiled: bool) -> Iterator[dict[str, Any]]:
     make: Callable[..., Any] = torch.compile if compiled else lambda function: function
+    torch.compiler.reset()  # or the second shape would be compiled for all shapes
     word = "compiled " if compiled else ""
     x, y, t = data(rows, n, device)
     z = x.clone().requires_grad_()

@@ -19,6 +19,7 @@ from torch.utils import _pytree
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from lastlayer._ranked import exporting
 from lastlayer.shard import ClassShard, local_part
 
 Reduction = Literal["none", "mean", "sum"]
@@ -80,7 +81,14 @@ def cardinality(op: str, k: Any, scores: Tensor, shard: ClassShard | None = None
             )
         return k.to(device=scores.device, dtype=dtype).expand(batch).unsqueeze(-1)
     one = cardinality_of_all(op, k, n, n if at_most_n and shard is None else math.inf)
-    return torch.full((), one, dtype=dtype, device=scores.device).expand(*batch, 1)
+    return constant(one, dtype, scores.device).expand(*batch, 1)
+
+
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a tensor: for the compiler by a product, as it would compile `torch.full` anew for each."""
+    if torch.compiler.is_compiling() and not exporting():
+        return torch.ones((), dtype=dtype, device=device) * value
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def cardinality_of_all(op: str, k: Any, n: int, limit: float) -> float:

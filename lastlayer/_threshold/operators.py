@@ -41,6 +41,14 @@ def _fake(name: str) -> Callable[[Function], Function]:
     return register
 
 
+def _like(logits: Tensor) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _one_per_row(logits: Tensor) -> Tensor:
+    return logits.new_empty((*logits.shape[:-1], 1), dtype=_check.work_dtype(logits))
+
+
 @_operator("lml_forward")
 def _forward(
     logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
@@ -49,12 +57,9 @@ def _forward(
 
 
 @_fake("lml_forward")
-def _(
-    logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    row = logits.new_empty((*logits.shape[:-1], 1), dtype=_check.work_dtype(logits))
-    out = logits.new_empty(0) if kind == "nu" else torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return out, row, torch.empty_like(row)
+def _(logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str) -> tuple[Tensor, ...]:
+    out = logits.new_empty(0) if kind == "nu" else _like(logits)
+    return out, _one_per_row(logits), _one_per_row(logits)
 
 
 @_operator("lml_backward")
@@ -73,18 +78,8 @@ def _backward(
 
 
 @_fake("lml_backward")
-def _(
-    logits: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    center: Tensor,
-    delta: Tensor,
-    grad_out: Tensor | None,
-    grad_delta: Tensor | None,
-    kind: str,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(delta)
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return _like(logits), _one_per_row(logits)
 
 
 @_operator("lml_loss_forward")
@@ -104,18 +99,9 @@ def _loss_forward(
 
 
 @_fake("lml_loss_forward")
-def _(
-    logits: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    rho: float,
-    index: Tensor | None,
-    dense: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    row = logits.new_empty((*logits.shape[:-1], 1), dtype=_check.work_dtype(logits))
-    return row.new_empty(row.shape[:-1]), row, torch.empty_like(row), torch.empty_like(row), torch.empty_like(row)
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    rows = [_one_per_row(logits) for _ in range(5)]
+    return rows[0].squeeze(-1), *rows[1:]
 
 
 @_operator("lml_loss_backward")
@@ -138,49 +124,43 @@ def _loss_backward(
 
 
 @_fake("lml_loss_backward")
-def _(
-    logits: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    rho: float,
-    index: Tensor | None,
-    dense: Tensor | None,
-    center: Tensor,
-    delta: Tensor,
-    log_mass: Tensor,
-    pull: Tensor,
-    grad: Tensor,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(delta)
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return _like(logits), _one_per_row(logits)
 
 
-@_operator("lml_loss_with_grad")
-def _loss_with_grad(
+@_operator("lml_reduced_loss")
+def _reduced_loss(
     logits: Tensor,
     k: Tensor,
     mask: Tensor | None,
     temperature: float,
-    rho: float,
+    rho: Tensor | None,
     index: Tensor | None,
     dense: Tensor | None,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted loss of each row, four numbers per row, and the gradient of the sum; on a GPU."""
-    return kernels("triton").loss_forward_with_grad(logits, k, mask, temperature, rho, index, dense, weight)[:3]
+    weight: Tensor | None,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the reduced loss, four numbers per row, the gradient, and the weights of the rows; on a GPU.
+
+    `rho` is a tensor, since the graph would be compiled again for each number.
+    """
+    triton = kernels("triton")
+    if weight is None:
+        weight = triton.row_weights(index, dense, logits.shape[-1], rho is not None, mean)
+    else:
+        weight = weight.clone()  # an operator does not return what it was given
+    observed = 0.0 if rho is None else rho
+    loss, *others = triton.loss_forward_with_grad(logits, k, mask, temperature, observed, index, dense, weight)
+    rows, grad, weight = others
+    return loss.sum(), rows, grad, weight
 
 
-@_fake("lml_loss_with_grad")
-def _(
-    logits: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    rho: float,
-    index: Tensor | None,
-    dense: Tensor | None,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return loss, loss.new_empty((4, *loss.shape, 1)), grad
+@_fake("lml_reduced_loss")
+def _(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    *_, dense, weight, _ = others
+    total = logits.new_empty((), dtype=torch.float32)
+    rows = total.new_empty((4, *logits.shape[:-1], 1))
+    weights = (
+        total.new_empty(() if dense is None else logits.shape[:-1]) if weight is None else torch.empty_like(weight)
+    )
+    return total, rows, _like(logits), weights

@@ -29,13 +29,11 @@ from lastlayer._triton.launch import launch, prepare, relaunch
 from lastlayer._triton.lml_backward import backward as backward
 from lastlayer._triton.lml_backward import compile_backward
 from lastlayer._triton.lml_backward import probabilities_backward as probabilities_backward
-from lastlayer._triton.lml_loss import counts_rows as counts_rows
 from lastlayer._triton.lml_loss import loss_backward as loss_backward
 from lastlayer._triton.lml_loss import loss_forward as loss_forward
 from lastlayer._triton.lml_loss import loss_forward_with_grad as loss_forward_with_grad
+from lastlayer._triton.lml_loss import row_weights as row_weights
 from lastlayer._triton.lml_loss import scale_rows_ as scale_rows_
-from lastlayer._triton.lml_loss import weight_of_mean as weight_of_mean
-from lastlayer._triton.lml_loss import weights_of_dense as weights_of_dense
 from lastlayer._triton.long import emit, solve_long
 from lastlayer._triton.rows import Rows, end_of_no_classes_
 

@@ -44,6 +44,8 @@ from lastlayer._triton.launch import launch, prepare, relaunch
 from lastlayer._triton.long import solve_long
 from lastlayer._triton.rows import Rows, end_of_no_classes_
 
+_SMALL = 1 << 18  # numbers of a multi-hot target up to which launches take longer than the work
+
 
 @triton.jit
 def _unseen(z, rho):
@@ -266,6 +268,16 @@ def _share(i_ptr, rows, n_labels, BLOCK: tl.constexpr):
     return 1.0 / tl.maximum(tl.sum(labelled, 0), 1).to(tl.float32)
 
 
+@triton.jit
+def _share_of(w_ptr, rows, BLOCK: tl.constexpr):
+    """1 over the sum of weights of 0 and 1."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        total += tl.load(w_ptr + row, mask=row < rows, other=0.0)
+    return 1.0 / tl.maximum(tl.sum(total, 0), 1.0)
+
+
 @triton.jit(do_not_specialize=["rows", "units", "n_labels"])
 def _resident(
     x_ptr, m_ptr, k_ptr, i_ptr, t_ptr, w_ptr, d_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr,
@@ -275,12 +287,17 @@ def _resident(
     MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Search, loss and gradient of R rows per program, held in registers."""
-    if COUNT:  # every program writes the same number, and reads its own
-        tl.store(w_ptr, _share(i_ptr, rows, 1, BLOCK))
-        tl.debug_barrier()
+    if RHO == 2:
+        rho = tl.load(rho)
     n = units * ALIGN
     first = tl.program_id(0).to(tl.int64) * R
     row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may occur several times
+    if COUNT:
+        if DENSE:  # i_ptr tells which rows count
+            tl.store(w_ptr + row, tl.load(i_ptr + row) * _share_of(i_ptr, rows, BLOCK))
+        else:  # every program writes the same number, and reads its own
+            tl.store(w_ptr, _share(i_ptr, rows, 1, BLOCK))
+        tl.debug_barrier()
     k = cardinality(k_ptr, row, k_row)
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
@@ -368,6 +385,8 @@ def _known(
     LOSS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Loss, or the gradients of logits and k, of a row or of a chunk of it, whose nu is known."""
+    if RHO == 2:
+        rho = tl.load(rho)
     n = units * ALIGN
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -416,11 +435,7 @@ def _rows_that_count(
 @triton.jit(do_not_specialize=["rows"])
 def _over_sum(w_ptr, rows, BLOCK: tl.constexpr):
     """Divide weights of 0 and 1 by their sum, in one program."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        total += tl.load(w_ptr + row, mask=row < rows, other=0.0)
-    share = 1.0 / tl.maximum(tl.sum(total, 0), 1.0)
+    share = _share_of(w_ptr, rows, BLOCK)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         weight = tl.load(w_ptr + row, mask=row < rows, other=0.0)
@@ -461,7 +476,7 @@ def loss_forward(
     k: Tensor,
     mask: Tensor | None,
     temperature: float,
-    observed: float,
+    observed: float | Tensor,
     index: Tensor | None,
     dense: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -476,7 +491,7 @@ def loss_forward_with_grad(
     k: Tensor | float,
     mask: Tensor | None,
     temperature: float,
-    observed: float,
+    observed: float | Tensor,
     index: Tensor | None,
     dense: Tensor | None,
     weight: Tensor | None,
@@ -484,11 +499,11 @@ def loss_forward_with_grad(
     """Return the loss of each row times `weight`, which broadcasts to the rows, and the gradient of its sum.
 
     Between them are ``center``, ``delta``, ``log_mass`` and ``pull`` as one tensor ``(4, *batch, 1)``; the weight is
-    the last. None is one over the number of rows with a label, where `counts_rows` allows it.
+    the last. None is one over the number of rows that count, where `row_weights` says so.
     """
     count = weight is None
     if weight is None:
-        weight = shapes.floats(logits, ())
+        weight = shapes.floats(logits, () if dense is None else logits.shape[:-1])
     return *_forward(logits, k, mask, temperature, observed, index, dense, weight, count), weight
 
 
@@ -497,7 +512,7 @@ def _forward(
     k: Tensor | float,
     mask: Tensor | None,
     temperature: float,
-    observed: float,
+    observed: float | Tensor,
     index: Tensor | None,
     dense: Tensor | None,
     weight: Tensor | None,
@@ -518,21 +533,26 @@ def _forward(
         solve_long(Rows(x.view(rows, n), k, mask, temperature), x.new_empty(0), center, delta, mass, "nu")
         _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *numbers)
         return loss, numbers, grad
-    target = _Target(x, index, dense)
+    target, form = _Target(x, index, dense), _form(observed)
+    if count and dense is not None:
+        target.index = weights_of_dense(dense, form > 0, False)
     factor, step = (loss, 0) if weight is None else _per_row(weight, batch)
     key: tuple[Any, ...] = ()
-    if mask is None and type(k) is float and not rows >> 31:  # the common call
-        device, first, address, size = x.get_device(), x.data_ptr(), numbers.data_ptr(), 4 * rows
+    sizes = k.reshape(rows) if isinstance(k, Tensor) else k
+    each = sizes.stride(0) if isinstance(sizes, Tensor) else None
+    if mask is None and each in (None, 0, 1) and not rows >> 31:  # the common calls
+        device, first, address, stride = x.get_device(), x.data_ptr(), numbers.data_ptr(), 4 * rows
+        (size, place), (rho, place_of_rho) = _address(sizes), _address(observed)
         others = target.index.data_ptr(), target.dense.data_ptr(), factor.data_ptr()
         key = (
-            "loss", device, x.dtype, n, first & 15, rows & 3, temperature == 1, observed > 0, weight is None, step,
-            count, *(other & 15 for other in others), target.dense.dtype, *target.options.values(),
+            "loss", device, x.dtype, n, first & 15, rows & 3, temperature == 1, form, weight is None, step, count,
+            each, place, place_of_rho, *(other & 15 for other in others), target.dense.dtype, *target.options.values(),
         )  # fmt: skip
         inverse = None if temperature == 1 else 1.0 / temperature
         if relaunch(
-            key, device, rows, first, first, k, *others, grad.data_ptr(), loss.data_ptr(), address, address + size,
-            address + 2 * size, address + 3 * size, rows, n // shapes.alignment(n), 0, 0, None, inverse, step,
-            target.n_labels, observed,
+            key, device, rows, first, first, size, *others, grad.data_ptr(), loss.data_ptr(), address,
+            address + stride, address + 2 * stride, address + 3 * stride, rows, n // shapes.alignment(n), 0, 0, each,
+            inverse, step, target.n_labels, rho,
         ):  # fmt: skip
             return loss, numbers, grad
     table = shapes.LOSS if dense is None else shapes.DENSE
@@ -542,12 +562,25 @@ def _forward(
         _resident, (shapes.cdiv(rows, p.rows),),
         *given.head, target.index, target.dense, factor, grad, loss, *numbers, rows, *given.tail,
         step, target.n_labels, observed,
-        **p.tiles, RHO=observed > 0, GRAD=weight is not None, COUNT=count, MASKED=given.masked,
+        **p.tiles, RHO=form, GRAD=weight is not None, COUNT=count, MASKED=given.masked,
         TOL=given.tolerance_of_mass, num_warps=p.warps, **target.options,
     )  # fmt: skip
     if key and p is shapes.exact(n, table[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)
     return loss, numbers, grad
+
+
+def _form(observed: float | Tensor) -> int:
+    """Return 0 where only labels count, 1 for a number, and 2 for a tensor, whose value the kernel reads."""
+    return 2 if isinstance(observed, Tensor) else int(observed > 0)
+
+
+def _address(value: Tensor | float) -> tuple[float, int | None]:
+    """Return a number as it is, and a tensor as its address, together with the alignment of that."""
+    if not isinstance(value, Tensor):
+        return value, None
+    address = value.data_ptr()
+    return address, address & 15
 
 
 def _per_row(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
@@ -565,7 +598,7 @@ def _launch_known(
     x: Tensor,
     mask: Tensor | None,
     temperature: float,
-    observed: float,
+    observed: float | Tensor,
     index: Tensor | None,
     dense: Tensor | None,
     weight: Tensor | None,
@@ -581,17 +614,17 @@ def _launch_known(
     n = x.shape[-1]
     rows = center.numel()
     given = Rows(x.view(rows, n), None, mask, temperature)
-    target = _Target(x, index, dense)
+    target, form = _Target(x, index, dense), _form(observed)
     factor, step = (center, 0) if weight is None else _per_row(weight, center.shape[:-1])
     # One program takes the sums over all classes; the sums over labels are short enough for every chunk to repeat.
-    whole = dense is not None or observed > 0 or weight is None
+    whole = dense is not None or form > 0 or weight is None
     chunk = n if whole else min(shapes.CHUNK, n)
     block = max(4, min(4096, shapes.power_of_2(n)))  # a quarter of it takes the ends of a row
     launch(
         _known, (rows, shapes.cdiv(n, chunk)),
         *given.head, target.index, target.dense, factor, grad, grad_k, pull if loss is None else loss, center,
         delta, mass, pull, *given.tail, step, target.n_labels, observed, chunk,
-        ALIGN=given.align, RHO=observed > 0, GRAD=weight is not None, LOSS=loss is not None,
+        ALIGN=given.align, RHO=form, GRAD=weight is not None, LOSS=loss is not None,
         MASKED=given.masked, BLOCK=block, num_warps=max(1, min(8, block // 256)), **target.options,
     )  # fmt: skip
 
@@ -600,7 +633,7 @@ def loss_backward(
     logits: Tensor,
     mask: Tensor | None,
     temperature: float,
-    observed: float,
+    observed: float | Tensor,
     index: Tensor | None,
     dense: Tensor | None,
     center: Tensor,
@@ -620,7 +653,22 @@ def loss_backward(
     return dx, dk
 
 
-def counts_rows(index: Tensor, n: int) -> bool:
+def row_weights(index: Tensor | None, dense: Tensor | None, n: int, observed: bool, mean: bool) -> Tensor | None:
+    """The weight of each row in the reduced loss, or that of all rows; in few launches, as they take time.
+
+    None is one over the number of rows that count, which the kernel of the loss finds by itself.
+    """
+    if dense is not None:
+        few = 0 < dense.numel() <= _SMALL and dense.shape[:-1].numel() <= 1024 and n <= shapes.LONGEST
+        return None if few and mean else weights_of_dense(dense, observed, mean)
+    assert index is not None
+    if mean and not observed:
+        return None if _counts_rows(index, n) else weight_of_mean(index)
+    rows = index.shape[:-1].numel() if mean else 1  # a row without a label has no loss by itself
+    return index.new_full((), 1 / max(rows, 1), dtype=torch.float32)
+
+
+def _counts_rows(index: Tensor, n: int) -> bool:
     """Whether the kernel of the loss counts the rows that have a label by itself: few short rows of one label each."""
     return index.shape[-1] == 1 and 0 < index.numel() <= 512 and 0 < n <= shapes.LONGEST
 
@@ -641,6 +689,10 @@ def weight_of_mean(index: Tensor) -> Tensor:
 def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
     """The weight of each row of a dense target: 1 where it contributes, or 1 over the number of those rows."""
     rows, n = dense.shape[:-1].numel(), dense.shape[-1]
+    if not 0 < dense.numel() <= _SMALL:
+        top = dense.amax(-1).float() if n > 0 else shapes.floats(dense, dense.shape[:-1]).fill_(-1)
+        some = (~(top < 0) if observed else ~(top <= 0)).float()  # nan is neither, so that it shows
+        return some / some.sum().clamp(min=1) if mean else some
     weight = shapes.floats(dense, dense.shape[:-1])
     flat = dense.contiguous()
     flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat

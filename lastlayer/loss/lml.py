@@ -113,11 +113,12 @@ def lml_loss(
     weighted = weight is not None or pos_weight is not None
     if weighted and impl not in ("auto", "torch"):
         raise ValueError(f"{op}: `impl` must be 'auto' or 'torch' with weights of classes, got {impl!r}.")
-    # An operator would be compiled again for each `observed`.
-    plain = transformed() or (torch.compiler.is_compiling() and rho > 0)
+    compiled_step = reduction in ("mean", "sum") and problem.impl == "triton" and _compiled_both_ways(problem.x)
+    # The other operators would be compiled again for each `observed`.
+    plain = transformed() or (torch.compiler.is_compiling() and rho > 0 and not compiled_step)
     if weighted or (impl == "auto" and plain):
         problem = problem._replace(impl="torch")
-    if problem.impl == "triton" and rho == 1 and labels.index is not None:
+    if problem.impl == "triton" and labels.index is not None and (rho == 1 or (compiled_step and rho > 0)):
         # Of index lists the kernel takes the labels' terms away again; they may be infinite.
         labels = Labels(None, labels.positive(), labels.n_classes)
     if problem.impl == "torch":
@@ -126,9 +127,15 @@ def lml_loss(
         rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
         loss = _reduced(*problem[:4], problem.impl, rho, labels.index, labels.dense, rows)
         return _rows.leave(op, loss, "none", None, logits.dtype) if logits.itemsize < 4 else loss
-    elif reduction in ("mean", "sum") and problem.impl == "triton" and _compiled_both_ways(problem.x):
-        rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
-        loss = _LMLCompiledLoss.apply(*problem[:4], rho, labels.index, labels.dense, rows)
+    elif compiled_step:
+        rows, observed_part = None, None
+        if rho > 0:
+            observed_part = _check.constant(rho, torch.float32, problem.x.device)
+        if sample_weight is not None:
+            rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
+        loss = _LMLCompiledLoss.apply(
+            *problem[:4], observed_part, labels.index, labels.dense, rows, reduction == "mean"
+        )
         return _rows.leave(op, loss, "none", None, logits.dtype)
     else:
         loss = _by_kernel(problem, rho, labels)
@@ -141,21 +148,11 @@ def _by_short_way(
     logits: Tensor, k: float, rho: float, index: Tensor | None, dense: Tensor | None, mean: bool
 ) -> Tensor | None:
     """Return the reduced loss of the common training step on a GPU, in as few steps as there can be; or None."""
-    triton, n = kernels("triton"), logits.shape[-1]
-    rows = logits.numel() // n if n else 0
-    if rows == 0 or rho == 1:
+    n = logits.shape[-1]
+    if logits.numel() == 0 or rho == 1:
         return None
-    weight: Tensor | None
-    if index is not None:
-        index = index.unsqueeze(-1)
-        if not mean or rho > 0:
-            weight = index.new_full((), 1 / rows if mean else 1, dtype=torch.float32)
-        else:
-            weight = None if triton.counts_rows(index, n) else triton.weight_of_mean(index)
-    elif dense is not None and dense.numel() <= 1 << 18:
-        weight = triton.weights_of_dense(dense, rho > 0, mean)
-    else:
-        return None
+    index = None if index is None else index.unsqueeze(-1)
+    weight = kernels("triton").row_weights(index, dense, n, rho > 0, mean)
     loss: Tensor = _reduced(logits, k, None, 1.0, "triton", rho, index, dense, weight)
     return loss
 
@@ -185,10 +182,7 @@ def _contributes(labels: Labels, rho: float, dtype: torch.dtype, shard: ClassSha
 def _row_weights(
     op: str, labels: Labels, rho: float, reduction: Reduction, problem: Problem, sample_weight: Tensor | None
 ) -> Tensor | None:
-    """The weight of each row in the reduced loss, or that of all rows; in few operations, as launches take time.
-
-    None is one over the number of labelled rows, which the kernel of the loss counts by itself.
-    """
+    """The weight of each row in the reduced loss, or that of all rows; None as in the kernels' ``row_weights``."""
     x, work = problem.x, _check.work_dtype(problem.x)
     if sample_weight is not None:
         given = _check.weights(op, "sample_weight", sample_weight, _like(x), x.shape[:-1], "Give one weight per row.")
@@ -196,15 +190,8 @@ def _row_weights(
         weight = torch.where(_contributes(labels, rho, work, None), given.detach(), 0)
         mass = weight.sum()
         return weight / torch.where(mass == 0, 1, mass) if reduction == "mean" else weight
-    by_hand = problem.impl == "triton" and not torch.compiler.is_compiling()
-    if by_hand and labels.index is not None:  # there a row without a label has no loss by itself
-        if rho == 0 and reduction == "mean":
-            triton = kernels("triton")
-            return None if triton.counts_rows(labels.index, x.shape[-1]) else triton.weight_of_mean(labels.index)
-        rows = x.shape[:-1].numel() if reduction == "mean" else 1
-        return torch.full((), 1 / max(rows, 1), dtype=torch.float32, device=x.device)
-    if by_hand and labels.dense is not None and 0 < labels.dense.numel() <= 1 << 18:
-        return kernels("triton").weights_of_dense(labels.dense, rho > 0, reduction == "mean")
+    if problem.impl == "triton":
+        return kernels("triton").row_weights(labels.index, labels.dense, x.shape[-1], rho > 0, reduction == "mean")
     weight = _contributes(labels, rho, work, None).to(work)
     return weight / weight.sum().clamp(min=1) if reduction == "mean" else weight
 
@@ -455,7 +442,7 @@ def _unseen(z: Tensor, rho: float) -> Tensor:
     if rho == 1:
         return -F.logsigmoid(-z)
     if torch.compiler.is_compiling():  # as a tensor, or the graph would be compiled again for each number
-        rest: float | Tensor = torch.full((), -rho, dtype=torch.float64, device=z.device).log1p()
+        rest: float | Tensor = _check.constant(-rho, torch.float64, z.device).log1p()
     else:
         rest = math.log1p(-rho)
     return -torch.logaddexp(F.logsigmoid(-z), rest + F.logsigmoid(z))  # of (1 - y) + (1 - rho) y
@@ -613,24 +600,25 @@ class _LMLCompiledLoss(torch.autograd.Function):
         k: Tensor,
         mask: Tensor | None,
         temperature: float,
-        rho: float,
+        rho: Tensor | None,
         index: Tensor | None,
         dense: Tensor | None,
-        weight: Tensor,
+        weight: Tensor | None,
+        mean: bool,
     ) -> Tensor:
-        loss, rows, grad = torch.ops.lastlayer.lml_loss_with_grad(
-            logits, k, mask, temperature, rho, index, dense, weight
+        loss: Tensor
+        loss, rows, grad, weight = torch.ops.lastlayer.lml_reduced_loss(
+            logits, k, mask, temperature, rho, index, dense, weight, mean
         )
         ctx.save_for_backward(grad, rows, weight)
-        total: Tensor = loss.sum()
-        return total
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, rows, weight = ctx.saved_tensors
         _, _, log_mass, pull = rows
         grad_k = (grads[0] * weight).unsqueeze(-1) * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
-        return (grads[0] * grad).to(grad.dtype), grad_k, *(None,) * 6
+        return (grads[0] * grad).to(grad.dtype), grad_k, *(None,) * 7
 
 
 class _LMLSummedLoss(torch.autograd.Function):

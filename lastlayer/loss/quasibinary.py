@@ -64,7 +64,7 @@ def quasibinary_loss(
             loss = _plain(x, labels, rows, shard)
     else:
         if not isinstance(log_normalizer, Tensor):
-            log_normalizer = x.new_full((), _check.number(op, "log_normalizer", log_normalizer))
+            log_normalizer = _check.constant(_check.number(op, "log_normalizer", log_normalizer), x.dtype, x.device)
         log_c = log_normalizer.to(x)
         loss = _given_normalizer(x, labels, torch.zeros_like(log_c), log_c) if shard is None and direct(log_c) else None
         if loss is None:

@@ -263,7 +263,7 @@ def _column_sums(op: str, capacity: Any, sums: Tensor, logits: Tensor, shard: Cl
         n = reduce(sums.new_ones(1, logits.shape[-1]), "sum", shard)
         return (spread(sums.sum(-2, keepdim=True), shard) / n).expand(shape)
     if not isinstance(capacity, Tensor):
-        return torch.full((), float(capacity), dtype=torch.float64, device=logits.device).expand(shape)
+        return _check.constant(float(capacity), torch.float64, logits.device).expand(shape)
     if capacity.is_complex() or capacity.dtype == torch.bool:
         raise TypeError(f"{op}: `capacity` must be real, got a tensor of {capacity.dtype}. Use a float.")
     wide = capacity.to(device=logits.device, dtype=torch.float64)

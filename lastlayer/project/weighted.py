@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lastlayer import _check
 from lastlayer._threshold.budget import Budget
 from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, recorded
 from lastlayer._threshold.search import scores
@@ -50,7 +51,7 @@ def _tensor(op: str, name: str, value: Any, x: Tensor) -> Tensor:
             )
         if not math.isfinite(float(value)):
             raise ValueError(f"{op}: `{name}` must be finite, got {value}. Use `mask` to rule classes out.")
-        return torch.full((), float(value), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        return _check.constant(float(value), _check.work_dtype(x), x.device)
     if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{op}: `{name}` must be real, got a tensor of {value.dtype}. Use a float.")
     try:

@@ -53,6 +53,7 @@ def launches(monkeypatch):
     from lastlayer._triton.launch import launch
 
     names = []
+    monkeypatch.setattr("lastlayer._triton.launch._ready", {})  # what is kept there is launched unseen
 
     def spy(kernel, *args, **options):
         names.append(kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__)
@@ -300,7 +301,7 @@ def test_loss_with_gradient_in_one_launch():
 
 @pytest.mark.parametrize("rows", [0, 5, 3000, 20000])
 def test_weight_of_mean(rows):
-    from lastlayer._triton.lml import weight_of_mean
+    from lastlayer._triton.lml_loss import weight_of_mean
 
     index = torch.full((rows, 2), -1, device=DEVICE)
     index[::3, 1] = 7
@@ -309,18 +310,18 @@ def test_weight_of_mean(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int8])
-@pytest.mark.parametrize("n", [1, 5, 1300])
+@pytest.mark.parametrize("n", [0, 1, 5, 1300, 30000])
 def test_weights_of_dense(n, dtype):
-    from lastlayer._triton.lml import weights_of_dense
+    from lastlayer._triton.lml_loss import weights_of_dense
 
     dense = torch.randint(-1 if dtype.is_signed else 0, 2, (11, n)).to(DEVICE, dtype)
     dense[3] = 0
     if dtype.is_signed:
         dense[4] = -1
-    if dtype == torch.float32:
+    if dtype == torch.float32 and n > 0:
         dense[5, -1] = torch.nan
     for observed in (False, True):
-        top = dense.float().amax(-1)
+        top = dense.float().amax(-1) if n > 0 else torch.full((11,), -1.0, device=DEVICE)
         flag = (~(top < 0) if observed else ~(top <= 0)).float()
         torch.testing.assert_close(weights_of_dense(dense, observed, False), flag)
         torch.testing.assert_close(weights_of_dense(dense, observed, True), flag / flag.sum().clamp(min=1))
@@ -481,26 +482,57 @@ def test_registered_operators():
     torch.library.opcheck(ops.lml_loss_backward, more, test_utils=tests)
     torch.library.opcheck(ops.lml_forward, (x, k, None, 1.0, "y", "triton"), test_utils=tests)
     weight = torch.tensor([0.5, 0.5, 0.0], device=DEVICE)
-    torch.library.opcheck(ops.lml_loss_with_grad, (*arguments[:-1], weight), test_utils=tests)
+    dense = torch.eye(3, 9, device=DEVICE)
+    half = torch.tensor(0.5, device=DEVICE)
+    for rho, labels, given in (
+        (None, (target, None), weight),
+        (None, (target, None), None),
+        (half, (None, dense), None),
+    ):
+        arguments = (x, k, None, 1.0, rho, *labels, given, True)
+        torch.library.opcheck(ops.lml_reduced_loss, arguments, test_utils=tests)
 
 
-def test_the_loss_that_is_compiled_is_the_other_one():
+@pytest.mark.parametrize("form", ["lists with weights", "lists", "one class", "multi-hot", "multi-hot, observed"])
+def test_the_loss_that_is_compiled_is_the_other_one(form):
     from lastlayer.loss.lml import _LMLCompiledLoss
 
     x, target = torch.randn(4, 9, device=DEVICE), torch.tensor([[1, 2], [2, -1], [-1, -1], [0, 3]], device=DEVICE)
-    weight = torch.tensor([1.0, 1.0, 0.0, 1.0], device=DEVICE) / 3
+    target = target[:, :1] if form == "one class" else target
+    dense = torch.zeros(4, 10, device=DEVICE).scatter_(1, target % 10, 1)[:, :9] if "hot" in form else None
+    rho = 0.3 if "observed" in form else 0.0
+    given = torch.tensor([1.0, 2.0, 3.0, 4.0], device=DEVICE) if form == "lists with weights" else None
     k = torch.tensor([[1.5], [2.0], [3.0], [4.0]], device=DEVICE)
     found = []
     for way in ("compiled", "other"):
         leaves = x.clone().requires_grad_(), k.clone().requires_grad_()
         if way == "compiled":
-            loss = _LMLCompiledLoss.apply(*leaves, None, 0.5, 0.3, target, None, weight)
+            weight = None if given is None else given * torch.tensor([1, 1, 0, 1], device=DEVICE) / 7
+            labels = (target, None) if dense is None else (None, dense)
+            part = torch.tensor(rho, device=DEVICE) if rho > 0 else None
+            loss = _LMLCompiledLoss.apply(*leaves, None, 0.5, part, *labels, weight, True)
         else:
-            loss = lml_loss(leaves[0], target, leaves[1].squeeze(-1), observed=0.3, temperature=0.5, reduction="none")
-            loss = (loss * weight).sum()
+            labels, k_per_row = target if dense is None else dense, leaves[1].squeeze(-1)
+            options = {"temperature": 0.5, "sample_weight": given, "observed": rho, "impl": "torch"}
+            loss = lml_loss(leaves[0], labels, k_per_row, **options)
         found.append((loss, *torch.autograd.grad(3 * loss, leaves)))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be compiled")
+@pytest.mark.parametrize("form", ["multi-hot", "one class"])
+def test_a_compiled_step_takes_any_number_that_is_observed(form):
+    torch.compiler.reset()
+    x = torch.randn(32, 100, device=DEVICE, requires_grad=True)
+    target = (x.detach() > 1).float() if form == "multi-hot" else torch.randint(100, (32,), device=DEVICE)
+    compiled = torch.compile(lambda x, rho, k: lml_loss(x, target, k, observed=rho), fullgraph=True)
+    for i, (rho, k) in enumerate([(0.3, 2.0), (0.5, 3.0), (0.8, 4.5)]):
+        with torch._dynamo.config.patch(error_on_recompile=i == 2):
+            loss = compiled(x, rho, k)
+        expected = lml_loss(x, target, k, observed=rho)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(value, x)[0] for value in (loss, expected)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be compiled")
