@@ -211,12 +211,21 @@ def _subsets(
 
 
 def _steps_of_subsets(
-    names: Sequence[str], args: tuple[Any, ...], held: str, gradient: bool, block: int, warps: int
+    names: tuple[str, ...], args: tuple[Any, ...], held: str, gradient: bool, block: int, warps: int
 ) -> tuple[Launch, ...]:
     """Return kernels that take one row per program, or several at a time."""
     rows = args[10]
-    steps = []
-    degrees = 32 if args[18] <= 10 else 64  # of polynomials
+    grids = {False: (rows,), True: (shapes.cdiv(rows, ROWS),)}
+    kernels = _kernels_of_subsets(names, held, gradient, block, warps, 32 if args[18] <= 10 else 64)
+    return tuple(Launch(kernel, grids[together], args, options) for kernel, together, options in kernels)
+
+
+@functools.lru_cache(maxsize=256)
+def _kernels_of_subsets(
+    names: tuple[str, ...], held: str, gradient: bool, block: int, warps: int, degrees: int
+) -> list[tuple[Any, bool, dict[str, Any]]]:
+    """Return kernels, whether they take several rows at a time, and their constants; `degrees` is of polynomials."""
+    found = []
     for name in names:
         together = name in ("polynomials", "changes")
         options: dict[str, Any] = {"TARGET": held, "HARD": True, "GRADIENT": gradient}
@@ -224,9 +233,8 @@ def _steps_of_subsets(
         if together or name == "powers":
             options["DEGREES"] = degrees
         options["num_warps"] = warps if name == "tilt" else 1 if together or name == "powers" else 2
-        grid = (shapes.cdiv(rows, ROWS) if together else rows,)
-        steps.append(Launch(getattr(subset, name), grid, args, options))
-    return tuple(steps)
+        found.append((getattr(subset, name), together, options))
+    return found
 
 
 def _numbers_of_subsets(numbers: Sequence[float]) -> int:

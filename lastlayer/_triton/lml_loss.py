@@ -284,9 +284,9 @@ def _resident(
     rows, units, m_row, m_col, k_row, inv_t, w_row, n_labels, rho,
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
     M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr, COUNT: tl.constexpr,
-    MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr, SETTLE: tl.constexpr,
 ):  # fmt: skip
-    """Search, loss and gradient of R rows per program, held in registers."""
+    """Search, loss and gradient of R rows per program, held in registers; without SETTLE the rest is `_settled`'s."""
     if RHO == 2:
         rho = tl.load(rho)
     n = units * ALIGN
@@ -334,7 +334,7 @@ def _resident(
     tl.store(loss_ptr + row, _weighted(loss, w_ptr + row * w_row, GRAD))
     tl.store(center_ptr + row, center)
     tl.store(delta_ptr + row, delta)
-    tl.store(mass_ptr + row, tl.log(mass))
+    tl.store(mass_ptr + row, tl.log(mass) if SETTLE else tl.where(lost, float("nan"), tl.log(mass)))
     tl.store(pull_ptr + row, pull)
     if GRAD:
         scale = scaled(tl.load(w_ptr + row * w_row), inv_t)
@@ -358,6 +358,42 @@ def _resident(
                 x_ptr, m_ptr, i_ptr, d_ptr, row, m_row, m_col, n, 0, n, n_labels, center, delta, scale, pull,
                 0.0, rcp(mass), inv_t, M, MASKED,
             )  # fmt: skip
+    if SETTLE:
+        _settle_lost(
+            lost, x_ptr, m_ptr, k_ptr, i_ptr, t_ptr, w_ptr, d_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr,
+            first, rows, n, m_row, m_col, k_row, inv_t, w_row, n_labels, rho, R, M, DENSE, RHO, GRAD, MASKED, BLOCK,
+        )  # fmt: skip
+
+
+# The second half of `_resident` without SETTLE, which is compiled beside it.
+@triton.jit(do_not_specialize=["rows", "units", "n_labels"])
+def _settled(
+    x_ptr, m_ptr, k_ptr, i_ptr, t_ptr, w_ptr, d_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr,
+    rows, units, m_row, m_col, k_row, inv_t, w_row, n_labels, rho,
+    ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
+    M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr, COUNT: tl.constexpr,
+    MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr, SETTLE: tl.constexpr,
+):  # fmt: skip
+    """Settle the rows that `_resident` has marked by a mass of nan."""
+    if RHO == 2:
+        rho = tl.load(rho)
+    first = tl.program_id(0).to(tl.int64) * R
+    mass = tl.load(mass_ptr + tl.minimum(first + tl.arange(0, R), rows - 1))
+    _settle_lost(
+        mass != mass, x_ptr, m_ptr, k_ptr, i_ptr, t_ptr, w_ptr, d_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr,
+        pull_ptr, first, rows, units * ALIGN, m_row, m_col, k_row, inv_t, w_row, n_labels, rho, R, M, DENSE, RHO, GRAD,
+        MASKED, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _settle_lost(
+    lost, x_ptr, m_ptr, k_ptr, i_ptr, t_ptr, w_ptr, d_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr,
+    first, rows, n, m_row, m_col, k_row, inv_t, w_row, n_labels, rho,
+    R: tl.constexpr, M: tl.constexpr, DENSE: tl.constexpr, RHO: tl.constexpr, GRAD: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Solve rows that the fast search has given up, one after another."""
     lost = lost & (first + tl.arange(0, R) < rows)  # a row that occurs several times is settled once
     if tl.max(lost.to(tl.int32), 0) > 0:
         tl.debug_barrier()  # these rows are written again
@@ -558,13 +594,22 @@ def _forward(
     table = shapes.LOSS if dense is None else shapes.DENSE
     p = shapes.plan(n, table, x.element_size())
     given = Rows(x.view(rows, n), k, mask, temperature, p.align)
-    held = launch(
-        _resident, (shapes.cdiv(rows, p.rows),),
+    args = (
         *given.head, target.index, target.dense, factor, grad, loss, *numbers, rows, *given.tail,
         step, target.n_labels, observed,
-        **p.tiles, RHO=form, GRAD=weight is not None, COUNT=count, MASKED=given.masked,
-        TOL=given.tolerance_of_mass, num_warps=p.warps, **target.options,
     )  # fmt: skip
+    rare = p is shapes.shared(n)  # then two kernels are compiled side by side
+    options = {
+        **p.tiles, "RHO": form, "GRAD": weight is not None, "COUNT": count, "MASKED": given.masked,
+        "TOL": given.tolerance_of_mass, "num_warps": p.warps, **target.options, "SETTLE": not rare,
+    }  # fmt: skip
+    grid = (shapes.cdiv(rows, p.rows),)
+    last = Launch(_settled, grid, args, options)
+    if rare and is_new(("loss", x.get_device(), x.dtype, target.dense.dtype, *options.values())):
+        compile_ahead(last)
+    held = launch(_resident, grid, *args, **options)
+    if rare:
+        launch_when_compiled(last.kernel, grid, *args, **options)
     if key and p is shapes.exact(n, table[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)
     return loss, numbers, grad

@@ -3,6 +3,8 @@
 `test_interpreter.py` runs this file that way, in a process of its own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tools import DEVICE, GPU_KERNELS, INTERPRETED, assert_as_accurate
@@ -83,6 +85,21 @@ def test_kernels_that_serve_all_lengths_up_to_a_power_of_two(n, monkeypatch):
     for target in (index, dense):
         check(lambda x, k, impl, t=target: lml_loss(x, t, k, observed=0.4, reduction="none", impl=impl), logits, k)
         check(lambda x, k, impl, t=target: lml_loss(x, t, k, observed=0.4, reduction="sum", impl=impl), logits, k)
+
+
+def test_a_second_kernel_settles_rows_where_lengths_are_rare(monkeypatch):
+    logits, _ = rows(40)
+    logits[1] *= 100
+    logits[2, 3], logits[3, 5] = -torch.inf, torch.inf
+    index = torch.randint(6, 40, (4, 2), device=DEVICE)
+    for target in (index, torch.zeros(4, 40, device=DEVICE).scatter_(1, index, 1.0)):
+        found = []
+        for p in (plan.shared(40), replace(plan.shared(40))):  # a plan like that for rare lengths
+            monkeypatch.setattr(plan, "plan", lambda *_, p=p: p)
+            call = lambda x, t=target, **way: lml_loss(x, t, 3.0, observed=0.4, reduction="sum", **way)  # noqa: E731
+            found.append(both_ways(call, logits, impl="triton"))
+        for two, one in zip(*found, strict=True):
+            torch.testing.assert_close(two, one, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("n", [1, 5, 37, 100, 333])
