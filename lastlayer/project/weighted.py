@@ -49,7 +49,7 @@ def _tensor(op: str, name: str, value: Any, x: Tensor) -> Tensor:
             raise TypeError(
                 f"{op}: `{name}` must be a number or a tensor, got {type(value).__name__}. Use `torch.tensor`."
             )
-        if not math.isfinite(float(value)):
+        if not -math.inf < float(value) < math.inf:
             raise ValueError(f"{op}: `{name}` must be finite, got {value}. Use `mask` to rule classes out.")
         return _check.constant(float(value), _check.work_dtype(x), x.device)
     if value.is_complex() or value.dtype == torch.bool:

@@ -157,9 +157,9 @@ def _size(op: str, k: Any, x: Tensor) -> Tensor:
     """Return `k` in float64, ``(..., 1)``; a weighted sum may be negative, and above the number of classes."""
     if not isinstance(k, Tensor):
         value = float(k) if k != k else _check.number(op, "k", k)
-        if not math.isfinite(value):
+        if not -math.inf < value < math.inf:
             raise ValueError(f"{op}: `k` must be finite, got {k}. Give the sum that is wanted.")
-        return torch.full((), value, dtype=torch.float64, device=x.device).expand(*x.shape[:-1], 1)
+        return _check.constant(value, torch.float64, x.device).expand(*x.shape[:-1], 1)
     rows = torch.empty((), dtype=torch.float64, device=x.device).expand(x.shape)
     return _check.cardinality(op, k, rows, at_most_n=False)
 
@@ -171,7 +171,9 @@ def _check_reach(op: str, kind: str, k: Any, n: int, given: Wider, shard: ClassS
     if shard is not None or any(isinstance(v, bool) or not isinstance(v, numbers.Real) for v in values):
         return
     size, weight, lower, upper = (float(v) for v in values)
-    least, most = sorted((n * weight * lower, n * weight * upper))
+    least, most = n * weight * lower, n * weight * upper
+    if weight < 0:
+        least, most = most, least
     room = 1e-6 * (abs(least) + abs(most))
     if lower <= upper and (size < least - room or (kind != "at most" and size > most + room)):
         raise ValueError(

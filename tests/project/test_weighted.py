@@ -299,3 +299,19 @@ def test_groups_are_optimal_and_differentiable():
     assert torch.autograd.gradcheck(
         lambda x, k, limit: ll.lml(x, k, groups=groups, group_limit=limit), leaves, fast_mode=True
     )
+
+
+@pytest.mark.slow
+def test_new_numbers_are_not_compiled_anew():
+    """One graph for the first numbers, and one for all others."""
+    torch.compiler.reset()
+    x = torch.randn(4, 9, requires_grad=True)
+
+    def project(k, weight, upper):
+        return ll.lml(x, k, weight=weight, upper=upper)
+
+    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
+    for i, numbers in enumerate([(2.5, 0.9, 0.8), (3.5, 1.1, 0.7), (1.5, 0.5, 0.6)]):
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            out = compiled(*numbers)
+        torch.testing.assert_close(out, project(*numbers))
