@@ -38,6 +38,7 @@ BACKWARD: dict[int, shapes.Table] = {
     2: ((8192, 8), (LONGEST, 20)),
 }
 HELD = 8192  # classes up to which a thread holds their weights; those of longer rows are read again from the cache
+MOST_REGISTERS = 255  # of a thread
 REGISTERS = 128  # of a thread where they are not held, so that a multiprocessor has two rows at once
 WARPS = 32  # per multiprocessor, where programs take rows in turn
 
@@ -67,8 +68,11 @@ def _lines(plan: shapes.Plan, x: Tensor) -> int:
 
 
 def _registers(n: int, bounded: bool, warps: int) -> int:
-    """Registers per thread of `shared`, the fastest that were tried: spilled ones take long to come back."""
-    wanted = (255 if bounded else 128) if n > HELD else 160 if bounded and n > 128 else 168
+    """Registers per thread of `shared`, the fastest that were tried: spilled ones take long to come back.
+
+    A row of 8,193 to 10,240 classes has a multiprocessor to itself, and registers for the scores of the next.
+    """
+    wanted = MOST_REGISTERS if n > HELD else 160 if bounded and n > 128 else 168
     return min(wanted, 65536 // (32 * warps) // 8 * 8)
 
 
@@ -132,7 +136,8 @@ def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
         launch(
             shared, (min(programs, shapes.cdiv(g.rows, p.rows)),), g.x, k, *g.pointers, out, nu, g.rows,
             g.n // p.align, *k_row, g.inv_t, **_tiles(p), **g.given, AT_MOST=at_most,
-            TOL=4e-4 if logits.dtype == torch.float32 else 0.02, PREFETCH=2, LINES=_lines(p, g.x), num_warps=p.warps,
+            TOL=4e-4 if logits.dtype == torch.float32 else 0.02, PREFETCH=1 if registers == MOST_REGISTERS else 2,
+            LINES=_lines(p, g.x), num_warps=p.warps,
             **({} if INTERPRETED else {"maxnreg": registers}),
         )  # fmt: skip
     else:
@@ -144,7 +149,7 @@ def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
             *g.m_strides, *k_row, g.inv_t, **_tiles(p), **constants, TOL=tolerance, HELD=g.n <= HELD,
             num_warps=p.warps, **options,
         )  # fmt: skip
-    group = min(64, max(1, shapes.power_of_2(g.rows // 2048 + 1)))
+    group = min(256, max(1, shapes.power_of_2(g.rows // 2048 + 1)))
     launch(
         settle, (shapes.cdiv(g.rows, group),), g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n, *g.m_strides,
         *k_row, g.inv_t, GROUP=group, C=min(max(32, shapes.power_of_2(g.n)), 1024), **constants, num_warps=4,
@@ -174,8 +179,10 @@ def backward(
         )
     else:
         p = shapes.plan(g.n, BACKWARD, logits.element_size())
+        # With a few registers more, a multiprocessor has one row of 16 warps at a time instead of two.
+        few = p.warps == 16 and g.n <= HELD and not any(wanted) and not INTERPRETED
         launch(
             gradients, (shapes.cdiv(g.rows, p.rows),), *arguments, g.rows, g.n // p.align, *g.m_strides, g.inv_t,
-            **_tiles(p), **constants, num_warps=p.warps,
+            **_tiles(p), **constants, num_warps=p.warps, **({"maxnreg": 64} if few else {}),
         )  # fmt: skip
     return grad_x, grad_k, others
