@@ -96,9 +96,9 @@ def _add(ptr, values):
 
 
 @triton.jit
-def _load_scan(x_ptr, cols, n):
+def _load_scan(x_ptr, cols, n, LOW: tl.constexpr):
     """A tile of logits; beyond the row a finite number that is above no floor and has no weight."""
-    return tl.load(x_ptr + cols, mask=cols < n, other=-3e38)
+    return tl.load(x_ptr + cols, mask=cols < n, other=LOW)
 
 
 @triton.jit
@@ -112,7 +112,9 @@ def _any(flags):
 
 
 @triton.jit
-def _take_above(x, odd, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED: tl.constexpr):
+def _take_above(
+    x, odd, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
     """Move the finite logits above the floor to the list of their row, and their classes to another; return the rest.
 
     In place of a logit that is taken out there is one without weight; `odd` becomes nan if any was infinite.
@@ -127,7 +129,7 @@ def _take_above(x, odd, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, star
         if NAMED:
             tl.store(class_ptr + slot, start + cols, mask=listed & (slot < room))
         odd += _lane_sums(tl.where(above, value * 0, 0.0))
-        x = tl.where(above, -3e38, value).to(x.dtype)
+        x = tl.where(above, LOW, value).to(x.dtype)
     return x, odd
 
 
@@ -153,7 +155,7 @@ def _add_powers(x, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS: tl.constex
 @triton.jit
 def _scan_kernel(
     x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, class_ptr, n, stride, span, splits, room, start,
-    V: tl.constexpr, NAMED: tl.constexpr, TERMS: tl.constexpr,
+    V: tl.constexpr, NAMED: tl.constexpr, TERMS: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """A stretch of a row for one warp: no warp waits for another, a thread loads 16 bytes at once, few registers."""
     W: tl.constexpr = 32 * V
@@ -172,17 +174,17 @@ def _scan_kernel(
     odd, p1, p2, p3, p4, p5, p6, p7, p8 = zero, zero, zero, zero, zero, zero, zero, zero, zero
     for first in range(lo, hi, 4 * W):
         cols = first + lane
-        xa = _load_scan(x_ptr, cols, n)
-        xb = _load_scan(x_ptr, cols + W, n)
-        xc = _load_scan(x_ptr, cols + 2 * W, n)
-        xd = _load_scan(x_ptr, cols + 3 * W, n)
-        xa, odd = _take_above(xa, odd, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+        xa = _load_scan(x_ptr, cols, n, LOW)
+        xb = _load_scan(x_ptr, cols + W, n, LOW)
+        xc = _load_scan(x_ptr, cols + 2 * W, n, LOW)
+        xd = _load_scan(x_ptr, cols + 3 * W, n, LOW)
+        xa, odd = _take_above(xa, odd, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
         odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xa, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
-        xb, odd = _take_above(xb, odd, cols + W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+        xb, odd = _take_above(xb, odd, cols + W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
         odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xb, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
-        xc, odd = _take_above(xc, odd, cols + 2 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+        xc, odd = _take_above(xc, odd, cols + 2 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
         odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xc, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
-        xd, odd = _take_above(xd, odd, cols + 3 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED)
+        xd, odd = _take_above(xd, odd, cols + 3 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
         odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xd, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
     missing = exp(tl.fma(base, LOG2E, -shift) * -LN2)  # what rounding the shift has added, as a factor
     missing2 = missing * missing
@@ -201,7 +203,7 @@ def _scan_kernel(
     if tl.sum(odd, 0) != 0:
         low, high, bad = tl.zeros([32], tl.float32), tl.zeros([32], tl.float32), tl.zeros([32], tl.float32)
         for first in range(lo, hi, W):
-            x = _load_scan(x_ptr, first + lane, n).to(tl.float32)
+            x = _load_scan(x_ptr, first + lane, n, LOW).to(tl.float32)
             low += _lane_sums((x == float("-inf")).to(tl.float32))
             high += _lane_sums((x == float("inf")).to(tl.float32))
             bad += _lane_sums((x != x).to(tl.float32))
@@ -558,6 +560,7 @@ def scan_block(
     tensors = (x, floor, sums, top, fill, fill if classes is None else classes)
     numbers = (n, x.stride(0), span, splits, top.shape[1], start)
     options = {"V": 16 // x.element_size(), "NAMED": classes is not None, "TERMS": sums.shape[2] - _COUNTS.value}
+    options["LOW"] = -6e4 if x.dtype == torch.float16 else -3e38
     launch(_scan_kernel, (rows, splits), *tensors, *numbers, **options, num_warps=1)
 
 

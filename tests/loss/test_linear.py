@@ -252,6 +252,19 @@ def test_options_by_kernels_are_as_accurate(dtype):
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_classes_are_counted_by_kernels(dtype):
+    """On a GPU, or with TRITON_INTERPRET=1: what fills up a tile is none."""
+    features, weight, _, target = problem(300, dtype=dtype)
+    layer = _scan.Layer(features[:2], weight, None, dtype)
+    if layer.kernels is None:
+        pytest.skip("no kernels here")
+    scan = _scan.Scan(layer, 4)
+    scan.run(target[:2])
+    assert scan.sums[:, :, scan.terms].sum(1).tolist() == [300, 300]
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize(("lost", "some"), [(False, False), slow(True, False), slow(False, True)])
 def test_gradients_that_are_begun_in_the_forward_pass(lost, some, monkeypatch):
     """On a GPU, or with TRITON_INTERPRET=1. They are scaled later, and begun anew if rows were not solved."""
