@@ -128,14 +128,10 @@ def lml_loss(
         loss = _reduced(*problem[:4], problem.impl, rho, labels.index, labels.dense, rows)
         return _rows.leave(op, loss, "none", None, logits.dtype) if logits.itemsize < 4 else loss
     elif compiled_step:
-        rows, observed_part = None, None
-        if rho > 0:
-            observed_part = _check.constant(rho, torch.float32, problem.x.device)
-        if sample_weight is not None:
-            rows = _row_weights(op, labels, rho, reduction, problem, sample_weight)
-        loss = _LMLCompiledLoss.apply(
-            *problem[:4], observed_part, labels.index, labels.dense, rows, reduction == "mean"
-        )
+        given = sample_weight is not None
+        rows = _row_weights(op, labels, rho, reduction, problem, sample_weight) if given else None
+        part = _check.constant(rho, torch.float32, problem.x.device) if rho > 0 else None
+        loss = _LMLCompiledLoss.apply(*problem[:4], part, labels.index, labels.dense, rows, reduction == "mean")
         return _rows.leave(op, loss, "none", None, logits.dtype)
     else:
         loss = _by_kernel(problem, rho, labels)
