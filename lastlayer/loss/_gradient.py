@@ -74,12 +74,10 @@ def reduced_at_once(
     **more: Any,
 ) -> Tensor | None:
     """As `at_once`, and reduce the losses of the rows: on a GPU by a kernel, so that there is one node of the graph."""
-    rows, n = x.shape[:-1].numel(), x.shape[-1]
-    if not (end.number and on_gpu(x) and compiled(x, labels.dense, labels.index, *more.values())):
-        found = at_once(name, x, labels, numbers, plain, **more)
-        return None if found is None else end.of(found.loss, found.counts)
-    kernels, mean = fused(x), end.reduction == "mean"
-    if not (kernels.takes(name, rows, n, numbers) and kernels.sums(rows, n)):
+    rows, n, mean = x.shape[:-1].numel(), x.shape[-1], end.reduction == "mean"
+    direct = end.number and on_gpu(x) and compiled(x, labels.dense, labels.index, *more.values())
+    kernels = fused(x) if direct else None
+    if kernels is None or not (kernels.takes(name, rows, n, numbers) and kernels.sums(rows, n)):
         found = at_once(name, x, labels, numbers, plain, **more)
         return None if found is None else end.of(found.loss, found.counts)
 
