@@ -28,6 +28,7 @@ _PASSES = 5  # one after another; of 200,000 rows of every kind none takes more 
 _MOST = 20  # of the loop
 _CLOSE = 0.05  # a step; the next one would be below 1e-4, and the last pass squares that
 _QUICK = 8  # passes of the quick search, which take v no further than 1e-21 from its start: nothing underflows
+_START = 0.75  # the start over the solution for equal scores: others have a smaller one
 _STRIDE = math.exp(6)  # the largest factor of v in one pass
 
 
@@ -54,9 +55,10 @@ def probabilities(x: Tensor, k: float | Tensor) -> Tensor:
 def _quick(p: Tensor, k: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return v with ``sum p / (p + v) = k``, close to the solution, and whether all rows are; k has one number per row.
 
-    The steps are Newton's for log sum y as a function of log v, from where rows of equal scores have their solution.
-    One that changes v by a share d, close to the solution, leaves a relative error of at most d^2 / 2 times the mean of
-    y weighted by y: twice the bend over the slope is a difference of that mean and one that is at most twice as large.
+    The steps are Newton's for log sum y as a function of log v, from below where rows of equal scores have their
+    solution. One that changes v by a share d, close to the solution, leaves a relative error of at most d^2 / 2 times
+    the mean of y weighted by y: twice the bend over the slope is a difference of that mean and one that is at most
+    twice as large.
     """
     n, tiny = p.shape[-1], 8 * torch.finfo(p.dtype).eps
     limit = tiny if isinstance(k, Tensor) else tiny * k
@@ -68,7 +70,7 @@ def _quick(p: Tensor, k: float | Tensor) -> tuple[Tensor, Tensor]:
         steepness = total / (total - squares)
         return (total / k).pow(steepness).clamp(1 / _STRIDE, _STRIDE), squares, steepness
 
-    def body(left: Tensor, off: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def body(left: Tensor, far: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ratio, squares, steepness = stepped(v.unsqueeze(-1))
         change = ratio - 1
         off = change * change * squares
@@ -77,17 +79,16 @@ def _quick(p: Tensor, k: float | Tensor) -> tuple[Tensor, Tensor]:
         if rounds:  # what rounding takes from a sum above 8 shows where the slope is below 1 / 32 of it
             share = steepness.pow(4) * (limit / 32**4)
             off = off + (torch.where(k > 8, share, 0) if isinstance(k, Tensor) else share)
-        return left - 1, off.sum(), v * ratio  # nan shows in a sum, unlike in a maximum
+        return left - 1, torch.where(off <= limit, 0.0, left).sum(), v * ratio  # nan is not close
 
-    def unfinished(left: Tensor, off: Tensor, v: Tensor) -> Tensor:
-        return torch.minimum(off, left) > limit
+    def unfinished(left: Tensor, far: Tensor, v: Tensor) -> Tensor:
+        return torch.minimum(far, left) > 0
 
-    left, off = (torch.full((), value, dtype=p.dtype, device=p.device) for value in (_QUICK - 1, math.inf))
-    equal = 1 / k - 1 / n if isinstance(k, Tensor) or k else math.inf
-    first = equal * stepped(equal.unsqueeze(-1) if isinstance(equal, Tensor) else equal)[0]
-    state = (left, off, first)
-    _, off, v = torch._higher_order_ops.while_loop(unfinished, body, state)
-    return v, off <= limit
+    left, far = (torch.full((), value, dtype=p.dtype, device=p.device) for value in (_QUICK - 1, 1))
+    start = _START * (1 / k - 1 / n) if isinstance(k, Tensor) or k else math.inf
+    first = start * stepped(start.unsqueeze(-1) if isinstance(start, Tensor) else start)[0]
+    _, far, v = torch._higher_order_ops.while_loop(unfinished, body, (left, far, first))
+    return v, far <= 0
 
 
 def project(x: Tensor, k: float | Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,10 +99,11 @@ def project(x: Tensor, k: float | Tensor, kind: str) -> tuple[Tensor, Tensor, Te
 def _sure(x: Tensor, k: float | Tensor, n: int, kind: str, *, loops: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `project`, with passes in a loop or one after another."""
     upper, lower = _neighbours(x, k, n)
-    middle, half = lower / 2 + upper / 2, upper / 2 - lower / 2
+    high, low = upper / 2, lower / 2
+    middle, half = high + low, high - low
     solvable = half < torch.inf
     k = k if isinstance(k, Tensor) else torch.full((), k, dtype=x.dtype, device=x.device)
-    beyond = _beyond(upper, lower, k)
+    beyond = _beyond(upper, half, k)
     middle, half = torch.where(solvable, middle, 0), torch.where(solvable, half, 0)
     center = torch.where(solvable, middle - _first(k, n), beyond)
     # A gap beyond that is made narrower from both sides: the solution stays where it is, and nothing underflows.
@@ -137,16 +139,14 @@ def _neighbours(x: Tensor, k: float | Tensor, n: int) -> tuple[Tensor, Tensor]:
     return upper if k > 0 else beyond, lower if k < n else -beyond
 
 
-def _beyond(upper: Tensor, lower: Tensor, k: Tensor) -> Tensor:
+def _beyond(upper: Tensor, half: Tensor, k: Tensor) -> Tensor:
     """Return a center with all finite scores on one side, where nu is not finite: the largest number for ``-inf``.
 
     It is the smallest for ``inf``, and nan for an infeasible k, as in `search.feasible`.
     """
-    large = torch.finfo(upper.dtype).max
-    nan = torch.full((), torch.nan, dtype=upper.dtype, device=upper.device)
-    found = torch.where((lower == -torch.inf) & (upper > -torch.inf), -large, nan)
-    found = torch.where((upper == torch.inf) & (lower < torch.inf), large, found)
-    return torch.where(k == k.floor(), found, nan)
+    large = torch.full((), torch.finfo(upper.dtype).max, dtype=upper.dtype, device=upper.device)
+    side = torch.where(upper == torch.inf, large, -large)
+    return torch.where((half == torch.inf) & (k == k.floor()), side, torch.nan)
 
 
 def _first(k: Tensor, n: int) -> Tensor:
