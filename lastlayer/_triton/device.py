@@ -292,9 +292,9 @@ def load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED: tl.conste
 
 
 @triton.jit
-def whole_tiles(x_ptr, row, n, lo, hi, TILE: tl.constexpr):
+def whole_tiles(TYPE: tl.constexpr, row, n, lo, hi, TILE: tl.constexpr):
     """The place in memory where the whole tiles of a stretch begin, the classes before it, and those in the tiles."""
-    vector: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    vector: tl.constexpr = 128 // TYPE.element_ty.primitive_bitwidth
     begin = row * n + lo
     first = (begin + (vector - 1)) // vector * vector
     skip = tl.minimum(first - begin, hi - lo).to(tl.int32)
@@ -527,7 +527,7 @@ def sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
     """
     i = tl.arange(0, BLOCK)
     apart = n // (BLOCK // RUN) // 16 * 16
-    first, _, _ = whole_tiles(x_ptr, row, n, 0, n, BLOCK)
+    first, _, _ = whole_tiles(x_ptr.dtype, row, n, 0, n, BLOCK)
     x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, (i // RUN) * apart + i % RUN, None, MASKED)
     alive = is_finite(x)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
@@ -559,7 +559,7 @@ def sweep(x_ptr, m_ptr, row, m_row, m_col, n, lo, hi, center, inv_t, W: tl.const
     s2 = tl.zeros((C,), tl.float32)
     h2 = tl.zeros((C,), tl.float32)
     tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
-    first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, W * C)
+    first, skip, whole = whole_tiles(x_ptr.dtype, row, n, lo, hi, W * C)
     for j in range(0, whole, W * C):
         x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, j + tile, inv_t, MASKED)
         df, da, d1, d2, dh = _sweep_terms(x, center)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from lastlayer._triton import lml_backward
+from lastlayer._triton import lml_backward, lml_loss
 from lastlayer._triton import plan as shapes
 from lastlayer._triton.lml import _resident as project
 from lastlayer._triton.lml_backward import _resident as differentiate
@@ -90,3 +90,47 @@ def backward(
         num_warps=p.warps,
     )  # fmt: skip
     return dx, dk
+
+
+@triton_op("lastlayer::lml_reduced_loss_inline", mutates_args={})
+def reduced_loss(
+    logits: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    rho: Tensor | None,
+    index: Tensor | None,
+    dense: Tensor | None,
+    weight: Tensor | None,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the operator `lml_reduced_loss`; the weights of rows, and the sum, are left to the compiler's own kernels."""
+    if not fits(logits):
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.lastlayer.lml_reduced_loss(
+            logits, k, mask, temperature, rho, index, dense, weight, mean
+        )
+        return result
+    n, x = logits.shape[-1], logits.contiguous()
+    batch = x.shape[:-1]
+    loss = x.new_empty(batch, dtype=torch.float32)
+    numbers = [x.new_empty((*batch, 1), dtype=torch.float32) for _ in range(4)]
+    grad = torch.empty_like(x)
+    rows = loss.numel()
+    # A new tensor in any case: an operator does not return what it was given.
+    weight = lml_loss.plain_weights(index, dense, n, rho is not None, mean) if weight is None else weight.clone()
+    count = weight is None
+    if weight is None:
+        weight = x.new_empty((), dtype=torch.float32)
+    target = lml_loss.Target(x, index, as_bytes(dense))
+    p = shapes.exact(n, (shapes.LOSS if dense is None else shapes.DENSE)[x.element_size()], x.element_size())
+    given = Rows(x.view(rows, n), None, as_bytes(mask), temperature, p.align)
+    size, step = one_or_each(k, rows)
+    factor, factor_step = lml_loss.per_row(weight, batch)
+    *tail, inverse = given.tail
+    wrap_triton(lml_loss._resident)[(shapes.cdiv(rows, p.rows),)](
+        *given.head, size, target.index, target.dense, factor, grad, loss, *numbers, rows, *tail, step, inverse,
+        factor_step, target.n_labels, 0.0 if rho is None else rho,
+        **p.tiles, **target.options, RHO=0 if rho is None else 2, GRAD=True, COUNT=count, MASKED=given.masked,
+        TOL=given.tolerance_of_mass, SETTLE=True, num_warps=p.warps,
+    )  # fmt: skip
+    return loss.sum(), torch.stack(numbers), grad, weight

@@ -230,7 +230,7 @@ def _row_sums(
     mass = tl.zeros((C,), tl.float32)
     dot = tl.zeros((C,), tl.float32)
     tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
-    first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, W * C)
+    first, skip, whole = whole_tiles(x_ptr.dtype, row, n, lo, hi, W * C)
     for j in range(0, whole, W * C):
         i = j + tile
         h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, first, i, center, delta, inv_t, KIND, MASKED)
@@ -253,7 +253,7 @@ def _row_write(
 ):  # fmt: skip
     """Write the gradient of the classes lo <= j < hi of one row."""
     tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
-    first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, W * C)
+    first, skip, whole = whole_tiles(x_ptr.dtype, row, n, lo, hi, W * C)
     for j in range(0, whole, W * C):
         i = j + tile
         h, v = _whole(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, first, i, center, delta, inv_t, KIND, MASKED)

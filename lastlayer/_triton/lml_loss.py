@@ -189,7 +189,7 @@ def _row(
         scale = scaled(weight, inv_t)
         over = 1 / mass
         pull_sum = tl.sum(pull, 0)
-        first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, BLOCK)
+        first, skip, whole = whole_tiles(x_ptr.dtype, row, n, lo, hi, BLOCK)
         for j in range(0, whole, BLOCK):
             i = j + tl.arange(0, BLOCK)
             x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, i, inv_t, MASKED)
@@ -493,7 +493,7 @@ def _scale(g_ptr, f_ptr, total, n, f_row, STEPS: tl.constexpr, BLOCK: tl.constex
             tl.store(g_ptr + place, (g * factor).to(g_ptr.dtype.element_ty), mask=inside)
 
 
-class _Target:
+class Target:
     """Index lists or a dense target, as the kernels take them; the logits take the place of what is missing."""
 
     def __init__(self, x: Tensor, index: Tensor | None, dense: Tensor | None) -> None:
@@ -569,10 +569,10 @@ def _forward(
         solve_long(Rows(x.view(rows, n), k, mask, temperature), x.new_empty(0), center, delta, mass, "nu")
         _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *numbers)
         return loss, numbers, grad
-    target, form = _Target(x, index, dense), _form(observed)
+    target, form = Target(x, index, dense), _form(observed)
     if count and dense is not None:
         target.index = weights_of_dense(dense, form > 0, False)
-    factor, step = (loss, 0) if weight is None else _per_row(weight, batch)
+    factor, step = (loss, 0) if weight is None else per_row(weight, batch)
     key: tuple[Any, ...] = ()
     sizes = k.reshape(rows) if isinstance(k, Tensor) else k
     each = sizes.stride(0) if isinstance(sizes, Tensor) else None
@@ -628,7 +628,7 @@ def _address(value: Tensor | float) -> tuple[float, int | None]:
     return address, address & 15
 
 
-def _per_row(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
+def per_row(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
     """Return one number per row, or one for all rows, in float32, and the stride from row to row."""
     value = value if value.dtype == torch.float32 else value.float()
     if value.ndim == 0:
@@ -659,8 +659,8 @@ def _launch_known(
     n = x.shape[-1]
     rows = center.numel()
     given = Rows(x.view(rows, n), None, mask, temperature)
-    target, form = _Target(x, index, dense), _form(observed)
-    factor, step = (center, 0) if weight is None else _per_row(weight, center.shape[:-1])
+    target, form = Target(x, index, dense), _form(observed)
+    factor, step = (center, 0) if weight is None else per_row(weight, center.shape[:-1])
     # One program takes the sums over all classes; the sums over labels are short enough for every chunk to repeat.
     whole = dense is not None or form > 0 or weight is None
     chunk = n if whole else min(shapes.CHUNK, n)
@@ -722,7 +722,7 @@ def weight_of_mean(index: Tensor) -> Tensor:
     """One over the number of rows that have a label."""
     rows = index.numel() // max(index.shape[-1], 1)
     if not 0 < index.numel() <= 1 << 14:
-        return (index >= 0).any(-1).sum().clamp(min=1).float().reciprocal()
+        return _plain_weight_of_mean(index)
     weight = index.new_empty((), dtype=torch.float32)
     flat, width, device = index.contiguous(), index.shape[-1], index.get_device()
     key = ("weight of mean", device, flat.data_ptr() & 15)
@@ -731,13 +731,15 @@ def weight_of_mean(index: Tensor) -> Tensor:
     return weight
 
 
+def _plain_weight_of_mean(index: Tensor) -> Tensor:
+    return (index >= 0).any(-1).sum().clamp(min=1).float().reciprocal()
+
+
 def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
     """The weight of each row of a dense target: 1 where it contributes, or 1 over the number of those rows."""
     rows, n = dense.shape[:-1].numel(), dense.shape[-1]
     if not 0 < dense.numel() <= _SMALL:
-        top = dense.amax(-1).float() if n > 0 else shapes.floats(dense, dense.shape[:-1]).fill_(-1)
-        some = (~(top < 0) if observed else ~(top <= 0)).float()  # nan is neither, so that it shows
-        return some / some.sum().clamp(min=1) if mean else some
+        return _plain_weights_of_dense(dense, observed, mean)
     weight = shapes.floats(dense, dense.shape[:-1])
     flat = dense.contiguous()
     flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
@@ -755,6 +757,22 @@ def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
     return weight
 
 
+def _plain_weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
+    top = dense.amax(-1).float() if dense.shape[-1] > 0 else shapes.floats(dense, dense.shape[:-1]).fill_(-1)
+    some = (~(top < 0) if observed else ~(top <= 0)).float()  # nan is neither, so that it shows
+    return some / some.sum().clamp(min=1) if mean else some
+
+
+def plain_weights(index: Tensor | None, dense: Tensor | None, n: int, observed: bool, mean: bool) -> Tensor | None:
+    """As `row_weights`, in operations that the compiler fuses."""
+    if dense is not None:
+        return _plain_weights_of_dense(dense, observed, mean)
+    assert index is not None
+    if mean and not observed and not _counts_rows(index, n):
+        return _plain_weight_of_mean(index)
+    return row_weights(index, None, n, observed, mean)
+
+
 def _over(weight: Tensor, rows: int) -> Launch:
     return Launch(_over_sum, (1,), (weight, rows), {"BLOCK": 1024, "num_warps": 8})
 
@@ -766,7 +784,7 @@ def scale_rows_(grad: Tensor, factor: Tensor) -> Tensor:
         return grad
     if factor.ndim == 0 and grad.numel() <= 1 << 20:  # so small that the launch is what takes time
         return grad.mul_(factor)
-    flat, step = _per_row(factor, grad.shape[:-1])
+    flat, step = per_row(factor, grad.shape[:-1])
     block, steps = 1024, 32
     stretch = block * steps
     launch(

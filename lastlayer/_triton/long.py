@@ -55,7 +55,7 @@ def _value(x, center, delta, KIND: tl.constexpr):
 @triton.jit
 def emit(x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, lo, hi, center, delta, inv_t, KIND, BLOCK, MASKED):
     """Write y or log y of the classes lo <= j < hi of one row."""
-    first, skip, whole = whole_tiles(x_ptr, row, n, lo, hi, BLOCK)
+    first, skip, whole = whole_tiles(x_ptr.dtype, row, n, lo, hi, BLOCK)
     for j in range(0, whole, BLOCK):
         i = j + tl.arange(0, BLOCK)
         x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, i, inv_t, MASKED)

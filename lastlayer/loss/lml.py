@@ -22,6 +22,7 @@ from lastlayer._threshold.dispatch import (
     differentiated,
     direct,
     enter,
+    inlined,
     kernels,
     loss_backward,
     loss_forward,
@@ -603,9 +604,9 @@ class _LMLCompiledLoss(torch.autograd.Function):
         mean: bool,
     ) -> Tensor:
         loss: Tensor
-        loss, rows, grad, weight = torch.ops.lastlayer.lml_reduced_loss(
-            logits, k, mask, temperature, rho, index, dense, weight, mean
-        )
+        ops = torch.ops.lastlayer
+        operator = ops.lml_reduced_loss_inline if inlined("triton") else ops.lml_reduced_loss
+        loss, rows, grad, weight = operator(logits, k, mask, temperature, rho, index, dense, weight, mean)
         ctx.save_for_backward(grad, rows, weight)
         return loss
 

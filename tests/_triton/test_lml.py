@@ -567,3 +567,34 @@ def test_the_compiler_launches_the_kernels(masked):
     upstream = torch.randn_like(x)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, upstream)[0] for y in (out, expected)))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["one class", "lists", "multi-hot", "booleans", "observed", "weights of rows", "mask"])
+def test_the_compiler_launches_the_kernel_of_the_loss(form, dtype):
+    from torch._inductor.utils import run_and_get_code
+
+    torch.compiler.reset()
+    x = torch.randn(32, 100, device=DEVICE, dtype=dtype, requires_grad=True)
+    target = torch.randint(100, (32,), device=DEVICE)
+    target[3] = -1
+    options = {}
+    if form == "lists":
+        target = torch.stack((target, target.flip(0)), -1)
+    elif form in ("multi-hot", "booleans", "observed"):
+        target = torch.rand(32, 100, device=DEVICE) < 0.05
+        target = target if form == "booleans" else target.float()
+        options = {"observed": 0.5} if form == "observed" else {}
+    elif form == "weights of rows":
+        options = {"sample_weight": torch.rand(32, device=DEVICE)}
+    elif form == "mask":
+        options = {"mask": torch.rand(32, 100, device=DEVICE) < 0.9}
+    k = torch.full((32,), 5.0, device=DEVICE, requires_grad=True)
+    compiled = torch.compile(lambda x, k: lml_loss(x, target, k, **options), fullgraph=True)
+    out, code = run_and_get_code(compiled, x, k)
+    assert "ops.lastlayer" not in "".join(code)
+    expected = lml_loss(x, target, k, **options)
+    torch.testing.assert_close(out, expected)
+    for a, b in zip(*(torch.autograd.grad(3 * loss, (x, k)) for loss in (out, expected)), strict=True):
+        torch.testing.assert_close(a, b)
