@@ -1,8 +1,8 @@
 """The kernels as operators that `torch.compile` looks into: it launches them like its own.
 
 An ordinary custom operator is a wall to the compiler, and its Python runs at every call. These are for rows that one
-program holds, of a shape that is known when the graph is compiled; all other calls, and shapes that vary, go on to the
-operators of `lastlayer._threshold.operators`.
+program holds, with a number of classes that is known when the graph is compiled; the number of rows may vary. All other
+calls go on to the operators of `lastlayer._threshold.operators`.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.library import triton_op, wrap_triton
 
 from lastlayer._triton import lml_backward, lml_loss
@@ -20,8 +21,12 @@ from lastlayer._triton.rows import Rows
 
 
 def fits(x: Tensor, longest: int = shapes.LONGEST) -> bool:
-    """Whether there are rows, of a shape of plain numbers, each of which one program holds."""
-    return all(isinstance(size, int) for size in x.shape) and 0 < x.shape[-1] <= longest and x.numel() > 0
+    """Whether there are rows, each of which one program holds: of classes the number is plain, of rows it may vary.
+
+    It may not be known from the data alone, as that of ``x[x[:, 0] > 0]``, since then the rows may be none or one.
+    """
+    n = x.shape[-1]
+    return isinstance(n, int) and 0 < n <= longest and not free_unbacked_symbols(tuple(x.shape)) and x.numel() > 0
 
 
 def as_bytes(value: Tensor | None) -> Tensor | None:

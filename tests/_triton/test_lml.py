@@ -598,3 +598,77 @@ def test_the_compiler_launches_the_kernel_of_the_loss(form, dtype):
     torch.testing.assert_close(out, expected)
     for a, b in zip(*(torch.autograd.grad(3 * loss, (x, k)) for loss in (out, expected)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_rows_that_the_compiler_may_launch_kernels_for():
+    """Any number of rows, once it is known not to be 0; of classes one number."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    from lastlayer._triton import inline
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+
+    def fake(*sizes):
+        given = torch.empty(*(size or 32 for size in sizes))
+        kinds = [DimDynamic.STATIC if size else DimDynamic.DYNAMIC for size in sizes]
+        return mode.from_tensor(given, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+
+    varies = None
+    assert inline.fits(fake(varies, 100))
+    assert inline.fits(fake(varies, varies, 100))
+    assert not inline.fits(fake(varies, varies))
+    assert not inline.fits(fake(varies, plan.LONGEST + 1))
+    with mode:
+        assert not inline.fits(torch.empty(mode.shape_env.create_unbacked_symint(), 100))
+    assert inline.fits(torch.empty(1, 100))
+    assert not inline.fits(torch.empty(0, 100))
+    assert not inline.fits(torch.empty(3, 0))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be compiled")
+@pytest.mark.parametrize("form", ["number", "per row", "masked"])
+@pytest.mark.parametrize("n", [9, 100, 1000])
+def test_the_compiler_launches_the_kernels_for_rows_that_vary(n, form):
+    from torch._inductor.utils import run_and_get_code
+
+    def function(x, k, mask):
+        return lml(x, k, mask=mask, temperature=0.5)
+
+    def gradients_of(function, leaves, upstream, *arguments):
+        return torch.autograd.grad(function(*arguments), leaves, upstream)
+
+    torch.compiler.reset()
+    compiled, codes = torch.compile(function, fullgraph=True), []
+    for i, shape in enumerate([(32, n), (7, n), (1030, n), (255, n)]):
+        x = torch.randn(shape, device=DEVICE, requires_grad=True)
+        k = torch.linspace(1, n - 1, shape[0], device=DEVICE, requires_grad=True) if form == "per row" else 2.5
+        mask = torch.rand(shape, device=DEVICE) < 0.9 if form == "masked" else None
+        leaves = (x, k) if form == "per row" else (x,)
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            upstream = torch.randn_like(x)
+            grads, code = run_and_get_code(gradients_of, compiled, leaves, upstream, x, k, mask)
+            torch.testing.assert_close(compiled(x, k, mask), function(x, k, mask))
+        codes += code
+        torch.testing.assert_close(grads, gradients_of(function, leaves, upstream, x, k, mask))
+    assert "ops.lastlayer" not in "".join(codes)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be compiled")
+@pytest.mark.parametrize("form", ["one class", "observed"])
+def test_the_compiler_launches_the_kernel_of_the_loss_for_rows_that_vary(form):
+    from torch._inductor.utils import run_and_get_code
+
+    torch.compiler.reset()
+    rho = 0.5 if form == "observed" else 0.0
+    compiled, codes = torch.compile(lambda x, y: lml_loss(x, y, 5, observed=rho), fullgraph=True), []
+    for i, count in enumerate([32, 7, 300, 255]):
+        x = torch.randn(count, 100, device=DEVICE, requires_grad=True)
+        target = torch.randint(100, (count,), device=DEVICE) if form == "one class" else (x.detach() > 1).float()
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            loss, code = run_and_get_code(compiled, x, target)
+        codes += code
+        expected = lml_loss(x, target, 5, observed=rho)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(value, x)[0] for value in (loss, expected)))
+    assert "ops.lastlayer" not in "".join(codes)
