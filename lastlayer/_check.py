@@ -91,6 +91,11 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
+def variable(value: float, x: Tensor) -> float | Tensor:
+    """Return a number, or for the compiler a tensor in the dtype of `x`: few operators of numbers take any there."""
+    return constant(value, x.dtype, x.device) if torch.compiler.is_compiling() and not exporting() else value
+
+
 def cardinality_of_all(op: str, k: Any, n: int, limit: float) -> float:
     """Check a `k` that is one number for all rows."""
     if isinstance(k, bool) or not isinstance(k, numbers.Real):
@@ -179,7 +184,7 @@ def weights(op: str, name: str, value: Any, x: Tensor, shape: torch.Size, advice
         return None
     value = local_part(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return x.new_full((), float(value))
+        return constant(float(value), x.dtype, x.device)
     if not isinstance(value, Tensor) or value.is_complex() or value.dtype == torch.bool:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{op}: `{name}` must be a tensor of real numbers, got {got}.")

@@ -130,7 +130,8 @@ def _evidence(
 
 def _level(op: str, threshold: float | Tensor, evidence: Tensor) -> Tensor:
     if not isinstance(threshold, Tensor):
-        return torch.full_like(evidence, _check.number(op, "threshold", threshold))
+        level = _check.number(op, "threshold", threshold)
+        return _check.constant(level, evidence.dtype, evidence.device).expand_as(evidence)
     try:
         return threshold.detach().to(evidence.device).expand(evidence.shape)
     except RuntimeError:

@@ -368,7 +368,8 @@ def hill_loss(
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
     p = x.sigmoid()
     fit = _rows.weighed(focal_positive(x - shift, power), positives)
-    loss = _rows.over_classes(_rows.mixed(labels, live, fit, (height - p) * p * p), live, shard, each)
+    miss = (_check.variable(height, x) - p) * p * p
+    loss = _rows.over_classes(_rows.mixed(labels, live, fit, miss), live, shard, each)
     return _rows.leave(op, loss, reduction, _rows.any_class(live, shard), logits.dtype, sample_weight)
 
 

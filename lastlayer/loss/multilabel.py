@@ -316,15 +316,13 @@ def _shifted_negatives(x: Tensor, gamma: float, clip: float, detach: bool) -> Te
     """Return ``-m^gamma log(1 - m)`` for ``m = max(sigmoid(x) - clip, 0)``."""
     if clip == 0:
         return -_focal((gamma * F.logsigmoid(x)).exp(), detach) * F.logsigmoid(-x)
-    easy = x.sigmoid() <= clip
-    m = torch.where(easy, clip, x.sigmoid() - clip)  # any number inside (0, 1) where the loss is 0
+    cut, power = _check.variable(clip, x), _check.variable(gamma, x)
+    log_cut = cut.log() if isinstance(cut, Tensor) else torch.full_like(x, math.log(clip))
+    easy = x.sigmoid() <= cut
+    m = torch.where(easy, cut, x.sigmoid() - cut)  # any number inside (0, 1) where the loss is 0
     # 1 - m from the side that does not cancel.
-    log = torch.where(
-        x > 0,
-        torch.logaddexp(F.logsigmoid(-x), torch.full_like(x, math.log(clip))),
-        torch.log1p(-torch.where(x > 0, clip, m)),
-    )
-    return torch.where(easy, 0, -_focal(m**gamma, detach) * log)
+    log = torch.where(x > 0, torch.logaddexp(F.logsigmoid(-x), log_cut), torch.log1p(-torch.where(x > 0, cut, m)))
+    return torch.where(easy, 0, -_focal(m**power, detach) * log)
 
 
 def multihot_softmax_loss(

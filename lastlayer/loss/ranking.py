@@ -154,7 +154,8 @@ def _sorted(
 
 def _above(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
     """Count the negatives above ``x_p - margin``."""
-    return torch.searchsorted((-negatives.detach()).contiguous(), (margin - picked.detach()).contiguous())
+    bound = _check.variable(margin, picked) - picked.detach()
+    return torch.searchsorted((-negatives.detach()).contiguous(), bound.contiguous())
 
 
 def _hinges(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
@@ -163,11 +164,12 @@ def _hinges(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
     # In float64: the cumulative sum of many large scores would cancel in float32.
     wide = torch.where(negatives == -torch.inf, 0, negatives).double()
     sums = torch.nn.functional.pad(wide.cumsum(-1), (1, 0)).gather(-1, count)
-    return (count * (margin - picked.double()) + sums).to(picked.dtype)
+    score = picked.double()
+    return (count * (_check.variable(margin, score) - score) + sums).to(picked.dtype)
 
 
 def _ramp(t: Tensor, start: float, flat: float) -> Tensor:
-    return (1 - t).clamp(min=0) - flat * (start - t).clamp(min=0)
+    return (1 - t).clamp(min=0) - flat * (_check.variable(start, t) - t).clamp(min=0)
 
 
 def _weights(
