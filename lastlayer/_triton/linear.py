@@ -154,14 +154,21 @@ def _add_powers(x, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS: tl.constex
 
 @triton.jit
 def _scan_kernel(
-    x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, class_ptr, n, stride, span, splits, room, start,
-    V: tl.constexpr, NAMED: tl.constexpr, TERMS: tl.constexpr, LOW: tl.constexpr,
+    x_ptr, floor_ptr, sums_ptr, top_ptr, fill_ptr, class_ptr, index_ptr, label_ptr,
+    n, stride, span, splits, room, start, labels,
+    V: tl.constexpr, NAMED: tl.constexpr, TERMS: tl.constexpr, LOW: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of a row for one warp: no warp waits for another, a thread loads 16 bytes at once, few registers."""
+    """A stretch of a row for one warp: no warp waits for another, a thread loads 16 bytes at once, few registers.
+
+    With M, the first of a row takes the logits of its labels too.
+    """
     W: tl.constexpr = 32 * V
     row, part = tl.program_id(0).to(tl.int64), _from_the_end()
     lo = part * span
     hi = tl.minimum(lo + span, n)
+    if M > 0:  # noqa: SIM102, which is known when the kernel is compiled
+        if part == 0:
+            _take_labels(x_ptr, index_ptr, label_ptr, row, n, stride, labels, start, M, False)
     x_ptr += row * stride
     top_ptr += row * room
     fill_ptr += row
@@ -214,9 +221,16 @@ def _scan_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "stride", "labels", "start"])
-def _labels_kernel(x_ptr, index_ptr, label_ptr, n, stride, labels, start, M: tl.constexpr, PACKED: tl.constexpr):
-    """Take the logits of a row's labels from a block, or from blocks of `stride` classes that lie one after another."""
+def _labels_kernel(x_ptr, index_ptr, label_ptr, n, stride, labels, start, M: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    _take_labels(x_ptr, index_ptr, label_ptr, row, n, stride, labels, start, M, True)
+
+
+@triton.jit
+def _take_labels(
+    x_ptr, index_ptr, label_ptr, row, n, stride, labels, start, M: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Take the logits of a row's labels from a block, or from blocks of `stride` classes that lie one after another."""
     for j in range(0, labels, M):
         place = j + tl.arange(0, M)
         col = tl.load(index_ptr + row * labels + place, mask=place < labels, other=-1) - start
@@ -424,6 +438,27 @@ def _loss_kernel(
     tl.store(out_ptr + 2 * rows + row, tl.sum(count, 0))
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _reduce_kernel(loss_ptr, count_ptr, out_ptr, has_ptr, share_ptr, rows, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum or the mean of the losses of rows with a label, which rows these are, and the share of each."""
+    n = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        n += (tl.load(count_ptr + row, mask=row < rows, other=0.0) > 0).to(tl.float32)
+    one = tl.full((), 1.0, tl.float32)
+    if MEAN:
+        one = 1 / tl.maximum(tl.sum(n, 0), 1.0)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        has = tl.load(count_ptr + row, mask=row < rows, other=0.0) > 0
+        share = tl.where(has, one, 0.0)
+        total += (tl.load(loss_ptr + row, mask=row < rows, other=0.0) * share).to(tl.float64)
+        tl.store(has_ptr + row, has, mask=row < rows)
+        tl.store(share_ptr + row, share, mask=row < rows)
+    tl.store(out_ptr, tl.sum(total, 0).to(tl.float32).to(out_ptr.dtype.element_ty))
+
+
 @triton.jit
 def _not_below(x, center, delta, log_mass, pull, rho, least, THINNED: tl.constexpr):
     """Whether the derivative of the loss by a logit may have that size; above the threshold it may."""
@@ -547,31 +582,37 @@ def partial_sums(rows: int, n: int, terms: int, device: torch.device) -> Tensor:
 
 
 def scan_block(
-    x: Tensor, floor: Tensor, sums: Tensor, top: Tensor, fill: Tensor, classes: Tensor | None, start: int
+    x: Tensor,
+    floor: Tensor,
+    sums: Tensor,
+    top: Tensor,
+    fill: Tensor,
+    classes: Tensor | None,
+    start: int,
+    index: Tensor | None = None,
+    labels: Tensor | None = None,
 ) -> None:
     """Add a block that starts at class `start` to the results of a scan.
 
     These are sums of powers below the floor and counts, the logits above it, appended to the lists in any order, and on
-    request the classes of the lists.
+    request the classes of the lists. With `index` the logits of the labels are written too.
     """
     rows, n = x.shape
     splits = sums.shape[1]
     span = cdiv(cdiv(n, splits), _TILE) * _TILE
     tensors = (x, floor, sums, top, fill, fill if classes is None else classes)
-    numbers = (n, x.stride(0), span, splits, top.shape[1], start)
+    tensors += (fill, fill) if index is None or labels is None else (index, labels)
+    numbers = (n, x.stride(0), span, splits, top.shape[1], start, 0 if index is None else index.shape[1])
     options = {"V": 16 // x.element_size(), "NAMED": classes is not None, "TERMS": sums.shape[2] - _COUNTS.value}
+    options["M"] = 0 if index is None else _labels_at_a_time(index)
     options["LOW"] = -6e4 if x.dtype == torch.float16 else -3e38
     launch(_scan_kernel, (rows, splits), *tensors, *numbers, **options, num_warps=1)
 
 
-def take_labels(x: Tensor, index: Tensor, labels: Tensor, classes: slice, stride: int, packed: bool = False) -> None:
-    """Write the logits of the labels among the classes of a block, whose rows are `stride` numbers apart.
-
-    `packed`, it is many blocks of `stride` classes that lie one after another without gaps.
-    """
+def take_labels(x: Tensor, index: Tensor, labels: Tensor, classes: slice, stride: int) -> None:
+    """Write the logits of the labels among the classes of blocks of `stride` classes, which follow without gaps."""
     numbers = (classes.stop - classes.start, stride, index.shape[1], classes.start)
-    options = {"M": _labels_at_a_time(index), "PACKED": packed}
-    launch(_labels_kernel, (len(index),), x, index, labels, *numbers, **options, num_warps=1)
+    launch(_labels_kernel, (len(index),), x, index, labels, *numbers, M=_labels_at_a_time(index), num_warps=1)
 
 
 def search(
@@ -629,6 +670,18 @@ def losses(
     options = {"RHO": rho > 0, "M": _labels_at_a_time(index)}
     launch(_loss_kernel, (rows,), solution, index, labels, out, toward, *numbers, **options, num_warps=1)
     return out, toward
+
+
+def reduce_rows(loss: Tensor, count: Tensor, dtype: torch.dtype, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum or the mean over the rows with a label, which rows these are, and the share of each in it.
+
+    Losses and numbers of labels have the shape ``(rows, 1)`` and are contiguous.
+    """
+    out, share = torch.empty((), dtype=dtype, device=loss.device), torch.empty_like(loss)
+    has = torch.empty(len(loss), dtype=torch.bool, device=loss.device)
+    tensors = (loss, count, out, has.view(torch.uint8), share)
+    launch(_reduce_kernel, (1,), *tensors, len(loss), MEAN=mean, BLOCK=1024, num_warps=8)
+    return out, has, share
 
 
 def grad_block(

@@ -26,7 +26,7 @@ PASSES = 10  # bounds the search; a row that needs more is solved from all its l
 STEP = ("y2(1-y)", "y(1-y)2", "y", "bend", "h2")  # what a step of the search sums, by the names of their series
 UNSEEN = ("silent", "leak")  # and with `observed`
 _WHOLE = 1024  # up to this number of classes all logits of a row are kept
-_BEGUN = 4  # blocks that a GPU scans while the host looks at the labels
+_FIRST = 2  # blocks that a GPU computes while the host prepares the scan; then it scans all that are held
 _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
 
@@ -229,13 +229,13 @@ class Scan:
     """
 
     def __init__(self, layer: Layer, limit: int, named: bool = False, held: Held | None = None) -> None:
-        """Begin with what needs no labels: the floors, and a scan of the first blocks of those that are held.
+        """Begin with what needs no labels: the floors, and a scan of the blocks that are held, except the last.
 
         `named` keeps the classes of the lists too, `held` some of the logits.
         """
         self.layer, self.kept = layer, held or Held(layer)
-        self._blocks, self._begun = layer.blocks(self.kept), min(len(self.kept.waiting), _BEGUN)
-        first = list(itertools.islice(self._blocks, min(self._begun, 1)))  # a GPU has work from here on
+        self._blocks = layer.blocks(self.kept)
+        first = list(itertools.islice(self._blocks, min(len(self.kept.waiting), _FIRST)))  # a GPU has work from here on
         self.floor, room, self.terms = _floor(layer, limit, self.kept.block)
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
@@ -245,7 +245,7 @@ class Scan:
         self.top = self.floor.new_full((layer.rows, room), -torch.inf)
         self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=self.floor.device)
         self.classes = self.top.new_zeros(self.top.shape, dtype=torch.int32) if named and room else None
-        for classes, x in itertools.chain(first, itertools.islice(self._blocks, self._begun - len(first))):
+        for classes, x in itertools.chain(first, itertools.islice(self._blocks, len(self.kept.waiting) - len(first))):
             self._add(x, classes.start)
 
     def run(self, index: Tensor) -> None:
@@ -253,22 +253,20 @@ class Scan:
         layer, self.index = self.layer, index
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
         waiting = self.kept.waiting
-        for classes, x in itertools.islice(self._blocks, len(waiting) - self._begun):
-            self._add(x, classes.start)
         if layer.kernels is not None and waiting:
             classes = slice(waiting[0].start, waiting[-1].stop)
-            layer.kernels.take_labels(self.kept.memory, index, self.labels, classes, layer.step, packed=True)
+            layer.kernels.take_labels(self.kept.memory, index, self.labels, classes, layer.step)
         else:
             for classes in waiting:
                 self._take_labels(self.kept.place(classes), classes)
         for classes, x in self._blocks:
-            self._add(x, classes.start)
-            self._take_labels(x, classes)
+            if layer.kernels is not None:
+                self._add(x, classes.start, index, self.labels)
+            else:
+                self._add(x, classes.start)
+                self._take_labels(x, classes)
 
     def _take_labels(self, x: Tensor, classes: slice) -> None:
-        if self.layer.kernels is not None:
-            self.layer.kernels.take_labels(x, self.index, self.labels, classes, x.stride(0))
-            return
         inside, place = within(self.index, classes)
         self.labels = torch.where(inside, x.gather(-1, place).to(self.layer.work), self.labels)
 
@@ -284,9 +282,10 @@ class Scan:
             self.classes = self.classes.gather(-1, order)
         self.few = self.held < n.clamp(max=limit)
 
-    def _add(self, x: Tensor, start: int) -> None:
+    def _add(self, x: Tensor, start: int, *labels: Tensor) -> None:
         if self.layer.kernels is not None:
-            self.layer.kernels.scan_block(x, self.floor, self.sums, self.top, self.fill, self.classes, start)
+            kept = (self.floor, self.sums, self.top, self.fill, self.classes)
+            self.layer.kernels.scan_block(x, *kept, start, *labels)
             return
         x = x.to(self.layer.work)
         finite = x.isfinite()

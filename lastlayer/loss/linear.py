@@ -44,7 +44,7 @@ from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, unwrap
 
 _WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product of 16 bits to a sum of 32
-_AHEAD = 2  # blocks whose gradient a GPU begins with while the host waits for the end of the forward pass
+_AHEAD = 4  # blocks whose gradient a GPU begins with while the host waits for the end of the forward pass
 
 
 def linear_lml_loss(
@@ -395,6 +395,11 @@ class _LinearLML(torch.autograd.Function):
         layer, known, least = scan.layer, options.pop("known"), options.pop("least")
 
         def leave(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            if by_kernels and known is None and reduction != "none" and dtype != torch.float16:
+                assert layer.kernels is not None
+                reduced: tuple[Tensor, Tensor, Tensor]
+                reduced = layer.kernels.reduce_rows(loss, count, dtype, reduction == "mean")
+                return reduced
             contributes = count > 0  # without a label the loss is 0
             if known is not None:
                 contributes = contributes | known.unsqueeze(-1)
@@ -419,9 +424,9 @@ class _LinearLML(torch.autograd.Function):
                 begun.append(_Gradients(layer, rows, wanted, scan.kept))
                 begun[0].add(_upstream(left[2], pull, toward, temperature), _AHEAD)
 
+        by_kernels = layer.kernels is not None and options["shard"] is None
         with torch.autocast(features.device.type, enabled=False):
             scan.run(index)
-            by_kernels = layer.kernels is not None and options["shard"] is None
             settle = functools.partial(_settle_by_kernels, meanwhile=meanwhile) if by_kernels else _settle
             found = settle(layer, scan, k, leave=leave, **options)
         rows, pull, toward, (loss, contributes, share) = found

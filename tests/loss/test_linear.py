@@ -265,6 +265,23 @@ def test_classes_are_counted_by_kernels(dtype):
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("rows", [1, 1030])
+@pytest.mark.parametrize("mean", [False, True])
+def test_losses_are_reduced_by_a_kernel(rows, mean):
+    """On a GPU, or with TRITON_INTERPRET=1."""
+    loss, count = torch.randn(rows, 1, device=DEVICE), torch.randint(3, (rows, 1), device=DEVICE).float()
+    kernels = _scan.kernels_for(loss)
+    if kernels is None:
+        pytest.skip("no kernels here")
+    has = count > 0
+    expected = torch.where(has, loss, 0).double().sum() / (has.sum().clamp(min=1) if mean else 1)
+    total, contributes, share = kernels.reduce_rows(loss, count, torch.float32, mean)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(contributes, has.squeeze(-1))
+    torch.testing.assert_close(share, has / (has.sum().clamp(min=1) if mean else 1))
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize(("lost", "some"), [(False, False), slow(True, False), slow(False, True)])
 def test_gradients_that_are_begun_in_the_forward_pass(lost, some, monkeypatch):
     """On a GPU, or with TRITON_INTERPRET=1. They are scaled later, and begun anew if rows were not solved."""
