@@ -571,14 +571,19 @@ def floors(x: Tensor, rank: int) -> Tensor:
     block = power_of_2(n)
     options = {"SPARE": {torch.bfloat16: 16, torch.float16: 13}.get(x.dtype, 0), "GROUP": max(1, block // 512)}
     options["BLOCK"] = block
-    launch(_floor_kernel, (rows,), x, out, n, x.stride(0), rank, **options, num_warps=max(1, min(16, block // 1024)))
+    launch(_floor_kernel, (rows,), x, out, n, x.stride(0), rank, **options, num_warps=max(1, min(4, block // 1024)))
     return out
 
 
-def partial_sums(rows: int, n: int, terms: int, device: torch.device) -> Tensor:
-    """Return zeros for the sums of blocks of `n` classes: ``(rows, programs per row, powers and counts)``."""
+def partial_sums(rows: int, n: int, terms: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return zeros for the sums of blocks of `n` classes, and for the length of each list.
+
+    The sums have the shape ``(rows, programs per row, powers and counts)``.
+    """
     splits = max(1, min(_PROGRAMS // max(rows, 1), cdiv(n, _TILE)))
-    return torch.zeros(rows, splits, terms + _COUNTS.value, dtype=torch.float32, device=device)
+    numbers = splits * (terms + _COUNTS.value)
+    zeros = torch.zeros(rows * (numbers + 1), dtype=torch.float32, device=device)
+    return zeros[: rows * numbers].view(rows, splits, -1), zeros[rows * numbers :].view(torch.int32)
 
 
 def scan_block(
@@ -600,8 +605,8 @@ def scan_block(
     rows, n = x.shape
     splits = sums.shape[1]
     span = cdiv(cdiv(n, splits), _TILE) * _TILE
-    tensors = (x, floor, sums, top, fill, fill if classes is None else classes)
-    tensors += (fill, fill) if index is None or labels is None else (index, labels)
+    lists = (fill, fill) if index is None or labels is None else (index, labels)
+    tensors = (x, floor, sums, top, fill, fill if classes is None else classes, *lists)
     numbers = (n, x.stride(0), span, splits, top.shape[1], start, 0 if index is None else index.shape[1])
     options = {"V": 16 // x.element_size(), "NAMED": classes is not None, "TERMS": sums.shape[2] - _COUNTS.value}
     options["M"] = 0 if index is None else _labels_at_a_time(index)

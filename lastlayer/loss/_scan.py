@@ -6,7 +6,7 @@ import functools
 import importlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -26,7 +26,7 @@ PASSES = 10  # bounds the search; a row that needs more is solved from all its l
 STEP = ("y2(1-y)", "y(1-y)2", "y", "bend", "h2")  # what a step of the search sums, by the names of their series
 UNSEEN = ("silent", "leak")  # and with `observed`
 _WHOLE = 1024  # up to this number of classes all logits of a row are kept
-_FIRST = 2  # blocks that a GPU computes while the host prepares the scan; then it scans all that are held
+_FIRST = 3  # blocks that a GPU computes while the host prepares the scan; then it scans all that are held
 _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
 
@@ -235,16 +235,22 @@ class Scan:
         """
         self.layer, self.kept = layer, held or Held(layer)
         self._blocks = layer.blocks(self.kept)
-        first = list(itertools.islice(self._blocks, min(len(self.kept.waiting), _FIRST)))  # a GPU has work from here on
-        self.floor, room, self.terms = _floor(layer, limit, self.kept.block)
+        first: list[tuple[slice, Tensor]] = []
+
+        def begin() -> None:  # a GPU has work from here on
+            first.extend(itertools.islice(self._blocks, min(len(self.kept.waiting), _FIRST)))
+
+        self.floor, room, self.terms = _floor(layer, limit, self.kept.block, begin)
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
-        self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
-        if layer.kernels is not None:
-            self.sums = layer.kernels.partial_sums(layer.rows, min(layer.step, layer.n), self.terms, self.floor.device)
-        self.top = self.floor.new_full((layer.rows, room), -torch.inf)
-        self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=self.floor.device)
+        self.top = self.floor.new_empty(layer.rows, room)
         self.classes = self.top.new_zeros(self.top.shape, dtype=torch.int32) if named and room else None
+        if layer.kernels is not None:
+            width = min(layer.step, layer.n)
+            self.sums, self.fill = layer.kernels.partial_sums(layer.rows, width, self.terms, self.floor.device)
+        else:
+            self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
+            self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=self.floor.device)
         for classes, x in itertools.chain(first, itertools.islice(self._blocks, len(self.kept.waiting) - len(first))):
             self._add(x, classes.start)
 
@@ -277,7 +283,9 @@ class Scan:
         self.held, room = self.fill.unsqueeze(-1).to(self.floor.dtype), self.top.shape[-1]
         self.overflow = (self.held > room) | (room == 0)
         filled = int(self.fill.max()) if len(self.fill) else 0
-        self.top, order = self.top[:, : min(room, filled)].sort(-1, descending=True)
+        top = self.top[:, : min(room, filled)]
+        listed = torch.arange(top.shape[1], device=top.device) < self.fill.unsqueeze(-1)
+        self.top, order = torch.where(listed, top, -torch.inf).sort(-1, descending=True)
         if self.classes is not None:
             self.classes = self.classes.gather(-1, order)
         self.few = self.held < n.clamp(max=limit)
@@ -326,10 +334,10 @@ def list_sizes(n_classes: int, limit: int) -> tuple[int, int, int]:
     return stride, rank, math.ceil((rank + 4 * math.sqrt(rank) + 8) * n_classes / size)
 
 
-def _floor(layer: Layer, limit: int, block: Tensor) -> tuple[Tensor, int, int]:
+def _floor(layer: Layer, limit: int, block: Tensor, meanwhile: Callable[[], None]) -> tuple[Tensor, int, int]:
     """Return the floor of each row's list, the room of the lists, and the number of powers to sum below the floor.
 
-    The sample of logits is computed in the memory of a block.
+    The sample of logits is computed in the memory of a block. `meanwhile` is called when that has begun.
     """
     most = 16 if layer.work == torch.float64 else 8
     if layer.n <= _WHOLE:
@@ -344,6 +352,8 @@ def _floor(layer: Layer, limit: int, block: Tensor) -> tuple[Tensor, int, int]:
         rows = slice(start, min(start + piece, layer.rows))
         place = memory.as_strided((rows.stop - start, size), (size, 1))
         sample = (layer if piece >= layer.rows else layer.of_rows(rows)).logits(slice(0, size * stride, stride), place)
+        if start == 0:
+            meanwhile()
         if layer.kernels is not None:
             floors.append(layer.kernels.floors(sample, rank))
         else:

@@ -44,7 +44,7 @@ from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, unwrap
 
 _WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product of 16 bits to a sum of 32
-_AHEAD = 4  # blocks whose gradient a GPU begins with while the host waits for the end of the forward pass
+_AHEAD = 6  # blocks whose gradient a GPU begins with, at most, while the host ends the forward pass
 
 
 def linear_lml_loss(
@@ -128,7 +128,9 @@ def linear_lml_loss(
     rows = batch.numel()
     dtype = _dot_dtype(features)
     shape = torch.empty((), dtype=dtype, device=features.device).expand(*batch, n)
-    cardinality = _check.cardinality(op, k, shape, shard)
+    cardinality = _check.cardinality(op, k, shape, shard) if isinstance(k, Tensor) else None
+    if cardinality is None:  # it becomes a tensor once a GPU has work
+        _check.cardinality_of_all(op, k, n, n if shard is None else math.inf)
     mask = _check.mask(op, local_part(mask), shape)
     divisor = _check.temperature(op, temperature)
     if rows * n <= tile(shape) and shard is None and negatives is None:
@@ -148,6 +150,8 @@ def linear_lml_loss(
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             layer = Layer(features, weight, bias, dtype, divisor, mask)
             scan = Scan(layer, limit, least > 0, _held(layer, holds))
+    if cardinality is None:
+        cardinality = _check.cardinality(op, k, shape, shard)
     labels = _check.target(op, local_part(target), shape, shard)
     index = _index_lists(labels, lambda dense: dense > 0)
     width = index.shape[-1]
@@ -309,11 +313,12 @@ def _settle_by_kernels(
     rho: float,
     shard: ClassShard | None,
     leave: Leave,
-    meanwhile: Callable[..., None] | None = None,
+    meanwhile: Callable[..., Callable[[], None]] | None = None,
 ) -> Settled:
     """Do the same as :func:`_settle` in a few launches, for classes that are not sharded.
 
-    While the host waits, `meanwhile` is called with the result, and once more if that was not the last word.
+    While the host waits, `meanwhile` is called with the result, and what it returns; and once more if that was not the
+    last word.
     """
     assert layer.kernels is not None
     assert shard is None
@@ -330,10 +335,11 @@ def _settle_by_kernels(
         loss, pull, count, toward = _losses_by_kernels(layer, scan, rows, solution, labels, every)
         return pull, toward, leave(loss, count)
 
-    is_set = _soon(some_lost)
     found = end()
-    if meanwhile is not None:
-        meanwhile(rows, *found)
+    more = None if meanwhile is None else meanwhile(rows, *found)
+    is_set = _soon(some_lost)
+    if more is not None:
+        more()
     if is_set():
         _solve_lost(layer, lost > 0, k, rows, None)
         found = end()
@@ -412,17 +418,23 @@ class _LinearLML(torch.autograd.Function):
 
         begun: list[_Gradients] = []
 
-        def meanwhile(rows: Rows, pull: Tensor, toward: Tensor, left: tuple[Tensor, Tensor, Tensor]) -> None:
+        def meanwhile(
+            rows: Rows, pull: Tensor, toward: Tensor, left: tuple[Tensor, Tensor, Tensor]
+        ) -> Callable[[], None]:
             if begun:  # for another result
                 begun.clear()
                 scan.kept.filled = False
-                return
+                return lambda: None
             wants_features, wants_weight, wants_bias, _, wants_temperature = ctx.needs_input_grad[:5]
-            fits = len(scan.kept.waiting) >= _AHEAD and layer.dtype != torch.float16  # which might underflow
-            if fits and wants_weight and not wants_temperature and reduction != "none" and scan.classes is None:
-                wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
-                begun.append(_Gradients(layer, rows, wanted, scan.kept))
-                begun[0].add(_upstream(left[2], pull, toward, temperature), _AHEAD)
+            blocks = min(len(scan.kept.waiting), _AHEAD)
+            fits = blocks > 1 and layer.dtype != torch.float16  # which might underflow
+            if not (fits and wants_weight and reduction != "none") or wants_temperature or scan.classes is not None:
+                return lambda: None
+            wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
+            begun.append(_Gradients(layer, rows, wanted, scan.kept))
+            upstream = _upstream(left[2], pull, toward, temperature)
+            begun[0].add(upstream, 1)
+            return lambda: begun[0].add(upstream, blocks - 1)
 
         by_kernels = layer.kernels is not None and options["shard"] is None
         with torch.autocast(features.device.type, enabled=False):
