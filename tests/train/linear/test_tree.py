@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from sklearn.preprocessing import normalize
+from tools import slow
 
 import lastlayer as ll
 from lastlayer._native import linear as native
@@ -373,7 +374,7 @@ def test_rows_on_disk_give_the_same_model_and_are_not_copied(tmp_path, monkeypat
     np.testing.assert_array_equal(found.predict_proba(x[:9], k=3)[1], expected.predict_proba(mapped[:9], k=3)[1])
 
 
-@pytest.mark.parametrize("backend", ["loky", "dask"])
+@pytest.mark.parametrize("backend", ["loky", slow("dask")])
 def test_processes_of_joblib_and_dask_give_the_same_model(backend):
     joblib = pytest.importorskip("joblib")
     x, y = made_up(rows=400)
