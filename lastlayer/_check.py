@@ -371,7 +371,15 @@ _pytree.register_pytree_node(
 )
 
 
-def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None, *, in_range: bool = True) -> Labels:
+def target(
+    op: str,
+    value: Any,
+    scores: Tensor,
+    shard: ClassShard | None = None,
+    *,
+    in_range: bool = True,
+    distinct: bool = True,
+) -> Labels:
     """Check a target in any of its three forms against scores of shape ``(*batch, n_classes)``.
 
     The dtype tells the form, as in ``F.cross_entropy``: int64 and int32 are class indices, one per row or a list per
@@ -380,7 +388,7 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None,
 
     With `shard`, index targets hold classes of all ranks; the result holds those of this rank, counted from 0. A class
     that does not exist is an error where that can be seen for free (on the CPU, outside of traces), unless `in_range`
-    is False.
+    is False. Repeats in index lists are dropped, unless `distinct` is False.
     """
     marked = isinstance(value, LabelLists)
     value = value.index if marked else value
@@ -423,7 +431,7 @@ def target(op: str, value: Any, scores: Tensor, shard: ClassShard | None = None,
     if shard is not None:
         index = index - shard.start
         index = torch.where((index >= 0) & (index < n), index, -1)
-    return Labels(_distinct(index), None, n)
+    return Labels(_distinct(index) if distinct else index, None, n)
 
 
 def readable(x: Tensor) -> bool:

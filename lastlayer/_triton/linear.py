@@ -243,6 +243,22 @@ def _take_labels(
         tl.store(label_ptr + row * labels + place, x, mask=inside)
 
 
+@triton.jit(do_not_specialize=["labels"])
+def _distinct_kernel(index_ptr, out_ptr, labels, M: tl.constexpr):
+    """Replace the labels of a row that an earlier one repeats by -1, M at a time."""
+    here = tl.program_id(0).to(tl.int64) * labels
+    for j in range(0, labels, M):
+        place = j + tl.arange(0, M)
+        label = tl.load(index_ptr + here + place, mask=place < labels, other=-1)
+        repeats = tl.zeros((M,), tl.int32)
+        for i in range(0, j + M, M):
+            before = i + tl.arange(0, M)
+            other = tl.load(index_ptr + here + before, mask=before < labels, other=-1)
+            same = (other[:, None] == label[None, :]) & (before[:, None] < place[None, :])
+            repeats = tl.maximum(repeats, tl.max(same.to(tl.int32), 0))
+        tl.store(out_ptr + here + place, tl.where(repeats > 0, -1, label), mask=place < labels)
+
+
 @triton.jit
 def _totals(sums_ptr, splits, NUMBERS: tl.constexpr):
     """The numbers of a scan, added over the stretches of a row: shape (16,), 0 beyond."""
@@ -614,6 +630,17 @@ def scan_block(
     launch(_scan_kernel, (rows, splits), *tensors, *numbers, **options, num_warps=1)
 
 
+def distinct(index: Tensor) -> Tensor:
+    """Drop repeats from index lists, the last dimension, as `lastlayer._check.target` does."""
+    labels = index.shape[-1]
+    if labels < 2 or index.numel() == 0:
+        return index
+    index = index.contiguous()
+    out = torch.empty_like(index)
+    launch(_distinct_kernel, (index.numel() // labels,), index, out, labels, M=_labels_at_a_time(index), num_warps=1)
+    return out
+
+
 def take_labels(x: Tensor, index: Tensor, labels: Tensor, classes: slice, stride: int) -> None:
     """Write the logits of the labels among the classes of blocks of `stride` classes, which follow without gaps."""
     numbers = (classes.stop - classes.start, stride, index.shape[1], classes.start)
@@ -737,4 +764,4 @@ def marks(
 
 
 def _labels_at_a_time(index: Tensor) -> int:
-    return min(_LABELS, power_of_2(max(index.shape[1], 1)))
+    return min(_LABELS, power_of_2(max(index.shape[-1], 1)))

@@ -152,8 +152,11 @@ def linear_lml_loss(
             scan = Scan(layer, limit, least > 0, _held(layer, holds))
     if cardinality is None:
         cardinality = _check.cardinality(op, k, shape, shard)
-    labels = _check.target(op, local_part(target), shape, shard)
+    kernels = None if scan is None else scan.layer.kernels
+    labels = _check.target(op, local_part(target), shape, shard, distinct=kernels is None)
     index = _index_lists(labels, lambda dense: dense > 0)
+    if kernels is not None and labels.dense is None:
+        index = kernels.distinct(index)
     width = index.shape[-1]
     if rho > 0 and labels.dense is not None:
         index = torch.cat([index, _index_lists(labels, lambda dense: dense < 0)], -1)

@@ -265,6 +265,21 @@ def test_classes_are_counted_by_kernels(dtype):
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("width", [1, 5, 70])
+def test_repeated_labels_are_dropped_by_a_kernel(width):
+    """On a GPU, or with TRITON_INTERPRET=1."""
+    kernels = _scan.kernels_for(torch.zeros(1, device=DEVICE))
+    if kernels is None:
+        pytest.skip("no kernels here")
+    index = torch.randint(-1, 50, (2, 3, width), device=DEVICE)
+    found = kernels.distinct(index)
+    kept = found == index
+    assert (kept | (found == -1)).all()
+    for row, left in zip(index.view(6, width).tolist(), found.view(6, width).tolist(), strict=True):
+        assert sorted(i for i in left if i >= 0) == sorted({i for i in row if i >= 0})
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("rows", [1, 1030])
 @pytest.mark.parametrize("mean", [False, True])
 def test_losses_are_reduced_by_a_kernel(rows, mean):
