@@ -124,6 +124,20 @@ def log1p(t):
 
 
 @triton.jit
+def log1p_part(t):
+    """log(1 + t) for 0 <= t <= 1, to float32 rounding: 2 artanh(t / (2 + t)) by its series."""
+    s = t * rcp(2 + t)
+    q = s * s
+    p = 1 / 15 * q + 1 / 13
+    p = p * q + 1 / 11
+    p = p * q + 1 / 9
+    p = p * q + 1 / 7
+    p = p * q + 1 / 5
+    p = p * q + 1 / 3
+    return 2 * tl.fma(p * q, s, s)
+
+
+@triton.jit
 def log_sigmoid(z):
     return tl.minimum(z, 0.0) - log1p(exp(-tl.abs(z)))
 
@@ -539,7 +553,7 @@ def sample(x_ptr, m_ptr, row, m_row, m_col, n, k, inv_t, BLOCK: tl.constexpr, MA
 
 
 @triton.jit
-def _sweep_terms(x, center):
+def sweep_terms(x, center):
     """The terms of a class in the sums of a step."""
     a = exp2((center - x) * LOG2E)
     y = rcp(1 + a)
@@ -562,7 +576,7 @@ def sweep(x_ptr, m_ptr, row, m_row, m_col, n, lo, hi, center, inv_t, W: tl.const
     first, skip, whole = whole_tiles(x_ptr.dtype, row, n, lo, hi, W * C)
     for j in range(0, whole, W * C):
         x = load_whole(x_ptr, m_ptr, row, m_row, m_col, n, first, j + tile, inv_t, MASKED)
-        df, da, d1, d2, dh = _sweep_terms(x, center)
+        df, da, d1, d2, dh = sweep_terms(x, center)
         f += tl.sum(df, 0)
         above += tl.sum(da, 0)
         s1 += tl.sum(d1, 0)
@@ -572,7 +586,7 @@ def sweep(x_ptr, m_ptr, row, m_row, m_col, n, lo, hi, center, inv_t, W: tl.const
     for j in range(0, hi - lo - whole, C):
         cols = end_columns(j + tl.arange(0, C), n, lo, hi, skip, whole)
         x = load_flat(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
-        df, da, d1, d2, dh = _sweep_terms(x, center)
+        df, da, d1, d2, dh = sweep_terms(x, center)
         df, da, d1, d2, dh = sum5(df, da, d1, d2, dh, 0)
         f += df
         above += da

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lastlayer._check import Labels
-from lastlayer._triton import INTERPRETED
 from lastlayer._triton import fused_batch as batch_of
 from lastlayer._triton import fused_lml as budget
 from lastlayer._triton import fused_order as order
@@ -30,8 +29,10 @@ MOST_ROWS = 8192  # of a batch whose columns are taken by one program each
 MOST_SUMMED = 1 << 16  # rows, or columns, whose losses one program sums
 LONGEST = 16384  # classes of a row in registers
 MOST_CHOSEN = 16  # classes of a subset
-SUMMED = 4096  # of them at a time
-ROWS = 16 if INTERPRETED else 1  # whose polynomials one program takes: of one warp
+SUMMED = (1024, 4), (4096, 16)  # of them at a time, and warps
+SCALED = 2048  # scores at a time whose gradient is scaled
+STRIP = 128, 8  # rows and columns at a time of a loss of columns
+MANY = 2048  # rows that fill the chip if two warps take each
 
 STREAMED: dict[str, Any] = {
     "logistic": rows_of.logistic,
@@ -41,7 +42,6 @@ STREAMED: dict[str, Any] = {
     "two_way_columns": rows_of.two_way_columns,
     "logsumexp": rows_of.logsumexp,
     "quasibinary": rows_of.quasibinary,
-    "fenchel_young": rows_of.fenchel_young,
 }
 HELD: dict[str, Any] = {
     "truncated": order.truncated,
@@ -50,15 +50,24 @@ HELD: dict[str, Any] = {
     "capped_sparsemax": order.capped_sparsemax,
     "capped_softmax_backward": order.capped_softmax_backward,
     "capped_sparsemax_backward": order.capped_sparsemax_backward,
-    "labelled": budget.labelled,
+    "fenchel_young": budget.fenchel_young,
     "at_most": budget.at_most,
     "at_most_backward": budget.at_most_backward,
 }
 _EXTRA = {"logsumexp": 2, "quasibinary": 1, "at_most": 3}  # further numbers per row
 _SUBSETS = ("marginals", "marginals_backward", "smooth_svm")
-# What comes before an operation, and how many numbers per row that finds. Two kernels are compiled side by side.
-_BEFORE = {"fenchel_young": ("labelled", 4)}
-_NO_LOSS = ("capped_softmax", "capped_sparsemax", "at_most", "labelled")  # and their backward passes
+_NO_LOSS = ("capped_softmax", "capped_sparsemax", "at_most")  # and their backward passes
+_SEARCHED = ("capped_softmax", "capped_sparsemax", "at_most")  # rows that are reduced most often
+_REGISTERS = {
+    "capped_softmax": 80,
+    "capped_sparsemax": 80,
+    "at_most": 96,
+    "fenchel_young": 64,
+    "truncated": 64,
+    "asymmetric": 64,
+    "warp": 40,
+    "marginals": 80,
+}
 
 
 class Result(NamedTuple):
@@ -102,7 +111,6 @@ def _run(
     first: Tensor | None = None,
     second: Tensor | None = None,
     gradient: bool = True,
-    extra: Tensor | None = None,
 ) -> Result:
     n, batch = x.shape[-1], x.shape[:-1]
     rows = x.numel() // n
@@ -117,10 +125,8 @@ def _run(
     if name == "warp":
         second = _harmonic(n, x.device)
     e, e_row, e_col = _strides(each, x)
-    sizes, step, before = first, 0, _BEFORE.get(name)
-    if before is not None:
-        first = extra = torch.empty((rows, before[1]), dtype=torch.float32, device=x.device)
-    elif first is not None and first.numel() > 1 and not name.endswith("_backward"):
+    step = 0
+    if first is not None and first.numel() > 1 and not name.endswith("_backward"):
         step, first = 1, first.expand(batch).contiguous()
         second = None if second is None else second.expand(batch).contiguous()
 
@@ -128,13 +134,14 @@ def _run(
     loss = None if projects else torch.empty(lines, dtype=torch.float32, device=x.device)
     counts = None if projects else torch.empty(lines, dtype=torch.bool, device=x.device)
     out = torch.empty_like(x) if gradient else None
+    extra = None
     if name in _EXTRA:
         extra = torch.empty((*batch, _EXTRA[name]), dtype=torch.float32, device=x.device)
-    block, warps = _sizes(name, n)
+    block, warps = _sizes(name, n, rows)
     given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers))
     marks = None if counts is None else counts.view(torch.int8)
     args = (
-        x, target, e, p, first, second, loss, out, marks, None if before else extra,
+        x, target, e, p, first, second, loss, out, marks, extra,
         rows, n, width, e_row, e_col, p_row, p_col, step, *given,
     )  # fmt: skip
     constants = {
@@ -143,18 +150,17 @@ def _run(
         "GRADIENT": gradient,
         "BLOCK": block,
         "num_warps": warps,
+        **_limited(name, rows, warps),
     }
-    if not name.endswith("_backward") and is_new((name, x.get_device(), x.dtype, held, block)):
-        _compile_ahead(name, kernel, args, constants)
-    if before is not None:
-        _run(before[0], x, labels, numbers, each=each, first=sizes, gradient=False, extra=extra)
+    if not name.endswith("_backward") and is_new((name, x.get_device(), x.dtype, held, block, warps)):
+        _compile_ahead(name, args, constants)
     launch(kernel, (shapes.cdiv(n, block) if columns else rows,), *args, **constants)
     return Result(loss, out, counts, extra)
 
 
-def _compile_ahead(name: str, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Compile a kernel that another precedes, or else its launcher; and what follows a projection or a loss."""
-    follows = [Launch(kernel if name in _BEFORE else rows_of.blank, (1,), args, constants)]
+def _compile_ahead(name: str, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Compile the launcher of a kernel, and what follows a projection or a loss."""
+    follows = [Launch(rows_of.blank, (1,), args, constants)]
     x, _, e, _, first, second, loss, out, counts, extra, _, n = args[:12]
     if f"{name}_backward" in HELD:  # of a contiguous upstream gradient
         mask = e if name == "at_most" else None
@@ -162,7 +168,9 @@ def _compile_ahead(name: str, kernel: Any, args: tuple[Any, ...], constants: dic
             x, None, out, mask, first if extra is None else extra, second, None, out, None, None,
             1, n, 0, n, 1, *args[13:15], 0, *[1.0] * 4,
         )  # fmt: skip
-        follows.append(Launch(HELD[f"{name}_backward"], (1,), given, {**constants, "TARGET": "none", "HARD": True}))
+        block, warps = _sizes(f"{name}_backward", n)
+        options = {"TARGET": "none", "HARD": True, "GRADIENT": True, "BLOCK": block, "num_warps": warps}
+        follows.append(Launch(HELD[f"{name}_backward"], (1,), given, options))
     elif loss is not None:
         follows += _ends(loss, counts, out)
     compile_ahead(*follows)
@@ -177,77 +185,68 @@ def _subsets(
     first: Tensor | None,
     gradient: bool,
 ) -> Result:
-    """Do the steps of an operation over subsets of classes: see `fused_subset`."""
+    """Do an operation over subsets of classes: see `fused_subset`."""
     n, batch, x = x.shape[-1], x.shape[:-1], x.contiguous()
     rows = x.numel() // n
     held, target, width = _target(labels)
     e, e_row, e_col = _strides(each, x)
-    table = torch.empty((_numbers_of_subsets(numbers), rows), dtype=torch.float64, device=x.device)
-    tables = (table, None) if first is None else (first, table)
-    loss = None if labels is None else torch.empty(batch, dtype=torch.float32, device=x.device)
-    counts = None if labels is None else torch.empty(batch, dtype=torch.bool, device=x.device)
-    out = torch.empty_like(x) if gradient else None
-    marks = None if counts is None else counts.view(torch.int8)
-    given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers))
-    args = (x, target, e, None, *tables, loss, out, marks, None, rows, n, width, e_row, e_col, 0, 0, 0, *given)
-    names: tuple[str, ...] = ("powers", "changes", "marginals_backward")
+    degrees = _degrees(numbers)
+    table = loss = counts = marks = None
     if first is None:
-        names = ("tilt", "powers", "polynomials", "marginals")[: 4 if gradient else 3]
-    block, warps = _sizes("tilt", n)
-    steps = _steps_of_subsets(names, args, held, gradient, block, warps)
-    kind = (name, x.get_device(), x.dtype, held, block, gradient)
-    if first is None and is_new(kind):
-        follows: tuple[Launch, ...] = ()
+        table = torch.empty((rows, _numbers_of_subsets(degrees)), dtype=torch.float64, device=x.device)
+    if labels is not None:
+        loss = torch.empty(batch, dtype=torch.float32, device=x.device)
+        counts = torch.empty(batch, dtype=torch.bool, device=x.device)
+        marks = counts.view(torch.int8)
+    out = torch.empty_like(x) if gradient else None
+    given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers))
+    args = (x, target, e, None, first, None, loss, out, marks, table, rows, n, width, e_row, e_col, 0, 0, 0, *given)
+    block, warps = _sizes("marginals", n)
+    options = {
+        "TARGET": held,
+        "HARD": True,
+        "GRADIENT": gradient,
+        "BLOCK": block,
+        "CHUNK": _chunk(block),
+        "DEGREES": degrees,
+        "num_warps": warps,
+        **_limited("marginals", rows, warps),
+    }
+    if first is None and is_new((name, x.get_device(), x.dtype, held, block, degrees, gradient)):
+        follows: tuple[Launch, ...]
         if loss is not None and marks is not None:
             follows = _ends(loss, marks, out)
         else:  # of a contiguous upstream gradient
-            back = (x, None, out, None, table, table, None, out, None, None, 1, n, 0, n, 1, 0, 0, 0, *given)
-            names = ("powers", "changes", "marginals_backward")
-            follows = _steps_of_subsets(names, back, "none", True, block, warps)
-        compile_ahead(*steps[1:], *follows)
-    for kernel, grid, args, options in steps:
-        launch(kernel, grid, *args, **options)
+            back = (x, None, out, None, table, None, None, out, None, None, 1, n, 0, n, 1, 0, 0, 0, *given)
+            follows = (Launch(subset.marginals_backward, (1,), back, options),)
+        compile_ahead(*follows)
+    launch(subset.marginals if first is None else subset.marginals_backward, (rows,), *args, **options)
     return Result(loss, out, counts, table)
 
 
-def _steps_of_subsets(
-    names: tuple[str, ...], args: tuple[Any, ...], held: str, gradient: bool, block: int, warps: int
-) -> tuple[Launch, ...]:
-    """Return kernels that take one row per program, or several at a time."""
-    rows = args[10]
-    grids = {False: (rows,), True: (shapes.cdiv(rows, ROWS),)}
-    kernels = _kernels_of_subsets(names, held, gradient, block, warps, 32 if args[18] <= 10 else 64)
-    return tuple(Launch(kernel, grids[together], args, options) for kernel, together, options in kernels)
+def _chunk(block: int) -> int:
+    """Return the classes of a row whose polynomials are in registers."""
+    return min(block, 4096)
 
 
-@functools.lru_cache(maxsize=256)
-def _kernels_of_subsets(
-    names: tuple[str, ...], held: str, gradient: bool, block: int, warps: int, degrees: int
-) -> list[tuple[Any, bool, dict[str, Any]]]:
-    """Return kernels, whether they take several rows at a time, and their constants; `degrees` is of polynomials."""
-    found = []
-    for name in names:
-        together = name in ("polynomials", "changes")
-        options: dict[str, Any] = {"TARGET": held, "HARD": True, "GRADIENT": gradient}
-        options["BLOCK"] = ROWS if together else block if name == "tilt" else 512
-        if together or name == "powers":
-            options["DEGREES"] = degrees
-        options["num_warps"] = warps if name == "tilt" else 1 if together or name == "powers" else 2
-        found.append((getattr(subset, name), together, options))
-    return found
+def _degrees(numbers: Sequence[float]) -> int:
+    """Return how many degrees polynomials over subsets may have: more than 3 k + 1."""
+    return 32 if numbers[0] <= 10 else 64
 
 
-def _numbers_of_subsets(numbers: Sequence[float]) -> int:
-    """Return how many numbers per row the steps of `fused_subset` keep: as there."""
-    return int(subset.HEAD.value) + 4 * (2 * int(numbers[0]) + 2)
+def _numbers_of_subsets(degrees: int) -> int:
+    """Return how many numbers per row `fused_subset` keeps: as there."""
+    return int(subset.HEAD.value) + int(subset.VECTORS.value) * degrees
 
 
 def takes(name: str, rows: int, n: int, numbers: Sequence[float] = ()) -> bool:
     """Whether there is a kernel for the operation and the shape."""
-    held = name in HELD or name in _BEFORE or name in _SUBSETS
+    held = name in HELD or name in _SUBSETS
     if max(rows, n) >> 31 or (name == "two_way_columns" and rows > MOST_ROWS) or (held and n > LONGEST):
         return False
-    return name not in _SUBSETS or (numbers[0] <= MOST_CHOSEN and not rows * _numbers_of_subsets(numbers) >> 31)
+    return name not in _SUBSETS or (
+        numbers[0] <= MOST_CHOSEN and not rows * _numbers_of_subsets(_degrees(numbers)) >> 31
+    )
 
 
 def sums(rows: int, n: int, *, columns: bool = False) -> bool:
@@ -259,7 +258,7 @@ def reduced(found: Result, mean: bool) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses, or their mean over the rows that count, and the factor of the gradients."""
     total, factor = _number(found.loss), _number(found.loss)
     counts = found.counts.view(torch.int8)
-    options = {"MEAN": mean, "BLOCK": SUMMED, "num_warps": 16}
+    options = {"MEAN": mean, **_summing(counts.numel())}
     launch(batch_of.reduced, (1,), found.loss, counts, total, factor, counts.numel(), **options)
     return total, factor
 
@@ -267,18 +266,24 @@ def reduced(found: Result, mean: bool) -> tuple[Tensor, Tensor]:
 def scaled(grad: Tensor, upstream: Tensor, factor: Tensor) -> Tensor:
     """Return the gradient of a reduced loss, from that of the rows and the factor of `reduced`."""
     out = torch.empty_like(grad)
-    grid = (shapes.cdiv(grad.numel(), 4096),)
-    launch(batch_of.scaled, grid, grad, upstream, factor, out, grad.numel(), BLOCK=4096, num_warps=8)
+    grid = (shapes.cdiv(grad.numel(), SCALED),)
+    launch(batch_of.scaled, grid, grad, upstream, factor, out, grad.numel(), BLOCK=SCALED, num_warps=8)
     return out
+
+
+def _summing(count: int) -> dict[str, Any]:
+    """Return the constants of a kernel whose one program sums so many numbers."""
+    block, warps = SUMMED[count > SUMMED[0][0]]
+    return {"BLOCK": block, "num_warps": warps}
 
 
 def _ends(loss: Tensor, counts: Tensor, grad: Tensor | None) -> tuple[Launch, ...]:
     """Return the kernels that will reduce a loss, and scale its gradient."""
-    options = {"MEAN": True, "BLOCK": SUMMED, "num_warps": 16}
+    options = {"MEAN": True, **_summing(loss.numel())}
     mean = Launch(batch_of.reduced, (1,), (loss, counts, loss, loss, 1), options)
     if grad is None:
         return (mean,)
-    options = {"BLOCK": 4096, "num_warps": 8}
+    options = {"BLOCK": SCALED, "num_warps": 8}
     return mean, Launch(batch_of.scaled, (1,), (grad, loss, loss, grad, grad.numel()), options)
 
 
@@ -286,17 +291,25 @@ def quasibinary(x: Tensor, labels: Labels, mean: bool) -> tuple[Tensor, Tensor]:
     """Return the quasibinary loss of a batch, and the numbers that its gradient needs."""
     n, (held, target, width) = x.shape[-1], _target(labels)
     rows, (block, warps) = x.numel() // n, _sizes("quasibinary", n)
-    numbers, total = torch.empty((3, rows), dtype=torch.float32, device=x.device), _number(x)
+    numbers, total = torch.empty((5, rows), dtype=torch.float32, device=x.device), _number(x)
     result = torch.empty(4, dtype=torch.float32, device=x.device)
     of_row: dict[str, Any] = {"TARGET": held, "BLOCK": block, "num_warps": warps}
-    of_all: dict[str, Any] = {"BLOCK": SUMMED, "num_warps": 16}
+    of_all = _summing(rows)
     factor = 1.0 / rows if mean else 1.0
-    steps = (
+    few = 256 if rows <= 256 else 1024 if rows <= 1024 else 0
+    steps = [
         Launch(batch_of.quasibinary_sums, (rows,), (x, target, numbers, rows, n, width), of_row),
         Launch(batch_of.quasibinary_normaliser, (1,), (numbers, result, rows), of_all),
-        Launch(batch_of.quasibinary_loss, (rows,), (x, target, numbers, result, rows, n, width), of_row),
+        Launch(
+            batch_of.quasibinary_loss,
+            (rows,),
+            (x, target, numbers, result, rows, n, width),
+            {"TARGET": held, "SUMMED": few, "BLOCK": block, "num_warps": warps},
+        ),
         Launch(batch_of.quasibinary_total, (1,), (numbers, total, result, rows, factor), of_all),
-    )
+    ]
+    if few:
+        del steps[1]
     args = (x, target, total, result, x, n, width, factor)
     last = Launch(batch_of.quasibinary_backward, (rows,), args, of_row)
     _take(("quasibinary", x.get_device(), held, block), steps, last)
@@ -319,16 +332,15 @@ def two_way(x: Tensor, labels: Labels, form: Sequence[float], mean: bool) -> tup
     """Return the two-way loss of the rows and the columns of a batch, and what its gradient needs."""
     n, (held, target, width) = x.shape[-1], _target(labels)
     rows, (block, warps) = x.numel() // n, _sizes("two_way_rows", n)
-    by_row = torch.empty((6, rows), dtype=torch.float32, device=x.device)
+    by_row = torch.empty((7, rows), dtype=torch.float32, device=x.device)
     by_column = torch.empty((6, n), dtype=torch.float32, device=x.device)
     result, total = torch.empty(2, dtype=torch.float32, device=x.device), _number(x)
-    kernel, given = batch_of.two_way_lines, (rows, n, width, *form)
-    long = {"TARGET": held, "COLUMNS": False, "LONG": block, "WIDE": 1, "num_warps": warps}
-    wide = {"TARGET": held, "COLUMNS": True, "LONG": 512, "WIDE": 8, "num_warps": 16}
-    both = {"MEAN": mean, "BLOCK": SUMMED, "num_warps": 16}
+    long, wide = STRIP
+    lines = {"TARGET": held, "BLOCK": min(block, 1024), "LONG": long, "WIDE": wide, "num_warps": 4, "maxnreg": 64}
+    both = {"MEAN": mean, **_summing(max(rows, n))}
+    args: tuple[Any, ...] = (x, target, by_row, by_column, rows, n, width, *form)
     steps = (
-        Launch(kernel, (rows,), (x, target, by_row, *given), long),
-        Launch(kernel, (shapes.cdiv(n, 8),), (x, target, by_column, *given), wide),
+        Launch(batch_of.two_way_lines, (shapes.cdiv(n, wide) + rows,), args, lines),
         Launch(batch_of.two_way_total, (1,), (by_row, by_column, total, result, rows, n), both),
     )
     args = (x, target, total, by_row, by_column, result, x, rows, n, width, *form[:2])
@@ -351,7 +363,7 @@ def two_way_backward(
     return out
 
 
-def _take(kind: tuple[Any, ...], steps: tuple[Launch, ...], last: Launch) -> None:
+def _take(kind: tuple[Any, ...], steps: Sequence[Launch], last: Launch) -> None:
     """Launch the kernels of a forward pass; at first compile them and that of the backward pass side by side."""
     if is_new(kind):
         compile_ahead(*steps[1:], last)
@@ -363,20 +375,31 @@ def _number(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.float32, device=like.device)
 
 
-def _sizes(name: str, n: int) -> tuple[int, int]:
+def _sizes(name: str, n: int, rows: int = 1) -> tuple[int, int]:
     """Return the classes that a program takes at once, and its warps.
 
     Few sizes, since each is compiled; and few classes per thread, since the code of each is repeated. Where a row is
-    reduced many times, few warps share it: a reduction costs each of them the same.
+    reduced many times, few warps share it: a reduction costs each of them the same. Where rows fill the chip, fewer.
     """
     if name == "two_way_columns":
         return 32, 4
-    if name in HELD or name == "tilt":
+    if name in HELD or name == "marginals":
         block = next(size for size in (64, 256, 1024, 4096, LONGEST) if n <= size)
-        return block, min(max(block // (128 if name == "warp" else 256), 1), 32)
+        share = 128 if name == "warp" else 512 if name in _SEARCHED and rows >= MANY else 256
+        return block, min(max(block // share, 1), 32)
     if n <= 128:
         return 128, 2
-    return (1024, 4 if name == "fenchel_young" else 8) if n <= 1024 else (2048, 16)
+    return (1024, 8) if n <= 1024 else (2048, 16)
+
+
+def _limited(name: str, rows: int, warps: int) -> dict[str, int]:
+    """Return a limit of the registers per thread: while a row waits for its sums, others need a place beside it.
+
+    All threads of a program must fit into the 65,536 registers of a multiprocessor.
+    """
+    if rows < MANY or name not in _REGISTERS:
+        return {}
+    return {"maxnreg": min(_REGISTERS[name], 2048 // warps)}
 
 
 def _soft(labels: Labels) -> bool:

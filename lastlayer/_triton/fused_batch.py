@@ -8,29 +8,31 @@ A kernel of one program takes the sums over the rows, or the columns, that the o
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import exp, log1p
+from lastlayer._triton.device import COMPILED, LOG2E, exp, exp2, log1p_part, sum2, sum4
 from lastlayer._triton.fused_rows import load_classes, store_row
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # no score but -inf is below it
 
 
 @triton.jit
-def _total(values_ptr, count, BLOCK: tl.constexpr):
-    """The sum of so many numbers."""
-    total = tl.zeros((BLOCK,), tl.float32)
+def _parts(first_ptr, second_ptr, count, BLOCK: tl.constexpr):
+    """The sums of so many numbers in two places, each in BLOCK parts."""
+    first = tl.zeros((BLOCK,), tl.float32)
+    second = tl.zeros((BLOCK,), tl.float32)
     for i in range(0, count, BLOCK):
         at = i + tl.arange(0, BLOCK)
-        total += tl.load(values_ptr + at, mask=at < count, other=0).to(tl.float32)
-    return tl.sum(total, 0)
+        first += tl.load(first_ptr + at, mask=at < count, other=0).to(tl.float32)
+        second += tl.load(second_ptr + at, mask=at < count, other=0).to(tl.float32)
+    return first, second
 
 
 @triton.jit(do_not_specialize=["rows"])
 def reduced(loss_ptr, counts_ptr, total_ptr, factor_ptr, rows, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of the losses, or their mean over the rows that count; and the factor of the gradients."""
-    loss = _total(loss_ptr, rows, BLOCK)
+    loss, count = sum2(*_parts(loss_ptr, counts_ptr, rows, BLOCK), 0)
     factor = tl.full((), 1.0, tl.float32)
     if MEAN:
-        factor = 1.0 / tl.maximum(_total(counts_ptr, rows, BLOCK), 1.0)
+        factor = 1.0 / tl.maximum(count, 1.0)
     tl.store(total_ptr, loss * factor)
     tl.store(factor_ptr, factor)
 
@@ -59,23 +61,26 @@ def quasibinary_sums(x_ptr, d_ptr, numbers_ptr, rows, n, width, TARGET: tl.const
         high = top
         labels += share
     peak = tl.max(high, 0)
-    mass = tl.sum(tl.where(mass == 0, 0.0, mass * exp(high - peak)), 0)
+    mass, labels = sum2(tl.where(mass == 0, 0.0, mass * exp(high - peak)), labels, 0)
     tl.store(numbers_ptr + row, peak)
     tl.store(numbers_ptr + rows + row, tl.where(peak == float("inf"), mass * 0.0 + 1.0, mass))
-    tl.store(numbers_ptr + 2 * rows + row, tl.sum(labels, 0))
+    tl.store(numbers_ptr + 2 * rows + row, labels)
 
 
 # result: the peak of the batch, log C about it, 1 where that exists, and what the exponentials are multiplied by in
 # its gradient.
-@triton.jit(do_not_specialize=["rows"])
-def quasibinary_normaliser(numbers_ptr, result_ptr, rows, BLOCK: tl.constexpr):
+@triton.jit
+def _normaliser(numbers_ptr, rows, BLOCK: tl.constexpr):
+    """The four numbers of a result, from those of the rows."""
     at = tl.arange(0, BLOCK)
     high = tl.full((BLOCK,), LOWEST, tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
+    labels = tl.zeros((BLOCK,), tl.float32)
     for i in range(0, rows, BLOCK):
         inside = i + at < rows
         here = tl.load(numbers_ptr + i + at, mask=inside, other=LOWEST)
         more = tl.load(numbers_ptr + rows + i + at, mask=inside, other=0.0)
+        labels += tl.load(numbers_ptr + 2 * rows + i + at, mask=inside, other=0.0)
         top = tl.maximum(high, here)
         up = tl.where(top == float("inf"), tl.where(here == top, 1.0, 0.0), exp(here - top))
         down = tl.where(top == float("inf"), tl.where(high == top, 1.0, 0.0), exp(high - top))
@@ -83,16 +88,27 @@ def quasibinary_normaliser(numbers_ptr, result_ptr, rows, BLOCK: tl.constexpr):
         high = top
     peak = tl.max(high, 0)
     scale = tl.where(peak == float("inf"), tl.where(high == peak, 1.0, 0.0), exp(high - peak))
-    whole = tl.sum(tl.where(mass == 0, 0.0, mass * scale), 0)
+    whole, count = sum2(tl.where(mass == 0, 0.0, mass * scale), labels, 0)
     some = (peak > LOWEST) & (peak < float("inf"))
     whole = tl.where(peak == float("inf"), whole * float("inf"), whole)
     peak = tl.where(some, peak, 0.0)
-    count = _total(numbers_ptr + 2 * rows, rows, BLOCK)
     known = (count > 0) & ((whole > 0) | (whole != whole))
+    log_c = tl.log(tl.where(known, whole / count, 1.0))
+    return peak, log_c, known.to(tl.float32), tl.where(known, 1.0 / tl.where(known, whole, 1.0), 0.0)
+
+
+@triton.jit
+def _store_result(result_ptr, peak, log_c, known, factor):
     tl.store(result_ptr, peak)
-    tl.store(result_ptr + 1, tl.log(tl.where(known, whole / count, 1.0)))
-    tl.store(result_ptr + 2, known.to(tl.float32))
-    tl.store(result_ptr + 3, tl.where(known, 1.0 / tl.where(known, whole, 1.0), 0.0))
+    tl.store(result_ptr + 1, log_c)
+    tl.store(result_ptr + 2, known)
+    tl.store(result_ptr + 3, factor)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quasibinary_normaliser(numbers_ptr, result_ptr, rows, BLOCK: tl.constexpr):
+    peak, log_c, known, factor = _normaliser(numbers_ptr, rows, BLOCK)
+    _store_result(result_ptr, peak, log_c, known, factor)
 
 
 @triton.jit
@@ -103,13 +119,22 @@ def _quotient(x, share, live, peak, log_c):
     return tl.where(live, term, 0.0), tl.where(live, (q >= 0).to(tl.float32) - share, 0.0)
 
 
-# numbers: for each row its loss, and the sum of the slopes.
+# numbers: three for each row from `quasibinary_sums`, then its loss and the sum of the slopes. SUMMED: 0, or the rows
+# that every program sums itself, where these are few: that takes less time than a launch.
 @triton.jit(do_not_specialize=["rows", "n", "width"])
-def quasibinary_loss(x_ptr, d_ptr, numbers_ptr, result_ptr, rows, n, width, TARGET: tl.constexpr, BLOCK: tl.constexpr):
+def quasibinary_loss(
+    x_ptr, d_ptr, numbers_ptr, result_ptr, rows, n, width,
+    TARGET: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    peak = tl.load(result_ptr)
-    log_c = tl.load(result_ptr + 1)
-    known = tl.load(result_ptr + 2) > 0
+    if SUMMED > 0:
+        peak, log_c, known, factor = _normaliser(numbers_ptr, rows, SUMMED)
+        if row == 0:
+            _store_result(result_ptr, peak, log_c, known, factor)
+    else:
+        peak = tl.load(result_ptr)
+        log_c = tl.load(result_ptr + 1)
+        known = tl.load(result_ptr + 2)
     loss = tl.zeros((BLOCK,), tl.float32)
     slopes = tl.zeros((BLOCK,), tl.float32)
     for j in range(0, n, BLOCK):
@@ -117,16 +142,18 @@ def quasibinary_loss(x_ptr, d_ptr, numbers_ptr, result_ptr, rows, n, width, TARG
         term, slope = _quotient(x, share, live, peak, log_c)
         loss += term
         slopes += slope
-    tl.store(numbers_ptr + row, tl.where(known, tl.sum(loss, 0), 0.0))
-    tl.store(numbers_ptr + rows + row, tl.where(known, tl.sum(slopes, 0), 0.0))
+    loss, slopes = sum2(loss, slopes, 0)
+    tl.store(numbers_ptr + 3 * rows + row, tl.where(known > 0, loss, 0.0))
+    tl.store(numbers_ptr + 4 * rows + row, tl.where(known > 0, slopes, 0.0))
 
 
 # In the end the last number of the result is the factor of the exponentials in the gradient of the reduced loss.
 @triton.jit(do_not_specialize=["rows"])
 def quasibinary_total(numbers_ptr, total_ptr, result_ptr, rows, factor, BLOCK: tl.constexpr):
-    tl.store(total_ptr, _total(numbers_ptr, rows, BLOCK) * factor)
-    slopes = _total(numbers_ptr + rows, rows, BLOCK) * factor
-    tl.store(result_ptr + 3, -slopes * tl.load(result_ptr + 3))
+    numbers_ptr += 3 * rows
+    loss, slopes = sum2(*_parts(numbers_ptr, numbers_ptr + rows, rows, BLOCK), 0)
+    tl.store(total_ptr, loss * factor)
+    tl.store(result_ptr + 3, -(slopes * factor) * tl.load(result_ptr + 3))
 
 
 @triton.jit(do_not_specialize=["n", "width"])
@@ -148,101 +175,123 @@ def quasibinary_backward(
 
 
 @triton.jit
+def _near(t):
+    """e^t for t <= 0, with an error that is small next to 1."""
+    return exp2(t * LOG2E)
+
+
+@triton.jit
 def _added(total, ahead, weight):
     """Add weight exp(ahead) to a sum of exponentials about a point, or about the new one where that is ahead of it."""
-    e = exp(-tl.abs(ahead))
+    e = _near(-tl.abs(ahead))
     return tl.where(ahead > 0, total * e + weight, total + weight * e)
 
 
 @triton.jit
-def _log_sums(x, share, live, weight, high, low, above, below, odd, warm, cool):
-    """Add scores to the sums of exponentials about the largest negative and the smallest positive so far.
-
-    Here `warm` and `cool` are one over the temperatures.
-    """
+def _sides(x, share, live):
+    """Which scores are among the positives, which among the negatives; and which have no place in either."""
     positive = share > 0
     negative = live & (share < 1)
     nan = x != x
-    odd = odd | ((positive & nan) | (negative & (nan | (x == float("inf"))))).to(tl.int32)
-    known = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-    positive = positive & (x != float("inf"))  # such a positive is above all negatives
-    point = tl.where(negative, known, LOWEST)
-    above = _added(above, (point - high) * cool, tl.where(negative, weight * (1 - share), 0.0))
-    high = tl.maximum(high, point)
-    point = tl.where(positive, known, -LOWEST)
-    below = _added(below, (low - point) * warm, tl.where(positive, weight * share, 0.0))
-    low = tl.minimum(low, point)
-    return high, low, above, below, odd
+    odd = (positive & nan) | (negative & (nan | (x == float("inf"))))
+    return positive & (x != float("inf")), negative, odd.to(tl.float32)  # +inf is a positive above all negatives
 
 
 @triton.jit
-def _two_way(high, low, above, below, odd, warm, cool, margin):
-    """The loss of rows or columns, what its gradient needs (peaks, and slopes over the sums), and if one is positive.
+def _most_least_add(a0, a1, a2, a3, b0, b1, b2, b3):
+    return tl.maximum(a0, b0), tl.minimum(a1, b1), a2 + b2, a3 + b3
 
-    The sums are taken over the first dimension.
-    """
-    top = tl.max(high, 0)
-    bottom = tl.min(low, 0)
-    above = tl.sum(above * exp((high - top) / cool), 0)
-    below = tl.sum(below * exp((bottom - low) / warm), 0)
-    has_positive = bottom < -LOWEST
-    active = has_positive & (top > LOWEST)
-    z = (top - bottom) + cool * tl.log(above) + warm * tl.log(below) + margin
-    z = tl.where(tl.max(odd, 0) > 0, float("nan"), z)
-    e = exp(-tl.abs(z))
-    slope = tl.where(z < 0, e, 1.0) / (1 + e)
-    slope = tl.where(z == z, slope, z)
-    loss = tl.where(active, tl.maximum(z, 0.0) + log1p(e), 0.0)
-    loss = tl.where(active & (z != z), z, loss)
-    return (
-        loss,
-        tl.where(active, top, 0.0),
-        tl.where(active, bottom, 0.0),
-        tl.where(active, slope / above, 0.0),
-        tl.where(active, slope / below, 0.0),
-        has_positive.to(tl.float32),
-    )
+
+@triton.jit
+def _peaks(high, low, odd, soft):
+    """The largest of `high`, the smallest of `low`, and the sums of `odd` and `soft`, over the first dimension."""
+    if COMPILED:
+        return tl.reduce((high, low, odd, soft), 0, _most_least_add)
+    else:
+        return tl.max(high, 0), tl.min(low, 0), tl.sum(odd, 0), tl.sum(soft, 0)
+
+
+@triton.jit
+def _side(share, side):
+    """Whether a class is taken as a positive on a side, 0 or 1, and its share as that; side 1 is for soft labels."""
+    positive = (share > 0.5) ^ (side > 0)
+    return positive, tl.where(positive, share, 1 - share)
 
 
 # numbers, for each row or column: its loss, whether it has a positive, the peaks of negatives and positives, and the
 # slopes over the sums about them.
 @triton.jit
-def _store_line(numbers_ptr, line, lines, loss, top, bottom, by, less, has_positive):
+def _store_line(numbers_ptr, line, lines, top, bottom, above, below, odd, warm, cool, margin):
+    """Store the numbers of rows or columns, from the peaks and the sums of exponentials about them."""
+    has_positive = bottom < -LOWEST
+    active = has_positive & (top > LOWEST)
+    z = (top - bottom) + cool * tl.log(above) + warm * tl.log(below) + margin
+    z = tl.where(odd > 0, float("nan"), z)
+    e = exp(-tl.abs(z))
+    slope = tl.where(z < 0, e, 1.0) / (1 + e)
+    slope = tl.where(z == z, slope, z)
+    loss = tl.where(active, tl.maximum(z, 0.0) + log1p_part(e), 0.0)
+    loss = tl.where(active & (z != z), z, loss)
     inside = line < lines
     tl.store(numbers_ptr + line, loss, mask=inside)
-    tl.store(numbers_ptr + lines + line, has_positive, mask=inside)
-    tl.store(numbers_ptr + 2 * lines + line, top, mask=inside)
-    tl.store(numbers_ptr + 3 * lines + line, bottom, mask=inside)
-    tl.store(numbers_ptr + 4 * lines + line, by, mask=inside)
-    tl.store(numbers_ptr + 5 * lines + line, less, mask=inside)
+    tl.store(numbers_ptr + lines + line, has_positive.to(tl.float32), mask=inside)
+    tl.store(numbers_ptr + 2 * lines + line, tl.where(active, top, 0.0), mask=inside)
+    tl.store(numbers_ptr + 3 * lines + line, tl.where(active, bottom, 0.0), mask=inside)
+    tl.store(numbers_ptr + 4 * lines + line, tl.where(active, slope / above, 0.0), mask=inside)
+    tl.store(numbers_ptr + 5 * lines + line, tl.where(active, slope / below, 0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "n", "width"])
-def two_way_lines(
-    x_ptr, d_ptr, numbers_ptr, rows, n, width, warm, cool, margin,
-    TARGET: tl.constexpr, COLUMNS: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
+@triton.jit
+def _two_way_row(
+    x_ptr, d_ptr, numbers_ptr, row, rows, n, width, warm, cool, margin, TARGET: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The two-way loss of WIDE rows, or of WIDE columns, in steps of LONG scores of each."""
-    line = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    """The two-way loss of one row, which is read twice."""
+    hot = 1 / warm
+    cold = 1 / cool
+    high = tl.full((BLOCK,), LOWEST, tl.float32)
+    low = tl.full((BLOCK,), -LOWEST, tl.float32)
+    odd = tl.zeros((BLOCK,), tl.float32)
+    soft = tl.zeros((BLOCK,), tl.float32)
+    for j in range(0, n, BLOCK):
+        x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
+        soft += share * (1 - share)
+        positive, negative, strange = _sides(x, share, live)
+        x = tl.where(x == x, x, 0.0)
+        high = tl.maximum(high, tl.where(negative, x, LOWEST))
+        low = tl.minimum(low, tl.where(positive, x, -LOWEST))
+        odd += strange
+    top, bottom, odd, soft = _peaks(high, low, odd, soft)
+    tl.store(numbers_ptr + 6 * rows + row, soft)
+    above = tl.zeros((BLOCK,), tl.float32)
+    below = tl.zeros((BLOCK,), tl.float32)
+    for j in range(0, n, BLOCK):
+        x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
+        for side in range(tl.where(soft > 0, 2, 1)):
+            positive, part = _side(share, side)
+            part = tl.where(live, part * _near(tl.where(positive, (bottom - x) * hot, (x - top) * cold)), 0.0)
+            above += tl.where(positive, 0.0, part)
+            below += tl.where(positive, part, 0.0)
+    above, below = sum2(above, below, 0)
+    _store_line(numbers_ptr, row, rows, top, bottom, above, below, odd, warm, cool, margin)
+
+
+@triton.jit
+def _two_way_columns(
+    x_ptr, d_ptr, numbers_ptr, first, rows, n, width, warm, cool, margin, TARGET: tl.constexpr, LONG: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """The two-way loss of WIDE columns, in steps of LONG scores of each."""
+    hot = 1 / warm
+    cold = 1 / cool
+    col = first + tl.arange(0, WIDE)[None, :]
     high = tl.full((LONG, WIDE), LOWEST, tl.float32)
     low = tl.full((LONG, WIDE), -LOWEST, tl.float32)
     above = tl.zeros((LONG, WIDE), tl.float32)
     below = tl.zeros((LONG, WIDE), tl.float32)
-    odd = tl.zeros((LONG, WIDE), tl.int32)
-    lines = rows
-    length = n
-    if COLUMNS:
-        lines = n
-        length = rows
-    for i in range(0, length, LONG):
-        place = (i + tl.arange(0, LONG)).to(tl.int64)
-        inside = (place < length)[:, None] & (line < lines)[None, :]
-        if COLUMNS:
-            row = place[:, None]
-            col = line[None, :]
-        else:
-            row = line[None, :]
-            col = place[:, None]
+    odd = tl.zeros((LONG, WIDE), tl.float32)
+    for i in range(0, rows, LONG):
+        row = (i + tl.arange(0, LONG)).to(tl.int64)[:, None]
+        inside = (row < rows) & (col < n)
         at = row * n + col
         x = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
         share = tl.zeros((LONG, WIDE), tl.float32)
@@ -256,32 +305,50 @@ def two_way_lines(
         live = (x != float("-inf")) & (share >= 0)
         x = tl.where(live, x, 0.0)
         share = tl.where(live, share, 0.0)
-        high, low, above, below, odd = _log_sums(x, share, live, 1.0, high, low, above, below, odd, 1 / warm, 1 / cool)
-    loss, top, bottom, by, less, has_positive = _two_way(high, low, above, below, odd, warm, cool, margin)
-    _store_line(numbers_ptr, line, lines, loss, top, bottom, by, less, has_positive)
+        positive, negative, strange = _sides(x, share, live)
+        odd += strange
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        point = tl.where(negative, x, LOWEST)
+        above = _added(above, (point - high) * cold, tl.where(negative, 1 - share, 0.0))
+        high = tl.maximum(high, point)
+        point = tl.where(positive, x, -LOWEST)
+        below = _added(below, (low - point) * hot, tl.where(positive, share, 0.0))
+        low = tl.minimum(low, point)
+    top, bottom, odd, _ = _peaks(high, low, odd, odd)
+    above, below = sum2(above * _near((high - top[None, :]) * cold), below * _near((bottom[None, :] - low) * hot), 0)
+    line = first + tl.arange(0, WIDE)
+    _store_line(numbers_ptr, line, n, top, bottom, above, below, odd, warm, cool, margin)
+
+
+@triton.jit(do_not_specialize=["rows", "n", "width"])
+def two_way_lines(
+    x_ptr, d_ptr, r_ptr, c_ptr, rows, n, width, warm, cool, margin,
+    TARGET: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The two-way loss of every column, WIDE per program, and then of every row."""
+    line = tl.program_id(0)
+    strips = tl.cdiv(n, WIDE)
+    if line < strips:
+        _two_way_columns(x_ptr, d_ptr, c_ptr, line * WIDE, rows, n, width, warm, cool, margin, TARGET, LONG, WIDE)
+    else:
+        row = (line - strips).to(tl.int64)
+        _two_way_row(x_ptr, d_ptr, r_ptr, row, rows, n, width, warm, cool, margin, TARGET, BLOCK)
 
 
 # result: the factor of the gradients of the rows, and that of the columns.
 @triton.jit(do_not_specialize=["rows", "n"])
 def two_way_total(r_ptr, c_ptr, total_ptr, result_ptr, rows, n, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """The loss of the rows, and for each row with a positive the mean of the columns'; or the mean over such rows."""
-    count = _total(r_ptr + rows, rows, BLOCK)
-    over = 1.0 / tl.maximum(_total(c_ptr + n, n, BLOCK), 1.0)
+    loss, count = _parts(r_ptr, r_ptr + rows, rows, BLOCK)
+    loss, count, by_class, occur = sum4(loss, count, *_parts(c_ptr, c_ptr + n, n, BLOCK), 0)
+    over = 1.0 / tl.maximum(occur, 1.0)
     factor = tl.full((), 1.0, tl.float32)
     if MEAN:
         factor = 1.0 / tl.maximum(count, 1.0)
-    by_class = tl.where(count > 0, _total(c_ptr, n, BLOCK) * over, 0.0)
-    tl.store(total_ptr, _total(r_ptr, rows, BLOCK) * factor + by_class * (count * factor))
+    by_class = tl.where(count > 0, by_class * over, 0.0)
+    tl.store(total_ptr, loss * factor + by_class * (count * factor))
     tl.store(result_ptr, factor)
     tl.store(result_ptr + 1, count * factor * over)
-
-
-@triton.jit
-def _pushes(x, share, live, top, bottom, by, less, warm, cool):
-    """The gradient of a loss of rows or columns; `warm` and `cool` as in `_log_sums`."""
-    push = tl.where(live & (share < 1), (1 - share) * exp((x - top) * cool) * by, 0.0)
-    pull = tl.where(share > 0, share * exp((bottom - x) * warm) * less, 0.0)
-    return tl.where(by == 0, 0.0, push) - tl.where(less == 0, 0.0, pull)  # exp may have overflowed
 
 
 @triton.jit(do_not_specialize=["rows", "n", "width"])
@@ -295,24 +362,31 @@ def two_way_backward(
     shared = tl.load(result_ptr + 1) * up
     top = tl.load(r_ptr + 2 * rows + row)
     bottom = tl.load(r_ptr + 3 * rows + row)
-    by = tl.load(r_ptr + 4 * rows + row)
-    less = tl.load(r_ptr + 5 * rows + row)
-    warm = 1 / warm
-    cool = 1 / cool
+    by = tl.load(r_ptr + 4 * rows + row) * own
+    less = tl.load(r_ptr + 5 * rows + row) * own
+    soft = tl.load(r_ptr + 6 * rows + row)
+    hot = 1 / warm
+    cold = 1 / cool
     for j in range(0, n, BLOCK):
         cols = j + tl.arange(0, BLOCK)
         inside = cols < n
         x, share, live = load_classes(x_ptr, d_ptr, row, n, width, cols, TARGET)
-        value = own * _pushes(x, share, live, top, bottom, by, less, warm, cool)
-        value += shared * _pushes(
-            x,
-            share,
-            live,
-            tl.load(c_ptr + 2 * n + cols, mask=inside, other=0.0),
-            tl.load(c_ptr + 3 * n + cols, mask=inside, other=0.0),
-            tl.load(c_ptr + 4 * n + cols, mask=inside, other=0.0),
-            tl.load(c_ptr + 5 * n + cols, mask=inside, other=0.0),
-            warm,
-            cool,
-        )
-        store_row(out_ptr, row, n, cols, value)
+        c_top = tl.load(c_ptr + 2 * n + cols, mask=inside, other=0.0)
+        c_bottom = tl.load(c_ptr + 3 * n + cols, mask=inside, other=0.0)
+        c_by = tl.load(c_ptr + 4 * n + cols, mask=inside, other=0.0) * shared
+        c_less = tl.load(c_ptr + 5 * n + cols, mask=inside, other=0.0) * shared
+        value = tl.zeros((BLOCK,), tl.float32)
+        for side in range(tl.where(soft > 0, 2, 1)):
+            positive, part = _side(share, side)
+            mine = tl.where(positive, -less, by)
+            theirs = tl.where(positive, -c_less, c_by)
+            mine = _moved_by(mine, tl.where(positive, (bottom - x) * hot, (x - top) * cold), part)
+            theirs = _moved_by(theirs, tl.where(positive, (c_bottom - x) * hot, (x - c_top) * cold), part)
+            value += mine + theirs
+        store_row(out_ptr, row, n, cols, tl.where(live, value, 0.0))
+
+
+@triton.jit
+def _moved_by(slope, t, part):
+    """The gradient of a class by a loss with that slope: 0 where that is 0, though the exponential may overflow."""
+    return tl.where((slope == 0) | (part == 0), 0.0, slope * (part * exp(t)))

@@ -8,8 +8,8 @@ Order statistics are found by bisection of keys, integers in the order of the sc
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import exp, is_finite, key_of, of_key, sum2, sum3, sum4
-from lastlayer._triton.fused_lml import LEAST, MOST, kth, masked_scores, number_of, size_of, two_ranks
+from lastlayer._triton.device import COMPILED, exp, is_finite, key_of, of_key, sum2, sum3, sum4
+from lastlayer._triton.fused_lml import LEAST, MOST, kth, masked_scores, number_of, range_of, size_of, two_ranks
 from lastlayer._triton.fused_rows import (
     load_classes,
     load_scores,
@@ -20,6 +20,27 @@ from lastlayer._triton.fused_rows import (
 )
 
 PASSES = tl.constexpr(24)  # as in `lastlayer.project.capped`
+
+
+@triton.jit
+def _add_add_most(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, tl.maximum(a2, b2)
+
+
+@triton.jit
+def _sums_and_most(a, b, value):
+    """Two sums and a maximum; one reduction of all costs the barriers of one."""
+    if COMPILED:
+        return tl.reduce((a, b, value), 0, _add_add_most)
+    else:
+        return tl.sum(a, 0), tl.sum(b, 0), tl.max(value, 0)
+
+
+@triton.jit
+def _fall(u):
+    """log(1 + e^-u), and the sigmoid of -u."""
+    _, fall, _, miss = logistics(u)
+    return fall, miss
 
 
 # number0: the number of places, of which labels take theirs and the best rivals the others.
@@ -36,33 +57,56 @@ def truncated(
     share = load_shares(d_ptr, row, n, width, cols, TARGET)
     label = share > 0
     rival = (x != float("-inf")) & (share == 0)
-    labels = tl.sum(label.to(tl.int32), 0)
-    spared = number_of(number0).to(tl.int32) - labels
+    weight = tl.where(label, share, 0.0) * load_weight(e_ptr, row, e_row, e_col, n, cols)
+    labels, own, pull = sum3(label.to(tl.float32), tl.where(label, x, 0.0), weight, 0)
+    spared = (number_of(number0) - labels).to(tl.int32)
     key = tl.where(rival, tl.where(x == x, key_of(tl.where(x == x, x, 0.0)), MOST), LEAST)
     limit = tl.full((), MOST, tl.int32)
     if (spared > 0) & (labels > 0):
-        limit = kth(key, spared)
-        above, ties = sum2((key > limit).to(tl.int32), (key == limit).to(tl.int32), 0)
+        limit = kth(key, spared, *range_of(key))
+    above, ties, peak = _sums_and_most(
+        (key > limit).to(tl.int32), (key == limit).to(tl.int32), tl.where(rival & (key < limit), x, float("-inf"))
+    )
+    if (spared > 0) & (labels > 0):
         kept = key < limit
         if above + ties > spared:  # of rivals with the same score the first are spared
             tie = (key == limit).to(tl.int32)
             kept = kept | ((tie > 0) & (tl.cumsum(tie, 0) > spared - above))
+            score = of_key(limit)
+            peak = tl.where(score > peak, score, peak)
         rival = rival & kept
-    peak = tl.max(tl.where(rival & (x == x), x, float("-inf")), 0)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     mass = tl.where(rival, exp(tl.where(rival, x - peak, 0.0)), 0.0)
     total, rivals = sum2(mass, rival.to(tl.float32), 0)
     total = tl.where(rivals > 0, total, 1.0)
-    u = (x - peak) - tl.log(total)
-    weight = tl.where(label, share, 0.0) * load_weight(e_ptr, row, e_row, e_col, n, cols)
-    _, fall, _, miss = logistics(u)
-    slope = tl.where(rivals > 0, tl.where(label, weight * miss, 0.0), 0.0)
-    loss, pull = sum2(tl.where(rivals > 0, tl.where(label, weight * fall, 0.0), 0.0), slope, 0)
+    if labels == 1:  # the rule; then one class has the loss
+        soft, rest = _fall((own - peak) - tl.log(total))
+        loss = tl.where(rivals > 0, pull * soft, 0.0)
+        pull = tl.where(rivals > 0, pull * rest, 0.0)
+        slope = tl.where(label, pull, 0.0)
+    else:
+        falls, misses = _fall((x - peak) - tl.log(total))
+        slope = tl.where(rivals > 0, tl.where(label, weight * misses, 0.0), 0.0)
+        loss, pull = sum2(tl.where(rivals > 0, tl.where(label, weight * falls, 0.0), 0.0), slope, 0)
     tl.store(loss_ptr + row, loss)
     tl.store(counts_ptr + row, (labels > 0).to(tl.int8))
     if GRADIENT:
         value = tl.where(rival, mass * (pull / total), tl.where(x != float("-inf"), -slope, 0.0))
         store_row(out_ptr, row, n, cols, tl.where(labels > 0, value, 0.0))
+
+
+@triton.jit
+def _add_add_least(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, tl.minimum(a2, b2)
+
+
+@triton.jit
+def _sums_and_least(a, b, at):
+    """Two sums and a minimum; one reduction of all costs the barriers of one."""
+    if COMPILED:
+        return tl.reduce((a, b, at), 0, _add_add_least)
+    else:
+        return tl.sum(a, 0), tl.sum(b, 0), tl.min(at, 0)
 
 
 # second: 0, 1, 1 + 1/2, ... up to n.
@@ -78,24 +122,30 @@ def warp(
     x, share, live = load_classes(x_ptr, d_ptr, row, n, width, cols, TARGET)
     positive = share > 0
     negative = live & (share == 0)
-    weight = share * load_weight(e_ptr, row, e_row, e_col, n, cols)
-    odd = tl.max((negative & (x != x)).to(tl.int32), 0) > 0
-    left = tl.sum(positive.to(tl.int32), 0)
-    counts = (left > 0) & (tl.max(negative.to(tl.int32), 0) > 0)
+    negatives, odd, last = _sums_and_least(
+        negative.to(tl.float32), (negative & (x != x)).to(tl.float32), tl.where(positive, cols, BLOCK)
+    )
+    counts = (last < BLOCK) & (negatives > 0)
     slope = tl.zeros((BLOCK,), tl.float32)
     loss = tl.full((), 0.0, tl.float64)  # a sum of one positive after another, of which there may be many
-    last = tl.full((), -1, tl.int32)
-    while left > 0:
-        last = tl.min(tl.where(positive & (cols > last), cols, BLOCK), 0)
-        own = cols == last
-        score, factor = sum2(tl.where(own, x, 0.0), tl.where(own, weight, 0.0), 0)
+    while last < BLOCK:
+        score = tl.load(x_ptr + (row * n + last)).to(tl.float32)
+        factor = tl.full((), 1.0, tl.float32)
+        if TARGET == "dense":
+            factor = tl.minimum(tl.load(d_ptr + (row * n + last)).to(tl.float32), 1.0)
+        if e_ptr is not None:
+            factor *= tl.load(e_ptr + (row * e_row + last * e_col)).to(tl.float32)
         within = negative & (x > -(1.0 - score))  # rounded as in plain torch
-        rank, hinges = sum2(within.to(tl.float32), tl.where(within, (x - score) + 1.0, 0.0), 0)
-        hinges = tl.where(odd, float("nan"), tl.where(score < float("inf"), hinges, float("nan")))
+        rank, hinges, after = _sums_and_least(
+            within.to(tl.float32),
+            tl.where(within, (x - score) + 1.0, 0.0),
+            tl.where(positive & (cols > last), cols, BLOCK),
+        )
+        hinges = tl.where(odd > 0, float("nan"), tl.where(score < float("inf"), hinges, float("nan")))
         factor = factor * tl.load(s_ptr + rank.to(tl.int32))
         loss += (factor * hinges).to(tl.float64)
-        slope += tl.where(within, factor, 0.0) - tl.where(own, factor * rank, 0.0)
-        left -= 1
+        slope += tl.where(within, factor, 0.0) - tl.where(cols == last, factor * rank, 0.0)
+        last = after
     tl.store(loss_ptr + row, loss.to(tl.float32))
     tl.store(counts_ptr + row, counts.to(tl.int8))
     if GRADIENT:
@@ -103,14 +153,32 @@ def warp(
 
 
 @triton.jit
+def _join_ends(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
+    return a0 + b0, a1 + b1, a2 + b2, tl.minimum(a3, b3), tl.maximum(a4, b4)
+
+
+@triton.jit
 def _capped_scores(x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, temperature, size, cols):
-    """Scores, the finite ones as keys, what is left of k, the number of finite scores, and whether one is nan."""
+    """Scores, the finite ones as keys, what is left of k, the number and ends of the keys, and if a score is nan."""
     x = masked_scores(x_ptr, e_ptr, row, e_row, e_col, n, cols, temperature)
     finite = is_finite(x)
     k = size_of(size, f_ptr, row, f_row)
-    live, n_top, n_bad = sum3(finite.to(tl.float32), (x == float("inf")).to(tl.float32), (x != x).to(tl.float32), 0)
     key = tl.where(finite, key_of(tl.where(finite, x, 0.0)), LEAST)
-    return x, finite, key, k - n_top, live, n_bad > 0
+    live = finite.to(tl.float32)
+    full = (x == float("inf")).to(tl.float32)
+    bad = (x != x).to(tl.float32)
+    least = tl.where(finite, key, MOST)
+    if COMPILED:
+        live, full, bad, least, most = tl.reduce((live, full, bad, least, key), 0, _join_ends)
+    else:
+        live, full, bad, least, most = (
+            tl.sum(live, 0),
+            tl.sum(full, 0),
+            tl.sum(bad, 0),
+            tl.min(least, 0),
+            tl.max(key, 0),
+        )
+    return x, finite, key, k - full, live, least, most, bad > 0
 
 
 @triton.jit
@@ -132,13 +200,13 @@ def capped_softmax(
     """min(1, exp(x - tau)): Newton's method from the most classes at 1, as in `lastlayer.project.capped`."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    x, finite, key, k, live, bad = _capped_scores(
+    x, finite, key, k, live, least, greatest, bad = _capped_scores(
         x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, number0, number1, cols
     )
     y = tl.zeros((BLOCK,), tl.float32)
     if (k > 0) & (k < live):
         most = tl.ceil(k) - 1
-        center = of_key(kth(key, most.to(tl.int32) + 1))
+        center = of_key(kth(key, most.to(tl.int32) + 1, live, least, greatest))
         d = tl.where(finite, x - center, float("-inf"))
         small = tl.where(d > 0, 0.0, exp(tl.minimum(d, 0.0)))
         delta = tl.log(tl.sum(small, 0)) - tl.log(k - most)
@@ -165,12 +233,12 @@ def capped_sparsemax(
     """clip(x - tau, 0, 1): Newton's method within bounds, as in `lastlayer.project.capped`."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    x, finite, key, k, live, bad = _capped_scores(
+    x, finite, key, k, live, least, greatest, bad = _capped_scores(
         x_ptr, e_ptr, f_ptr, row, n, e_row, e_col, f_row, number0, number1, cols
     )
     y = tl.zeros((BLOCK,), tl.float32)
     if (k > 0) & (k < live):
-        upper, lower = two_ranks(key, k)
+        upper, lower = two_ranks(key, k, live, least, greatest)
         center = of_key(upper)
         d = tl.where(finite, x - center, float("-inf"))
         lo = (of_key(lower) - center) - 1
@@ -215,7 +283,9 @@ def _pull_back(x_ptr, e_ptr, out_ptr, row, n, e_row, e_col, temperature, SOFT: t
     h = tl.where(free, y if SOFT else 1.0, 0.0)
     mass, moment, asked, bad = sum4(h, tl.where(free, h * u, 0.0), (u != 0).to(tl.float32), (y != y).to(tl.float32), 0)
     mean = moment / tl.where(mass > 0, mass, 1.0)
-    value = tl.where(free, h * (u - mean) / temperature, 0.0)
+    value = tl.where(free, h * (u - mean), 0.0)
+    if temperature != 1.0:
+        value = value / temperature
     store_row(out_ptr, row, n, cols, tl.where((asked > 0) & (bad > 0), float("nan"), value))
 
 

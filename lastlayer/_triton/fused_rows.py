@@ -8,7 +8,7 @@ All kernels of `fused` have one signature, and compute a row as plain torch does
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import exp, is_finite, log1p, log1p_series
+from lastlayer._triton.device import exp, is_finite, log1p_part, log1p_series, rcp, sum2
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def load_weight(w_ptr, row, w_row, w_col, n, cols):
 def logistics(z):
     """log(1 + e^z) and log(1 + e^-z), then the sigmoid of z and that of -z, from one exponential; nan as z is."""
     e = exp(-tl.abs(z))
-    rest = log1p(e)
-    over = 1.0 / (1.0 + e)
+    rest = log1p_part(e)
+    over = rcp(1.0 + e)
     low = z < 0
     return (
         tl.maximum(z, 0.0) + rest,
@@ -66,14 +66,14 @@ def logistics(z):
 @triton.jit
 def softplus(z):
     """log(1 + e^z); infinite and nan as z is."""
-    return tl.maximum(z, 0.0) + log1p(exp(-tl.abs(z)))
+    return tl.maximum(z, 0.0) + log1p_part(exp(-tl.abs(z)))
 
 
 @triton.jit
 def sigmoids(z):
     """The sigmoid of z, and that of -z."""
     e = exp(-tl.abs(z))
-    over = 1.0 / (1.0 + e)
+    over = rcp(1.0 + e)
     return tl.where(z < 0, e * over, over), tl.where(z < 0, over, e * over)
 
 
@@ -93,19 +93,20 @@ def budget_terms(x, share, center, delta):
     At both ends of nu, y is 0 or 1 everywhere and the loss <y - share, x>: infinite if a label is ruled out, or if a
     class at +inf is no label.
     """
-    endless = tl.abs(delta) == float("inf")
     finite = is_finite(x)
     z = (x - center) + delta
-    z = tl.where(tl.abs(x) == float("inf"), x, z)
-    rise, fall, p, miss = logistics(z)
-    yes = tl.where(share > 0, share * fall, 0.0)
-    no = tl.where(share < 1, (1 - share) * rise, 0.0)
-    slope = (1 - share) * p - share * miss
-    end = tl.where(delta > 0, 1.0, 0.0) - share
     wrong = tl.where(x == float("inf"), (share < 1).to(tl.int32), (share > 0).to(tl.int32)) > 0
-    at_end = tl.where(finite, end * x, tl.where(wrong, float("inf"), 0.0))
-    slope = tl.where(finite, tl.where(endless, end, slope), 0.0)
-    return tl.where(endless, tl.where(x == x, at_end, x), yes + no), tl.where(delta == delta, slope, float("nan"))
+    odd = tl.where(x == x, tl.where(wrong, float("inf"), 0.0), x)
+    if tl.abs(delta) == float("inf"):
+        slope = tl.where(delta > 0, 1.0, 0.0) - share
+        term = slope * x
+    else:
+        e = exp(-tl.abs(z))
+        over = rcp(1 + e)
+        term = log1p_part(e) + (tl.maximum(z, 0.0) - share * z)
+        slope = (1 - share) * tl.where(z < 0, e * over, over) - share * tl.where(z < 0, over, e * over)
+    slope = tl.where(finite, slope, 0.0)
+    return tl.where(finite, term, odd), tl.where(delta == delta, slope, float("nan"))
 
 
 @triton.jit
@@ -150,8 +151,9 @@ def logistic(
         some |= live.to(tl.int32)
         if GRADIENT:
             store_row(out_ptr, row, n, cols, tl.where(live, each * slope, 0.0))
-    tl.store(loss_ptr + row, tl.sum(loss, 0))
-    tl.store(counts_ptr + row, tl.max(some, 0).to(tl.int8))
+    loss, some = sum2(loss, some.to(tl.float32), 0)
+    tl.store(loss_ptr + row, loss)
+    tl.store(counts_ptr + row, (some > 0).to(tl.int8))
 
 
 # first and second: the center and delta of each row. The mask takes the place of the weights.
@@ -178,51 +180,26 @@ def shifted(
         some |= (x != float("-inf")).to(tl.int32)
         if GRADIENT:
             store_row(out_ptr, row, n, cols, slope)
-    tl.store(loss_ptr + row, tl.sum(loss, 0))
-    tl.store(counts_ptr + row, tl.max(some, 0).to(tl.int8))
-
-
-# each: the mask. first: the numbers of each row that `fused_lml.labelled` has found.
-@triton.jit(do_not_specialize=["rows", "width", "f_row"])
-def fenchel_young(
-    x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
-    TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The sum of log(1 + exp(x + nu)) less k nu and the labels' scores, with the gradient y less the labels."""
-    row = tl.program_id(0).to(tl.int64)
-    center = tl.load(f_ptr + 4 * row)
-    delta = tl.load(f_ptr + 4 * row + 1)
-    count = tl.load(f_ptr + 4 * row + 2)
-    k = tl.load(f_ptr + 4 * row + 3)
-    loss = tl.zeros((BLOCK,), tl.float32)
-    for j in range(0, n, BLOCK):
-        cols = j + tl.arange(0, BLOCK)
-        x = load_scores(x_ptr, row, n, cols)
-        share = load_shares(d_ptr, row, n, width, cols, TARGET)
-        x = tl.where(share >= 0, x, float("-inf"))
-        if e_ptr is not None:
-            x = tl.where(load_weight(e_ptr, row, e_row, e_col, n, cols) > 0, x, float("-inf"))
-        term, slope = budget_terms(x, tl.maximum(share, 0.0), center, delta)
-        loss += tl.where(cols < n, term, 0.0)
-        if GRADIENT:
-            store_row(out_ptr, row, n, cols, tl.where(count == count, slope, float("nan")))
-    rest = tl.where(tl.abs(delta) == float("inf"), count * 0.0, (count - k) * (delta - center))
-    tl.store(loss_ptr + row, tl.sum(loss, 0) + rest)
-    tl.store(counts_ptr + row, 1)
+    loss, some = sum2(loss, some.to(tl.float32), 0)
+    tl.store(loss_ptr + row, loss)
+    tl.store(counts_ptr + row, (some > 0).to(tl.int8))
 
 
 @triton.jit
-def _power(base, exponent):
-    """base^exponent for base >= 0: by products where the exponent is a small whole number."""
+def _powers(base, exponent):
+    """base^exponent for base >= 0, and one power less: by products where the exponent is a small whole number."""
     whole = tl.floor(exponent)
     out = base * 0.0 + 1.0
+    less = base * 0.0
     if (whole == exponent) & (exponent <= 16):
         for _ in range(whole.to(tl.int32)):
+            less = out
             out = out * base
     else:
-        out = tl.where(base > 0, exp(exponent * tl.log(tl.where(base > 0, base, 1.0))), base)
-    return out
+        some = tl.where(base > 0, base, 1.0)
+        out = tl.where(base > 0, exp(exponent * tl.log(some)), base)
+        less = out / some
+    return out, less
 
 
 # number: the powers of labels and of the rest, clip, and 1 where the powers have a gradient, else 0.
@@ -243,7 +220,7 @@ def asymmetric(
         each = load_weight(e_ptr, row, e_row, e_col, n, cols)
         plus = load_weight(p_ptr, row, p_row, p_col, n, cols)
         flat, up, p, miss = logistics(x)
-        full = _power(miss, number0)
+        full, _ = _powers(miss, number0)
         yes = full * up * plus
         down = -full * (miss + number3 * number0 * p * up) * plus
         easy = p <= clip
@@ -251,20 +228,20 @@ def asymmetric(
         # 1 - m from the side that does not cancel.
         left = tl.where(x > 0, miss + clip, 1 - m)
         cost = tl.where((m < 0.03) & (x <= 0), -log1p_series(-m), -tl.log(left))
-        turn = p * (miss / left)
+        turn = p * (miss * rcp(left))
         if clip == 0:
             cost = flat
             turn = p
-        full = _power(m, number1)
-        less = tl.where(easy, 0.0, full / tl.where(easy, 1.0, m))
+        full, less = _powers(m, number1)
         no = tl.where(easy, 0.0, full * cost)
         rise = tl.where(easy, 0.0, full * turn + number3 * number1 * (less * cost) * (p * miss))
         loss += tl.where(live, each * mixed(share, yes, no, HARD), 0.0)
         some |= live.to(tl.int32)
         if GRADIENT:
             store_row(out_ptr, row, n, cols, tl.where(live, each * mixed(share, down, rise, HARD), 0.0))
-    tl.store(loss_ptr + row, tl.sum(loss, 0))
-    tl.store(counts_ptr + row, tl.max(some, 0).to(tl.int8))
+    loss, some = sum2(loss, some.to(tl.float32), 0)
+    tl.store(loss_ptr + row, loss)
+    tl.store(counts_ptr + row, (some > 0).to(tl.int8))
 
 
 @triton.jit

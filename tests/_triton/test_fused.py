@@ -1,6 +1,7 @@
 """The losses and projections of the GPU's fused kernels against plain torch: on a GPU, or in Triton's interpreter."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -195,6 +196,36 @@ def test_rows_longer_than_a_block(monkeypatch, watched):
     assert all(done for _, done in watched), watched
 
 
+@pytest.mark.slow
+def test_subsets_of_rows_longer_than_registers(monkeypatch, watched):
+    from lastlayer._triton import fused
+
+    monkeypatch.setattr(fused, "_chunk", lambda block: 32)
+    for name in ("marginals 5", "svm 5"):
+        function, options = (LOSSES | PROJECTIONS)[name]
+        if name in PROJECTIONS:
+            x = scores(3, 200, "normal").to(DEVICE)
+            given = x, (), options, torch.randn(x.shape).to(DEVICE)
+        else:
+            given = case(function, options, 3, 200, "normal", "unknown")
+        check_as_accurate(*three(monkeypatch, function, *given), name)
+    assert all(done for _, done in watched), watched
+
+
+@pytest.mark.slow
+def test_saturated_rows_of_a_budget(monkeypatch, watched):
+    """Rows in which no class is near the threshold, and whose first score tells nothing about the others."""
+    x = torch.randn(6, 90).to(DEVICE) * torch.tensor([1.0, 40.0, 400.0, 4e3, 4e4, 1e-4], device=DEVICE)[:, None]
+    x[::2, 0] = -1e6
+    target = labels(6, 90, "hard").to(DEVICE)
+    for k in (0.5, 3, 40):
+        upstream = torch.randn(x.shape).to(DEVICE)
+        check_as_accurate(*three(monkeypatch, ll.lml_at_most, x, (k,), {}, upstream), f"at most {k}")
+        given = x, (target, k), {"reduction": "none"}, torch.rand(6).to(DEVICE)
+        check_as_accurate(*three(monkeypatch, ll.lml_fenchel_young_loss, *given), f"Fenchel-Young {k}")
+    assert all(done for _, done in watched), watched
+
+
 def check_odd(found, plain, place, name):
     """Assert that the same values are finite, and equal; gradients too, but for the row and column of an odd score."""
     near = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
@@ -318,3 +349,14 @@ def test_nothing_waits_for_the_gpu():
             function(*given, **more).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_limits_of_registers_leave_room_for_all_threads():
+    from lastlayer._triton import fused
+
+    for name in fused._REGISTERS:
+        for n, rows in itertools.product((2, 64, 1000, 4096, 5000, fused.LONGEST), (1, 256, 2048, 8192)):
+            _, warps = fused._sizes(name, n, rows)
+            limit = fused._limited(name, rows, warps).get("maxnreg", 0)
+            assert limit * 32 * warps <= 65536
+            assert rows < 2048 or limit > 0
