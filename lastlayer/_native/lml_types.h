@@ -14,7 +14,9 @@
 #define ABS __builtin_fabs
 #define SMALLEST_SUM 1e-200
 #define BUDGET_DIGITS 1e-9
-#define SHORT 1.5e-4 /* the longest last step of a search with weights */
+#define SHORT 1.5e-4       /* the longest last step of a search with weights */
+#define LAST_STEP 1.3e-4   /* the longest of Newton's that is followed by it, where three derivatives are known */
+#define LAST_OF_TWO 1.3e-4 /* the same where two are */
 #define EXP_HIGH 600.0
 #define EXP_CEILING 3.77e260 /* a little less than exp(EXP_HIGH): no class, or one that cannot matter */
 #define EXP_LOW -708.0
@@ -75,6 +77,8 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #undef SMALLEST_SUM
 #undef BUDGET_DIGITS
 #undef SHORT
+#undef LAST_STEP
+#undef LAST_OF_TWO
 #undef ABS
 #undef EXP_HIGH
 #undef EXP_CEILING
@@ -101,6 +105,8 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #define SMALLEST_SUM 1e-20
 #define BUDGET_DIGITS 0.03
 #define SHORT 0.022
+#define LAST_STEP 0.0205
+#define LAST_OF_TWO 0.005
 #define EXP_HIGH 80.0f
 #define EXP_CEILING 5.54e34f
 #define EXP_LOW -87.0f
@@ -154,6 +160,8 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
 #undef SMALLEST_SUM
 #undef BUDGET_DIGITS
 #undef SHORT
+#undef LAST_STEP
+#undef LAST_OF_TWO
 #undef ABS
 #undef EXP_HIGH
 #undef EXP_CEILING

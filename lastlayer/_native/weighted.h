@@ -31,7 +31,8 @@ struct shares {
 struct budget {
     double c, rest, total, goal, w1, w2; /* goal is the smaller of c and rest */
     double nu, at, lo, hi, f, s1, s2, s3;
-    int few, state; /* few: c is the smaller */
+    double moved, unsure;   /* the step to nu, and how far s2 may be off */
+    int few, summed, state; /* few: c is the smaller; summed: s2 is not an estimate */
 };
 
 /* What a pass keeps of y. */
@@ -95,9 +96,25 @@ __attribute__((always_inline)) static inline double budget_next(int few, double 
     return r * r < 1e-3 ? -r * (1 - r * rho / 2) / (1 - r * rho + r * r * tau / 6) : by_log;
 }
 
-/* A step from the sums at nu. CLOSE if it ends the search, which only the `last` of several passes can do, HARD if `digits`
-   are missing: sum w h as a part of the goal. */
-static void budget_step(struct budget *b, double eps, double digits, int last) {
+/* The second derivative after a step from `was`, where it was summed or is itself of this kind: as if the fifth were 0, and
+   after a short step the fourth or the third. `unsure` is a bound on what is left out, or after longer steps the last
+   term. */
+static void budget_second(struct budget *b, const struct budget *was, int summed) {
+    double step = b->moved, size = fabs(step), over = 1 / (size > 0 ? step : 1);
+    double rise = b->few ? b->f - was->f : was->f - b->f, slope = (b->s1 - was->s1) * over, first = slope - was->s2;
+    double low = slope + first, more = 4 * first - 12 * ((rise * over - was->s1) * over - was->s2 / 2);
+    if (!summed) {
+        b->s2 = size > 1e-3 ? slope : was->s2;
+        b->unsure = b->s1 * (size > 1e-3 ? size : 1);
+    } else {
+        b->s2 = size > 0.3 ? low + more : size > 0.01 ? low : was->s2;
+        b->unsure = size > 2 ? b->s1 : size > 0.3 ? fabs(more) : b->s1 * (size > 0.01 ? size * size / 6 : size);
+    }
+}
+
+/* A step from the sums at nu. CLOSE if it ends the search, which only the `last` of several passes can do, by being
+   `short_enough`; HARD if `digits` are missing: sum w h as a part of the goal. */
+static void budget_step(struct budget *b, double short_enough, double eps, double digits, int last) {
     double f = b->few ? b->f - b->goal : b->goal - b->f, r = f / b->s1;
     if (!(b->s1 > 0) || !(b->f > 0) || !(fabs(r) < 1e300)) {
         b->state = HARD;
@@ -106,7 +123,7 @@ static void budget_step(struct budget *b, double eps, double digits, int last) {
     if (f < 0) b->lo = b->nu;
     if (f > 0) b->hi = b->nu;
     b->at = budget_next(b->few, r, b->f, log(b->f / b->goal), b->s1, b->s2, b->s3);
-    if (last && r * r * r * r / 3 <= eps / 2) {
+    if (last && fabs(r) <= short_enough && r * r * b->unsure <= eps / 2 * b->s1) {
         b->state = b->s1 > digits * b->goal ? CLOSE : HARD;
         return;
     }

@@ -23,8 +23,9 @@ typedef struct {
     int64_t n;
     const REAL *z;
     REAL *w, *a, *e;
-    int special, measured, plain; /* has weights of its own, or infinite scores; has its moments; y is a sigmoid of z */
-    double z1, z2, zw, farthest;  /* sums of a z, a z^2 and a z w; the largest |z|, or infinity */
+    int special, measured;       /* has weights of its own, or infinite scores; has its moments */
+    int plain;                   /* y is a sigmoid of z, times the upper bound */
+    double z1, z2, zw, farthest; /* sums of a z, a z^2 and a z w; the largest |z|, or infinity */
     struct shares shares;
     struct budget b;
 } NAME(budget_row);
@@ -49,14 +50,16 @@ INLINE VEC NAME(reciprocal)(VEC d, int rough) {
 }
 
 /* What a pass sums at a point with q = (1 - y) / y: f = sum a y or, on the side where that is the smaller, sum a (1 - y);
-   and the first derivatives of sum a y, of which the first pass needs two. */
-#define WEIGH(q, a, w, part, first)                                              \
-    VEC y = NAME(reciprocal)(R(1.0) + q, first), v = q * y;                      \
-    VEC h = y * v, t = w * (a * h), t2 = w * t;                                  \
-    f += a * (part);                                                             \
-    s1 += t;                                                                     \
-    s2 += t2 * (v - y);                                                          \
-    if (!(first)) s3 += (w * t2) * (R(1.0) - R(6.0) * h);
+   and the first derivatives of sum a y, `more` than one, and all `three` after the `first` pass. */
+#define WEIGH(q, a, w, first, more, three)                                   \
+    VEC y = NAME(reciprocal)(R(1.0) + q, first), v = q * y;                  \
+    VEC h = y * v, t = w * (a * h), t2 = w * t;                              \
+    f += a * SIDE(y, v);                                                     \
+    s1 += t;                                                                 \
+    if (more) s2 += t2 * (v - y);                                            \
+    if (!(first) && (three)) s3 += (w * t2) * (R(1.0) - R(6.0) * h);
+#define LONG_ROW 2048
+#define SIDE(y, v) (few ? (y) : NAME(select)(side, y, v))
 
 /* exp(t), as at the ends of what REAL holds beyond them. */
 INLINE VEC NAME(point_exp)(VEC t) {
@@ -137,11 +140,13 @@ FN void NAME(budget_moments)(NAME(budget_row) * row) {
     row->z1 = z1, row->z2 = z2, row->zw = zw;
 }
 
-/* The sums at nu; with KEEP_Y or KEEP_PART, y or what `signed_part` makes of it is kept in `e`. */
-INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int keep) {
+/* The sums at nu, on the side that has the smaller sum if `few`, with `three` derivatives or one in later passes; with KEEP_Y or KEEP_PART, y or what `signed_part` makes
+   of it is kept in `e`. */
+INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int few, int three, int keep) {
     struct budget *b = &row->b;
+    int more = !keep || three; /* else `budget_second` makes it of what is there */
     VEC nu = NAME(fill)((REAL)b->nu);
-    NAME(lanes) few = (NAME(lanes)){0} - (b->few != 0);
+    NAME(lanes) side = (NAME(lanes)){0} - (b->few != 0);
     double all[4][LANES] = {{0}};
     for (int64_t i = 0; i < row->n;) {
         int64_t end = i + BLOCK < row->n ? i + BLOCK : row->n;
@@ -149,33 +154,46 @@ INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int keep) {
         for (; i < end; i += LANES) {
             VEC a = NAME(kept)(row->a + i), w = NAME(kept)(row->w + i), point = -(NAME(kept)(row->z + i) + w * nu);
             VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);
-            WEIGH(q, a, w, NAME(select)(few, y, v), keep == KEEP_NONE)
+            WEIGH(q, a, w, keep == KEEP_NONE, more, three)
             if (keep == KEEP_Y) NAME(keep)(y, row->e + i);
             if (keep == KEEP_PART) NAME(keep)(NAME(signed_part)(y, v), row->e + i);
         }
         NAME(add_lanes)(all[0], f);
         NAME(add_lanes)(all[1], s1);
-        NAME(add_lanes)(all[2], s2);
-        if (keep) NAME(add_lanes)(all[3], s3);
+        if (more) NAME(add_lanes)(all[2], s2);
+        if (keep && three) NAME(add_lanes)(all[3], s3);
     }
+    struct budget was = *b;
     b->f = NAME(sum)(all[0]), b->s1 = NAME(sum)(all[1]), b->s2 = NAME(sum)(all[2]), b->s3 = NAME(sum)(all[3]);
+    b->unsure = 0, b->summed = more;
+    if (!more) budget_second(b, &was, was.summed);
 }
+
+/* Whether later passes sum three derivatives: in float a long row is so near after the first that one is enough. */
+INLINE int NAME(budget_three)(const NAME(budget_row) * row) { return REAL_BYTES == 8 || row->n < LONG_ROW; }
 
 /* Move to the next point, and look at the sums there. */
 FN void NAME(budget_pass)(NAME(budget_row) * row, int keep) {
     struct budget *b = &row->b;
-    b->nu = (double)(REAL)(b->nu + b->at), b->at = 0;
-    int limits = !(row->farthest + fabs(b->nu) < EXP_HIGH);
+    double nu = b->nu;
+    b->nu = (double)(REAL)(b->nu + b->at), b->at = 0, b->moved = b->nu - nu;
+    int limits = !(row->farthest + fabs(b->nu) < EXP_HIGH), three = NAME(budget_three)(row);
     if (limits && keep)
-        NAME(budget_sums)(row, 1, row->plain ? KEEP_Y : KEEP_PART);
+        NAME(budget_sums)(row, 1, 0, 1, row->plain ? KEEP_Y : KEEP_PART);
     else if (limits)
-        NAME(budget_sums)(row, 1, KEEP_NONE);
+        NAME(budget_sums)(row, 1, 0, 1, KEEP_NONE);
+    else if (!b->few)
+        NAME(budget_sums)(row, 0, 0, 1, !keep ? KEEP_NONE : row->plain ? KEEP_Y : KEEP_PART);
     else if (!keep)
-        NAME(budget_sums)(row, 0, KEEP_NONE);
+        NAME(budget_sums)(row, 0, 1, 1, KEEP_NONE);
+    else if (three && row->plain)
+        NAME(budget_sums)(row, 0, 1, 1, KEEP_Y);
+    else if (three)
+        NAME(budget_sums)(row, 0, 1, 1, KEEP_PART);
     else if (row->plain)
-        NAME(budget_sums)(row, 0, KEEP_Y);
+        NAME(budget_sums)(row, 0, 1, 0, KEEP_Y);
     else
-        NAME(budget_sums)(row, 0, KEEP_PART);
+        NAME(budget_sums)(row, 0, 1, 0, KEEP_PART);
 }
 
 /* Search; whether that ended with digits to spare. */
@@ -189,7 +207,7 @@ FN int NAME(budget_search)(NAME(budget_row) * row, struct start *start) {
     if (!(fabs(b->nu) < LARGEST)) b->nu = 0;
     for (int i = 0; i < 16 && b->state == OPEN; i++) {
         NAME(budget_pass)(row, i > 0);
-        budget_step(b, EPS, BUDGET_DIGITS, i > 0);
+        budget_step(b, NAME(budget_three)(row) ? LAST_STEP : LAST_OF_TWO, EPS, BUDGET_DIGITS, i > 0);
     }
     return b->state == CLOSE && fabs(b->at) <= SHORT;
 }
@@ -444,13 +462,14 @@ FN void NAME(budget_write_any)(const NAME(given) * g, double nu, REAL *out) {
 
 /* The same from what the last pass kept, for the vector at i, of which `bytes` are classes. */
 INLINE void NAME(budget_write_at)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out, int64_t i, VEC at,
-                                  int plain, int negative, size_t bytes) {
+                                  int plain, int bounded, int negative, size_t bytes) {
     VEC y = NAME(kept)(row->e + i), d = NAME(kept)(row->w + i) * at, lower = {0}, upper = {0}, sign = {0};
+    if (bounded) memcpy(&upper, g->upper + i, bytes);
     if (plain) {
         y = NAME(moved)(y, d);
+        if (bounded) y *= upper;
     } else {
         memcpy(&lower, g->lower + i, bytes);
-        memcpy(&upper, g->upper + i, bytes);
         y = NAME(moved_part)(y, d);
         if (negative) {
             memcpy(&sign, g->weight + i, bytes);
@@ -462,21 +481,24 @@ INLINE void NAME(budget_write_at)(const NAME(given) * g, const NAME(budget_row) 
 }
 
 INLINE void NAME(budget_write_row)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out, int plain,
-                                   int negative) {
+                                   int bounded, int negative) {
     VEC at = NAME(fill)((REAL)row->b.at);
     int64_t whole = g->n / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) NAME(budget_write_at)(g, row, out, i, at, plain, negative, sizeof(VEC));
+    for (int64_t i = 0; i < whole; i += LANES)
+        NAME(budget_write_at)(g, row, out, i, at, plain, bounded, negative, sizeof(VEC));
     if (whole < g->n)
-        NAME(budget_write_at)(g, row, out, whole, at, plain, negative, (size_t)(g->n - whole) * sizeof(REAL));
+        NAME(budget_write_at)(g, row, out, whole, at, plain, bounded, negative, (size_t)(g->n - whole) * sizeof(REAL));
 }
 
 FN void NAME(budget_write)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out) {
-    if (row->plain)
-        NAME(budget_write_row)(g, row, out, 1, 0);
+    if (row->plain && !g->bounded)
+        NAME(budget_write_row)(g, row, out, 1, 0, 0);
+    else if (row->plain)
+        NAME(budget_write_row)(g, row, out, 1, 1, 0);
     else if (!row->shares.negative)
-        NAME(budget_write_row)(g, row, out, 0, 0);
+        NAME(budget_write_row)(g, row, out, 0, 1, 0);
     else
-        NAME(budget_write_row)(g, row, out, 0, 1);
+        NAME(budget_write_row)(g, row, out, 0, 1, 1);
 }
 
 /* ---- Calls. ---- */
@@ -504,7 +526,7 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
         NAME(budget_scores)(g, s->negative, (REAL *)space->z);
         row->z = (REAL *)space->z, row->farthest = INFINITY;
     }
-    row->plain = !s->negative && !g->bounded;
+    row->plain = !s->negative && !call->lower;
     if (budget_enter(&row->b, s, k, call->at_most, &nu)) return nu;
     if (NAME(budget_search)(row, &space->start)) {
         *quick = 1;
@@ -650,7 +672,7 @@ FN void NAME(budget_load_own)(NAME(budget_tile) * tile, const REAL *const *rows)
 }
 
 /* The sums at nu, all rows being on the side that has the smaller sum if `few`; `keep` as in `budget_sums`. */
-INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, int limits, int few, int keep) {
+INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, int shares, int limits, int few, int keep) {
     const REAL *restrict w = tile->w, *restrict a = tile->a;
     const VEC *restrict z = tile->z;
     VEC *restrict e = tile->e;
@@ -660,10 +682,10 @@ INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, in
         int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;
         VEC f = {0}, s1 = {0}, s2 = {0}, s3 = {0};
         for (; j < end; j++) {
-            VEC weight = own ? tile->own[j] : NAME(fill)(w[j]), share = own ? weight : NAME(fill)(a[j]);
+            VEC weight = own ? tile->own[j] : NAME(fill)(w[j]), share = shares ? NAME(fill)(a[j]) : weight;
             VEC point = -(z[j] + weight * nu);
             VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);
-            WEIGH(q, share, weight, few ? y : NAME(select)(side, y, v), keep == KEEP_NONE)
+            WEIGH(q, share, weight, keep == KEEP_NONE, 1, 1)
             if (keep == KEEP_Y) e[j] = y;
             if (keep == KEEP_PART) e[j] = NAME(signed_part)(y, v);
         }
@@ -686,19 +708,23 @@ FN void NAME(budget_look)(NAME(budget_tile) * tile, int keep) {
         limits |= !(tile->farthest[i] + fabs(tile->nu[i]) < EXP_HIGH);
     }
     memcpy(&nu, parts, sizeof nu);
-    int own = tile->own != 0;
+    int own = tile->own != 0, shares = tile->a != tile->w;
     if (limits || !few)
-        NAME(budget_tile_sums)(tile, nu, own, limits, 0, keep);
+        NAME(budget_tile_sums)(tile, nu, own, shares, limits, 0, keep);
     else if (own && keep)
-        NAME(budget_tile_sums)(tile, nu, 1, 0, 1, KEEP_Y);
+        NAME(budget_tile_sums)(tile, nu, 1, 0, 0, 1, KEEP_Y);
     else if (own)
-        NAME(budget_tile_sums)(tile, nu, 1, 0, 1, KEEP_NONE);
+        NAME(budget_tile_sums)(tile, nu, 1, 0, 0, 1, KEEP_NONE);
+    else if (keep == KEEP_NONE && shares)
+        NAME(budget_tile_sums)(tile, nu, 0, 1, 0, 1, KEEP_NONE);
     else if (keep == KEEP_NONE)
-        NAME(budget_tile_sums)(tile, nu, 0, 0, 1, KEEP_NONE);
+        NAME(budget_tile_sums)(tile, nu, 0, 0, 0, 1, KEEP_NONE);
+    else if (keep == KEEP_Y && shares)
+        NAME(budget_tile_sums)(tile, nu, 0, 1, 0, 1, KEEP_Y);
     else if (keep == KEEP_Y)
-        NAME(budget_tile_sums)(tile, nu, 0, 0, 1, KEEP_Y);
+        NAME(budget_tile_sums)(tile, nu, 0, 0, 0, 1, KEEP_Y);
     else
-        NAME(budget_tile_sums)(tile, nu, 0, 0, 1, KEEP_PART);
+        NAME(budget_tile_sums)(tile, nu, 0, shares, 0, 1, KEEP_PART);
 }
 
 /* Find the next step of the rows that are open, and with `last` close those for which it is the last; whether any is
@@ -714,7 +740,7 @@ FN int NAME(budget_move)(NAME(budget_tile) * tile, int last) {
     for (int i = 0; i < LANES; i++) {
         if (tile->state[i] != OPEN) continue;
         double r = fabs(tile->r[i]), step = tile->step[i];
-        if (last && r * r * r * r / 3 <= EPS / 2) tile->state[i] = tile->s1[i] > BUDGET_DIGITS * tile->goal[i] ? CLOSE : HARD;
+        if (last && r <= LAST_STEP) tile->state[i] = tile->s1[i] > BUDGET_DIGITS * tile->goal[i] ? CLOSE : HARD;
         if (!(fabs(step) < 40)) tile->state[i] = HARD;
         if (tile->state[i] == HARD) continue;
         tile->at[i] = step;
@@ -724,7 +750,7 @@ FN int NAME(budget_move)(NAME(budget_tile) * tile, int last) {
 }
 
 INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows, const NAME(given) * g, int own,
-                                    int plain) {
+                                    int plain, int bounded) {
     int64_t n = tile->n;
     VEC at, *e = tile->e;
     REAL moves[LANES];
@@ -737,6 +763,7 @@ INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows,
             VEC d = (own ? tile->own[j + i] : NAME(fill)(tile->w[j + i])) * at;
             if (plain) {
                 part[i] = NAME(moved)(e[j + i], d);
+                if (bounded) part[i] *= NAME(fill)(g->upper[j + i]);
                 continue;
             }
             VEC y = NAME(moved_part)(e[j + i], d);
@@ -814,7 +841,7 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         tile.at[i] = 0;
         if (!(fabs(tile.nu[i]) < 1e30) || !(tile.farthest[i] < 1e30)) tile.state[i] = HARD, tile.nu[i] = 0;
     }
-    int keep = !s.negative && !g.bounded ? KEEP_Y : KEEP_PART;
+    int keep = !s.negative && !call->lower ? KEEP_Y : KEEP_PART;
     for (int passes = 0, open = 1; open && passes < 8; passes++) {
         NAME(budget_look)(&tile, passes ? keep : KEEP_NONE);
         open = NAME(budget_move)(&tile, passes > 0);
@@ -827,11 +854,13 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         if (call->out) out[i] = (REAL *)call->out + (index + i) * call->n;
     }
     if (call->out && tile.own)
-        NAME(budget_tile_write)(&tile, out, &g, 1, 1);
+        NAME(budget_tile_write)(&tile, out, &g, 1, 1, 0);
+    else if (call->out && keep == KEEP_Y && g.bounded)
+        NAME(budget_tile_write)(&tile, out, &g, 0, 1, 1);
     else if (call->out && keep == KEEP_Y)
-        NAME(budget_tile_write)(&tile, out, &g, 0, 1);
+        NAME(budget_tile_write)(&tile, out, &g, 0, 1, 0);
     else if (call->out)
-        NAME(budget_tile_write)(&tile, out, &g, 0, 0);
+        NAME(budget_tile_write)(&tile, out, &g, 0, 0, 1);
     for (int i = 0; i < count; i++)
         if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT || (call->at_most && tile.nu[i] + tile.at[i] > 0))
             NAME(weighted_rows)(call, index + i, 1, space);
@@ -957,5 +986,7 @@ FN void NAME(weighted_backward)(const struct weighted *call, int64_t index, int 
 #undef VEC
 #undef EACH_LANE
 #undef WEIGH
+#undef LONG_ROW
+#undef SIDE
 #undef ADD_MOMENTS
 #undef POINT_BUDGET
