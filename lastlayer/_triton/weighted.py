@@ -24,6 +24,10 @@ from lastlayer._triton.weighted_shared import shared
 LONGEST = 16384  # classes of a row held in registers, with their weights
 MOST = 1 << 22  # classes of a row; one program takes longer for more of them than plain torch
 STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
+LONG: dict[int, dict[str, int]] = {  # the same for its values; a row of float32 has a multiprocessor to itself
+    4: {"W": 2, "C": 4096, "num_warps": 32},
+    2: {"W": 2, "C": 2048, "num_warps": 8},
+}
 # Up to a number of classes per row, the number of them that a thread holds.
 FORWARD: dict[int, shapes.Table] = {
     4: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
@@ -67,13 +71,21 @@ def _lines(plan: shapes.Plan, x: Tensor) -> int:
     return max(32, shapes.power_of_2(shapes.cdiv(plan.rows * x.shape[-1] * x.element_size(), 128)))
 
 
-def _registers(n: int, bounded: bool, warps: int) -> int:
+def _registers(n: int, itemsize: int, bounded: bool, warps: int) -> int:
     """Registers per thread of `shared`, the fastest that were tried: spilled ones take long to come back.
 
     A row of 8,193 to 10,240 classes has a multiprocessor to itself, and registers for the scores of the next.
     """
-    wanted = MOST_REGISTERS if n > HELD else 160 if bounded and n > 128 else 168
+    if n > HELD:
+        wanted = MOST_REGISTERS if itemsize == 4 or bounded else REGISTERS
+    else:
+        wanted = 168 if bounded or n <= 1024 else REGISTERS
     return min(wanted, 65536 // (32 * warps) // 8 * 8)
+
+
+def _skip(plan: shapes.Plan, n: int) -> int:
+    """The first guess of `shared` is made of one class in so many, which are neighbours of one thread."""
+    return min(1 if n < 1000 else 2 if n < 2048 else 4, plan.tiles["C"] // (plan.warps * 32 // plan.rows))
 
 
 def _float32(value: float) -> float:
@@ -127,18 +139,18 @@ def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
         align = shapes.alignment(g.n)
         launch(
             forward_row, (g.rows,), g.x, g.m, k, *g.pointers, out, nu, g.n // align, *g.m_strides, *k_row,
-            g.inv_t, ALIGN=align, **constants, TOL=tolerance, **STREAM,
+            g.inv_t, ALIGN=align, **constants, TOL=tolerance, **LONG[logits.element_size()],
         )  # fmt: skip
     elif not g.masked and max(g.given.values()) < 2:
         p = shapes.plan(g.n, SHARED, logits.element_size())
-        registers = _registers(g.n, g.given["LOWER"] + g.given["UPPER"] > 0, p.warps)
-        programs = _programs(logits.get_device()) * max(1, 65536 // (32 * registers * p.warps))
+        registers = _registers(g.n, logits.element_size(), g.given["LOWER"] + g.given["UPPER"] > 0, p.warps)
+        programs = _programs(logits.get_device()) * max(1, 4 * (512 // registers) // p.warps)  # as many as fit
         launch(
             shared, (min(programs, shapes.cdiv(g.rows, p.rows)),), g.x, k, *g.pointers, out, nu, g.rows,
             g.n // p.align, *k_row, g.inv_t, **_tiles(p), **g.given, AT_MOST=at_most,
-            TOL=4e-4 if logits.dtype == torch.float32 else 0.02, PREFETCH=1 if registers == MOST_REGISTERS else 2,
-            LINES=_lines(p, g.x), num_warps=p.warps,
-            **({} if INTERPRETED else {"maxnreg": registers}),
+            TOL=0.002 if logits.dtype == torch.float32 else 0.02, PREFETCH=1 if registers == MOST_REGISTERS else 2,
+            LINES=_lines(p, g.x), N=g.n if p.align == shapes.alignment(g.n) else 0, SKIP=_skip(p, g.n),
+            num_warps=p.warps, **({} if INTERPRETED else {"maxnreg": registers}),
         )  # fmt: skip
     else:
         p = shapes.plan(g.n, FORWARD, logits.element_size())

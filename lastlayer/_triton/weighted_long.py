@@ -1,7 +1,8 @@
 """Rows with weights and bounds that are too long for registers: one program streams a row, from the cache if it can.
 
-The search is that of `weighted`, with points that are computed anew in each pass. A row that it does not solve is left
-to the same second kernel.
+The search is that of `weighted`, with points that are computed anew in each pass. Rows with finite scores, positive
+weights and no lower bounds, whose budget is not most of what they can take, have the shortest way; others are searched
+with sums in float64. A row that neither solves is left to the same second kernel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -40,16 +41,169 @@ def _classes(
     return tl.where(live, tl.where(weight < 0, -x, x), 0.0), w, w * (upper - lower)
 
 
-@triton.jit(do_not_specialize=["units"])
-def forward_row(
-    x_ptr, m_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, units, m_row, m_col, k_row, k_low, inv_t,
-    ALIGN: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
+@triton.jit
+def _some_term(ptr, row, n, cols, WHOLE: tl.constexpr, GIVEN: tl.constexpr, DEFAULT: tl.constexpr):
+    """A weight or a bound of some classes, 0 beyond the row."""
+    here = ptr + (row * (n if GIVEN == 2 else 0) + cols)
+    if GIVEN == 0:
+        return (cols < n).to(tl.float32) * DEFAULT
+    elif WHOLE:
+        return tl.load(here).to(tl.float32)
+    else:
+        return tl.load(here, mask=cols < n, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _some_classes(
+    x_ptr, w_ptr, u_ptr, row, n, cols, inv_t, WHOLE: tl.constexpr, WEIGHT: tl.constexpr, UPPER: tl.constexpr
+):  # fmt: skip
+    """Scores, weights and upper bounds of some classes, 0 beyond the row."""
+    if WHOLE:
+        x = tl.load(x_ptr + (row * n + cols)).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
+    weight = _some_term(w_ptr, row, n, cols, WHOLE, WEIGHT, 1.0)
+    return scaled(x, inv_t), weight, _some_term(u_ptr, row, n, cols, WHOLE, UPPER, 1.0)
+
+
+@triton.jit
+def _moments(z, w, upper, UPPER: tl.constexpr):
+    """Sums of a, a z, a z^2, a w z, a w and a w^2 over the first dimension, the largest weight and the least term."""
+    a = w
+    least = w
+    if UPPER > 0:
+        a = w * upper
+        least = tl.minimum(w, upper)
+    az = a * z
+    aw = a * w
+    return (
+        tl.sum(a, 0), tl.sum(az, 0), tl.sum(az * z, 0), tl.sum(az * w, 0), tl.sum(aw, 0), tl.sum(aw * w, 0),
+        tl.max(w, 0), tl.min(least, 0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _terms(z, w, upper, center, UPPER: tl.constexpr):
+    """Sums of the values and of their first two derivatives over the first dimension."""
+    y = rcp(1 + exp2(tl.fma(w, center, z) * -LOG2E))
+    ay = w * y
+    if UPPER > 0:
+        ay = ay * upper
+    other = tl.fma(w * -1.0, y, w)
+    s = ay * other
+    return tl.sum(ay, 0), tl.sum(s, 0), tl.sum(s * tl.fma(other, 2.0, w * -1.0), 0)
+
+
+@triton.jit
+def _values(z, w, upper, center, delta, UPPER: tl.constexpr):
+    y = rcp(1 + exp2(tl.fma(w, delta, tl.fma(w, center, z)) * -LOG2E))
+    if UPPER > 0:
+        y = y * upper
+    return y
+
+
+@triton.jit
+def _short_way(
+    x_ptr, w_ptr, u_ptr, out_ptr, row, n, k, inv_t, W: tl.constexpr, C: tl.constexpr, WEIGHT: tl.constexpr,
     UPPER: tl.constexpr, AT_MOST: tl.constexpr, TOL: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. One that is not solved has a nu of nan, and nothing else is written that stays."""
-    n = units * ALIGN
-    row = tl.program_id(0).to(tl.int64)
-    k = budget_of(k_ptr, k_low, row, k_row)
+    """Search one row and write its values. Return nu, or nan for a row that is not for it."""
+    tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
+    whole = n // (W * C) * (W * C)
+    s0 = tl.zeros([C], tl.float32)
+    z1 = tl.zeros([C], tl.float32)
+    z2 = tl.zeros([C], tl.float32)
+    zw = tl.zeros([C], tl.float32)
+    w1 = tl.zeros([C], tl.float32)
+    w2 = tl.zeros([C], tl.float32)
+    top = tl.zeros([C], tl.float32)
+    least = tl.zeros([C], tl.float32)
+    for start in range(0, whole, W * C):
+        z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, True, WEIGHT, UPPER)
+        q0, q1, q2, q3, q4, q5, most, low = _moments(z, w, upper, UPPER)
+        s0 += q0
+        z1 += q1
+        z2 += q2
+        zw += q3
+        w1 += q4
+        w2 += q5
+        top = tl.maximum(top, most)
+        least = tl.minimum(least, low)
+    for start in range(whole, n, W * C):
+        z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, False, WEIGHT, UPPER)
+        q0, q1, q2, q3, q4, q5, most, low = _moments(z, w, upper, UPPER)
+        s0 += q0
+        z1 += q1
+        z2 += q2
+        zw += q3
+        w1 += q4
+        w2 += q5
+        top = tl.maximum(top, most)
+        least = tl.minimum(least, low)
+    z1, z2, zw, w1, w2 = sum5(z1, z2, zw, w1, w2, 0)
+    s0 = tl.sum(s0, 0)
+    inv_unit = 1 / unit_above(tl.max(top, 0))
+    goal = k.to(tl.float32)
+    over = rcp(s0)
+    logit = (log2(goal) - log2(s0 - goal)) * LN2
+    center = normal_start(logit, z1 * over, z2 * over, zw * over, w1 * over, w2 * over)
+    fit = is_finite(z1 + z2 + zw + w1 + w2) & (tl.min(least, 0) >= 0) & (goal > 1e-20) & (goal <= 0.45 * s0)
+    fit = fit & (tl.abs(center) < 1e30)
+    delta = center * 0.0
+    found = goal < 0
+    left = tl.where(fit, PASSES, 0)
+    while left > 0:
+        f = tl.zeros([C], tl.float32)
+        s1 = tl.zeros([C], tl.float32)
+        s2 = tl.zeros([C], tl.float32)
+        for start in range(0, whole, W * C):
+            z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, True, WEIGHT, UPPER)
+            q0, q1, q2 = _terms(z, w, upper, center, UPPER)
+            f += q0
+            s1 += q1
+            s2 += q2
+        for start in range(whole, n, W * C):
+            z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, False, WEIGHT, UPPER)
+            q0, q1, q2 = _terms(z, w, upper, center, UPPER)
+            f += q0
+            s1 += q1
+            s2 += q2
+        f, s1, s2 = sum3(f, s1, s2, 0)
+        s1 = s1 * inv_unit
+        s2 = s2 * inv_unit * inv_unit
+        inverse = rcp(s1)
+        r = (f - goal) * inverse
+        close = tl.abs(r) <= TOL
+        found = close & (s1 > goal * DIGITS)
+        delta = tl.where(close, -r * rcp(1 - 0.5 * r * s2 * inverse) * inv_unit, 0.0)  # Halley's
+        moved = center + log_step(f, goal, s1, s2) * inv_unit
+        center = tl.where(close, center, moved)
+        left = tl.where(close | ((tl.abs(r) >= 0) == 0), 0, left - 1)
+    nu = center.to(tl.float64) + delta.to(tl.float64)
+    if AT_MOST:
+        free = nu > 0
+        nu = tl.where(free, 0.0, nu)
+        center = tl.where(free, 0.0, center)
+        delta = tl.where(free, 0.0, delta)
+    if found:
+        for start in range(0, whole, W * C):
+            z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, True, WEIGHT, UPPER)
+            y = _values(z, w, upper, center, delta, UPPER)
+            tl.store(out_ptr + (row * n + start + tile), y.to(out_ptr.dtype.element_ty))
+        for start in range(whole, n, W * C):
+            z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, False, WEIGHT, UPPER)
+            y = _values(z, w, upper, center, delta, UPPER)
+            tl.store(out_ptr + (row * n + start + tile), y.to(out_ptr.dtype.element_ty), mask=start + tile < n)
+    return tl.where(found, nu, float("nan"))
+
+
+@triton.jit
+def _long_way(
+    x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, row, n, m_row, m_col, k, inv_t, C: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr,
+    TOL: tl.constexpr,
+):  # fmt: skip
+    """Any row, with sums in float64 of what is certain and what can be taken."""
     largest = tl.zeros([C], tl.float32)
     for start in range(0, n, C):
         cols = start + tl.arange(0, C)
@@ -146,6 +300,27 @@ def forward_row(
 
 
 @triton.jit(do_not_specialize=["units"])
+def forward_row(
+    x_ptr, m_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, units, m_row, m_col, k_row, k_low, inv_t,
+    ALIGN: tl.constexpr, W: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr,
+    LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr, TOL: tl.constexpr,
+):  # fmt: skip
+    """One row per program. One that is not solved has a nu of nan, and nothing else is written that stays."""
+    n = units * ALIGN
+    row = tl.program_id(0).to(tl.int64)
+    k = budget_of(k_ptr, k_low, row, k_row)
+    nu = k * float("nan")
+    if MASKED == 0 and LOWER == 0:
+        nu = _short_way(x_ptr, w_ptr, u_ptr, out_ptr, row, n, k, inv_t, W, C, WEIGHT, UPPER, AT_MOST, TOL)
+        tl.store(nu_ptr + row, nu)
+    if nu != nu:
+        _long_way(
+            x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, row, n, m_row, m_col, k, inv_t,
+            C, MASKED, WEIGHT, LOWER, UPPER, AT_MOST, TOL,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["units"])
 def backward_row(
     x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, nu_ptr, g_ptr, gx_ptr, gk_ptr, gw_ptr, gl_ptr, gu_ptr, units, m_row, m_col,
     inv_t, ALIGN: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
@@ -156,15 +331,31 @@ def backward_row(
     row = tl.program_id(0).to(tl.int64)
     exact = tl.load(nu_ptr + row)
     high, low = two_floats(exact)
+    ends = tl.abs(exact) == float("inf")
+    fixed = ends | (exact != exact)
+    mass = tl.zeros([C], tl.float32)
+    pull = tl.zeros([C], tl.float32)
     asked = tl.zeros([C], tl.float32)
     for start in range(0, n, C):
         cols = start + tl.arange(0, C)
-        asked += tl.abs(tl.load(g_ptr + row * n + cols, mask=cols < n, other=0.0).to(tl.float32))
-    asked = tl.sum(asked, 0)
-    ends = tl.abs(exact) == float("inf")
-    fixed = ends | (exact != exact)
-    share = asked * 0.0
-    if fixed == 0:
+        x = scores(x_ptr, m_ptr, row, m_row, m_col, n, cols, inv_t, MASKED)
+        weight = term(w_ptr, row, n if WEIGHT == 2 else 0, cols, n, WEIGHT > 0, 1.0)
+        width = term(u_ptr, row, n if UPPER == 2 else 0, cols, n, UPPER > 0, 1.0)
+        width = width - term(l_ptr, row, n if LOWER == 2 else 0, cols, n, LOWER > 0, 0.0)
+        g = tl.load(g_ptr + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
+        tail = exp2(tl.abs(tl.fma(weight, high, x) + weight * low) * -LOG2E)
+        over = rcp(1 + tail)
+        wh = tl.where(is_finite(x), weight * (tail * over * over * width), 0.0)  # also beyond the row
+        mass += wh * weight
+        pull += wh * g
+        asked += tl.abs(g)
+    mass, pull, asked = sum3(mass, pull, asked, 0)
+    share = pull * rcp(mass)
+    free = fixed
+    if AT_MOST:
+        free = free | (exact == 0)
+    sound = (mass > 1e-25) & (mass < 1e30) & is_finite(pull)
+    if (free == 0) & (sound == 0):
         share = tl.sum(
             careful_share(
                 x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, g_ptr, row + tl.zeros([1], tl.int64),
@@ -172,8 +363,7 @@ def backward_row(
             ),
             0,
         )  # fmt: skip
-    if AT_MOST:
-        share = tl.where(exact == 0, 0.0, share)
+    share = tl.where(free, 0.0, share)
     gone = tl.where((exact != exact) & ((asked == 0) == 0), float("nan"), 0.0)
     tl.store(gk_ptr + row, share.to(tl.float64) + gone.to(tl.float64))
     for start in range(0, n, C):

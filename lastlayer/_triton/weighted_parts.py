@@ -47,24 +47,46 @@ def unit_above(largest):
     return tl.where((largest > 1e-30) & (largest < 1e30), unit, 1.0)
 
 
+# The products here are added with one rounding each, as written: a budget that rows share gives them the same values as
+# one of their own.
+
+
+@triton.jit
+def _cubic(t, c0, c1, c2, c3):
+    return tl.fma(t, tl.fma(t, tl.fma(t, c3, c2), c1), c0)
+
+
+@triton.jit
+def start_curve(logit):
+    """The polynomial of `device.start` at a logit: its coefficients for the powers of 4 / (4 + d)."""
+    u = rcp(tl.fma(tl.abs(logit), 0.25, 1.0))
+    c0 = _cubic(u, 0.09811, -0.74087, 3.63376, -2.86131)
+    c1 = _cubic(u, -0.43269, 7.02805, -20.06052, 15.17705)
+    c2 = _cubic(u, 0.24553, -12.45673, 40.47055, -32.22729)
+    c3 = _cubic(u, 0.40644, 4.56547, -20.53883, 18.464)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def curve_start(logit, z1, z2, zw, w1, w2, c0, c1, c2, c3):
+    """A guess of nu, as if scores and weights were normal; `device.start` has the mean for a variance."""
+    spread = tl.fma(z1 * -1.0, z1, z2)
+    both = tl.fma(z1 * -1.0, w1, zw) * 2
+    wide = tl.fma(w1 * -1.0, w1, w2)
+    per = rcp(w1)
+    nu = tl.fma(logit, 1.5, z1 * -1.0) * per
+    for _ in tl.static_range(2):
+        variance = tl.maximum(tl.fma(nu, tl.fma(nu, wide, both), spread), 0.0)
+        v = rcp(tl.fma(sqrt(variance), 0.25, 1.0))
+        c = _cubic(v, c0, c1, c2, c3)
+        nu = tl.fma(logit, sqrt(tl.maximum(tl.fma(c, variance, 1.0), 0.0)), z1 * -1.0) * per
+    return nu
+
+
 @triton.jit
 def normal_start(logit, z1, z2, zw, w1, w2):
-    """A guess of nu, as if scores and weights were normal; `device.start` has the mean for a variance."""
-    spread = z2 - z1 * z1
-    both = zw - z1 * w1
-    wide = w2 - w1 * w1
-    u = rcp(1 + 0.25 * tl.abs(logit))
-    nu = (1.5 * logit - z1) / w1
-    for _ in tl.static_range(2):
-        variance = tl.maximum(spread + nu * (2 * both + nu * wide), 0.0)
-        v = rcp(1 + 0.25 * sqrt(variance))
-        c0 = 0.09811 + v * (-0.43269 + v * (0.24553 + v * 0.40644))
-        c1 = -0.74087 + v * (7.02805 + v * (-12.45673 + v * 4.56547))
-        c2 = 3.63376 + v * (-20.06052 + v * (40.47055 - v * 20.53883))
-        c3 = -2.86131 + v * (15.17705 + v * (-32.22729 + v * 18.464))
-        c = c0 + u * (c1 + u * (c2 + u * c3))
-        nu = (logit * sqrt(tl.maximum(1 + c * variance, 0.0)) - z1) / w1
-    return nu
+    c0, c1, c2, c3 = start_curve(logit)
+    return curve_start(logit, z1, z2, zw, w1, w2, c0, c1, c2, c3)
 
 
 @triton.jit

@@ -65,6 +65,7 @@ def test_long_rows(kind, monkeypatch):
 
     monkeypatch.setattr(weighted, "LONGEST", 16)
     monkeypatch.setattr(weighted, "STREAM", {"C": 32, "num_warps": 1})
+    monkeypatch.setattr(weighted, "LONG", {4: {"W": 2, "C": 16, "num_warps": 1}})
     x, k, options = problem(4, 70, kind, 2.0)
     x[1, 3], x[2, 4] = -torch.inf, torch.inf
     k[2] += options["weight"][4].clamp(max=0).double()
