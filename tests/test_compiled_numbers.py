@@ -1,6 +1,10 @@
 """Numbers as arguments under `torch.compile`: a new one is compiled once, and then no more."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,3 +91,22 @@ def test_new_numbers_are_not_compiled_anew(function, given, name, values):
             torch.testing.assert_close(one, other)
         if isinstance(expected, torch.Tensor) and expected.requires_grad:
             torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)))
+
+
+FIRST_CALLS = """
+import sys
+from test_compiled_numbers import ALL, X
+for function, given, name, values in ALL:
+    x = X.sigmoid() if "threshold" in name else X.clone().requires_grad_()
+    y = function(x, *given, **{name: values[0]})
+    if getattr(y, "requires_grad", False):
+        y.sum().backward()
+    assert "torch._dynamo" not in sys.modules, function
+"""
+
+
+def test_no_call_imports_the_compiler():
+    """Which takes more than a second, for which a first call would have to wait."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

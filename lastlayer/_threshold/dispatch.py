@@ -11,7 +11,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn, strided
@@ -24,6 +24,7 @@ from lastlayer._threshold.search import sizes
 from lastlayer.shard import ClassShard, local_part, spread, unwrap
 
 Impl = Literal["auto", "torch", "native", "triton"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # By name, since the shortest calls notice the way through modules.
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -141,12 +142,18 @@ def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
     return _native.missing if x.is_cpu else _native.unavailable(x.device)
 
 
+def _known_when_compiled(function: _Function) -> _Function:
+    """As `torch.compiler.assume_constant_result`, which would import the whole compiler here, for more than a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def transformed() -> bool:
     """Whether a functional transform or forward mode is at work, which kernels cannot see through."""
     return bool(_transform()) or forward_ad._current_level >= 0
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_known_when_compiled
 def _transform() -> str:
     """Return the name of the functional transform at work; the compiler by itself would always see one."""
     interpreter = torch._C._functorch.peek_interpreter_stack()
@@ -260,7 +267,7 @@ def kernels(impl: str) -> Kernels:
     return cast(Kernels, importlib.import_module(f"lastlayer._{impl}.lml"))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_known_when_compiled
 def inlined(impl: Impl) -> bool:
     """Whether the compiler is to look into the kernels; the operators for that are registered when it first asks."""
     if impl != "triton" or _triton.INTERPRETED:

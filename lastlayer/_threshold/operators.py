@@ -15,11 +15,12 @@ _library = torch.library.Library("lastlayer", "FRAGMENT")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _operator(name: str) -> Callable[[Function], Function]:
+def operator(name: str) -> Callable[[Function], Function]:
     """Register a function as an operator.
 
-    `torch.library.custom_op` does the same with more Python at every call. Its checks are not needed: no operator here
-    changes or returns an argument, and autograd does not see them, since they are called within a Function.
+    `torch.library.custom_op` does the same with more Python at every call, and imports the compiler at the first, which
+    takes more than a second. Its checks are not needed: no operator changes or returns an argument, and autograd does
+    not see them, since they are called within a Function.
     """
 
     def register(function: Function) -> Function:
@@ -31,7 +32,7 @@ def _operator(name: str) -> Callable[[Function], Function]:
     return register
 
 
-def _fake(name: str) -> Callable[[Function], Function]:
+def fake(name: str) -> Callable[[Function], Function]:
     """Register what an operator does to fake tensors."""
 
     def register(function: Function) -> Function:
@@ -49,20 +50,20 @@ def _one_per_row(logits: Tensor) -> Tensor:
     return logits.new_empty((*logits.shape[:-1], 1), dtype=_check.work_dtype(logits))
 
 
-@_operator("lml_forward")
+@operator("lml_forward")
 def _forward(
     logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return kernels(impl).forward(logits, k, mask, temperature, kind)
 
 
-@_fake("lml_forward")
+@fake("lml_forward")
 def _(logits: Tensor, k: Tensor, mask: Tensor | None, temperature: float, kind: str, impl: str) -> tuple[Tensor, ...]:
     out = logits.new_empty(0) if kind == "nu" else _like(logits)
     return out, _one_per_row(logits), _one_per_row(logits)
 
 
-@_operator("lml_backward")
+@operator("lml_backward")
 def _backward(
     logits: Tensor,
     mask: Tensor | None,
@@ -77,12 +78,12 @@ def _backward(
     return kernels(impl).backward(logits, mask, temperature, center, delta, grad_out, grad_delta, kind)
 
 
-@_fake("lml_backward")
+@fake("lml_backward")
 def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return _like(logits), _one_per_row(logits)
 
 
-@_operator("lml_loss_forward")
+@operator("lml_loss_forward")
 def _loss_forward(
     logits: Tensor,
     k: Tensor,
@@ -98,13 +99,13 @@ def _loss_forward(
     return loss, center, delta, log_mass, pull
 
 
-@_fake("lml_loss_forward")
+@fake("lml_loss_forward")
 def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
     rows = [_one_per_row(logits) for _ in range(5)]
     return rows[0].squeeze(-1), *rows[1:]
 
 
-@_operator("lml_loss_backward")
+@operator("lml_loss_backward")
 def _loss_backward(
     logits: Tensor,
     mask: Tensor | None,
@@ -123,12 +124,12 @@ def _loss_backward(
     return kernels(impl).loss_backward(*arguments)
 
 
-@_fake("lml_loss_backward")
+@fake("lml_loss_backward")
 def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return _like(logits), _one_per_row(logits)
 
 
-@_operator("lml_reduced_loss")
+@operator("lml_reduced_loss")
 def _reduced_loss(
     logits: Tensor,
     k: Tensor,
@@ -155,7 +156,7 @@ def _reduced_loss(
     return loss.sum(), rows, grad, weight
 
 
-@_fake("lml_reduced_loss")
+@fake("lml_reduced_loss")
 def _(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
     *_, dense, weight, _ = others
     total = logits.new_empty((), dtype=torch.float32)

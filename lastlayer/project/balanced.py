@@ -12,6 +12,7 @@ from lastlayer import _check, _triton
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import nestable
 from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, direct, recorded, transformed
+from lastlayer._threshold.operators import fake, operator
 from lastlayer.project.lml import lml_threshold
 from lastlayer.shard import ClassShard, reduce, replicate, spread
 
@@ -484,12 +485,12 @@ def _conjugate_gradients(held: Tensor, over_r: Tensor, c: Tensor, right: Tensor,
     return b
 
 
-@torch.library.custom_op("lastlayer::balanced_duals", mutates_args=())
+@operator("balanced_duals")
 def _op(x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, at_most: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _solve(x, live, sums, limits, at_most, None)
 
 
-@_op.register_fake
+@fake("balanced_duals")
 def _(x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, at_most: bool) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(sums.shape), x.new_empty(limits.shape), x.new_empty(x.shape, dtype=torch.int8)
 

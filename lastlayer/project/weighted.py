@@ -15,6 +15,7 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._threshold.budget import Budget
 from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, recorded
+from lastlayer._threshold.operators import fake, operator
 from lastlayer._threshold.search import scores
 from lastlayer.shard import ClassShard, reduce
 
@@ -232,7 +233,7 @@ def _middle(lo: Tensor, hi: Tensor) -> Tensor:
     return torch.where((by_order > lo) & (by_order < hi), by_order, half)
 
 
-@torch.library.custom_op("lastlayer::weighted_threshold", mutates_args=())
+@operator("weighted_threshold")
 def _op(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, impl: str) -> Tensor:
     if impl == "native":
         nu: Tensor = kernels(impl).threshold(x, weight, lower, upper, k)
@@ -240,7 +241,7 @@ def _op(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, impl
     return _solve(x, weight, lower, upper, k, None)
 
 
-@_op.register_fake
+@fake("weighted_threshold")
 def _(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, impl: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], 1))
 
