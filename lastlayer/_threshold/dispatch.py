@@ -143,7 +143,7 @@ def _unfit(impl: Impl, x: Tensor, shard: ClassShard | None) -> str:
 
 
 def _known_when_compiled(function: _Function) -> _Function:
-    """As `torch.compiler.assume_constant_result`, which would import the whole compiler here, for more than a second."""
+    """As `torch.compiler.assume_constant_result`, which imports the whole compiler, for more than a second."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
