@@ -1,7 +1,7 @@
 """First calls: what Triton has to do before a kernel runs for the first time, side by side and not in turn.
 
-With nothing cached Triton compiles the kernel, and builds a launcher for each pattern of arguments. Little of that is
-Python, so that threads can share it. A first call then takes as long as its slowest kernel, and not as all of them.
+With nothing cached Triton compiles the kernel. Little of that is Python, so that threads can share it. A first call
+then takes as long as its slowest kernel, and not as all of them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-import triton
-
 from lastlayer._triton import INTERPRETED
-from lastlayer._triton.launch import in_thread, wait_for_start
+from lastlayer._triton.launch import compile_early, in_thread, wait_for_start
 from lastlayer._triton.launch import launch as launch_one
 
 _compiling: dict[tuple[Any, ...], threading.Thread] = {}
@@ -61,6 +59,16 @@ def is_new(kind: tuple[Any, ...]) -> bool:
     return not INTERPRETED
 
 
+def launch_all(launches: list[Launch], later: Callable[[], list[Launch]] | None = None) -> None:
+    """Launch kernels one after another; the first time all of them, and those of `later`, are compiled side by side."""
+    x = launches[0].args[0]
+    if is_new((x.get_device(), x.dtype, later is None, *(one.case for one in launches))):
+        every = launches[1:] + ([] if later is None else later())
+        compile_ahead(*{one.case: one for one in every}.values())
+    for kernel, grid, args, options in launches:
+        launch(kernel, grid, *args, **options)
+
+
 def compile_ahead(*launches: Launch) -> None:
     """Compile kernels that will be launched soon, each in a thread of its own."""
     wait_for_start()
@@ -69,7 +77,5 @@ def compile_ahead(*launches: Launch) -> None:
 
 
 def _compile(one: Launch) -> None:
-    with contextlib.suppress(Exception), torch.cuda.device(one.args[0].get_device()):  # each thread has its own
-        compiled = one.kernel.warmup(*one.args, grid=one.grid, **one.options)
-        # Only the launcher, which is then cached: to load the kernel here could disturb the capture of a CUDA graph.
-        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+    with contextlib.suppress(Exception):  # which the launch will raise
+        compile_early(one.kernel, one.args, one.options)

@@ -61,7 +61,7 @@ def forward(
     *tail, inverse = given.tail
     wrap_triton(project)[(shapes.cdiv(rows, p.rows),)](
         *given.head, size, x if kind == "nu" else out, center, delta, rows, *tail, step, inverse,
-        **p.tiles, KIND=kind, MASKED=given.masked, TOL=given.tolerance, num_warps=p.warps,
+        **p.tiles, KIND=kind, MASKED=given.masked, TOL=given.tolerance, SETTLE=True, num_warps=p.warps,
     )  # fmt: skip
     return out, center, delta
 

@@ -3,7 +3,8 @@
 A compiled kernel is kept with its constants, and from then on called directly. `launch` finds it by looking at every
 argument; `relaunch`, which the most common calls use, by a short key that its caller knows to be enough.
 
-With nothing cached, Triton first builds its driver and hashes itself. Threads do both while kernels are imported.
+With nothing cached, Triton first builds its driver, unless torch loads the kernels, and hashes itself. Threads do both
+while kernels are imported.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -17,7 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lastlayer._triton import INTERPRETED
+from lastlayer._triton import INTERPRETED, loaded
+from lastlayer._triton.loaded import Loaded
 
 # Since Triton 3.4 a compiled kernel takes all arguments, constants too, in the order of its signature; a pointer may be
 # a number, which spares asking each tensor for its address and the driver whether it is one of the device.
@@ -26,6 +28,7 @@ _runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)  # prof
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # which a build of torch without CUDA lacks
 _current: Any = getattr(torch._C, "_cuda_getDevice", None)
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_early: dict[tuple[Any, ...], Any] = {}  # compiled, but not loaded yet
 _ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _starting: list[threading.Thread] = []
 
@@ -55,7 +58,7 @@ def wait_for_start() -> None:
 
 
 if not INTERPRETED and torch.cuda.is_available():
-    _starting += [in_thread(_driver), in_thread(_hash)]
+    _starting += [in_thread(_hash)] if loaded.AVAILABLE else [in_thread(_driver), in_thread(_hash)]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> Any:
@@ -73,8 +76,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, num_warps=num_warps, **constants)
+    key, given = case_of(kernel, device, args, num_warps, constants)
+    held = _compiled.get(key)
+    if held is None:
+        wait_for_start()
+        options = {"num_warps": num_warps, **constants}
+        compiled = _load(key, kernel, device, args, options) or kernel.warmup(*args, grid=grid, **options)
+        last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        held = _compiled[key] = compiled, last, kernel  # which stays alive: its id is in the key
+    compiled, last, _ = held
+    x, y, z = (*grid, 1, 1)[:3]
+    _run(compiled, (x, y, z), device, (*given, *last))
+    return held
+
+
+def case_of(
+    kernel: Any, device: int, args: tuple[Any, ...], num_warps: int, constants: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """Return all that a kernel is compiled for, and its arguments with addresses in place of tensors."""
     case = [id(kernel), device, num_warps, *constants.values()]
-    given = []
+    given: list[Any] = []
     for value in args:
         if isinstance(value, Tensor):
             address = value.data_ptr()
@@ -86,18 +107,31 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
         else:
             case.append(type(value))
         given.append(value)
-    key = tuple(case)
-    held = _compiled.get(key)
-    if held is None:
-        wait_for_start()
-        compiled = kernel[grid](*args, num_warps=num_warps, **constants)
-        last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        held = _compiled[key] = compiled, last, kernel  # which stays alive: its id is in the key
-        return held
-    compiled, last, _ = held
-    x, y, z = (*grid, 1, 1)[:3]
-    _run(compiled, (x, y, z), device, (*given, *last))
-    return held
+    return tuple(case), given
+
+
+def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Compile a kernel if no thread has, and have torch load it; None if that cannot be, and Triton is to do it."""
+    if not loaded.AVAILABLE:
+        return None
+    try:
+        compiled = _early.pop(key, None) or loaded.compile_for(device, kernel, args, options)
+        return Loaded(compiled, device)
+    except Exception:  # of a version of Triton or torch that does it otherwise; or Triton will raise it again
+        return None
+
+
+def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Compile a kernel that is launched later; it is not loaded, which could disturb the capture of a CUDA graph."""
+    device = args[0].get_device()
+    if loaded.AVAILABLE:
+        constants = {name: value for name, value in options.items() if name != "num_warps"}
+        key, _ = case_of(kernel, device, args, options["num_warps"], constants)
+        _early[key] = loaded.compile_for(device, kernel, args, options)
+        return
+    with torch.cuda.device(device):  # each thread has its own
+        compiled = kernel.warmup(*args, grid=(1,), **options)
+        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)  # which is then cached
 
 
 def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[Any, ...]) -> None:
@@ -105,8 +139,13 @@ def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[An
     stream = _stream(device)
     enter, leave, metadata = _runtime.launch_enter_hook, _runtime.launch_exit_hook, None
     if (enter is None or not getattr(enter, "calls", True)) and (leave is None or not getattr(leave, "calls", True)):
+        if type(compiled) is Loaded:
+            compiled.launch(grid, stream, given)
+            return
         enter = leave = None  # no profiler is to be told; chains of hooks are there when they are empty too
     else:
+        if type(compiled) is Loaded:
+            compiled = compiled.compiled
         metadata = compiled.launch_metadata(grid, stream, *given)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *given)
 

@@ -5,6 +5,8 @@ write per class. Longer rows are in `long`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+import functools
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton import plan as shapes
+from lastlayer._triton.ahead import Launch, launch_all
 from lastlayer._triton.device import (
     by_row,
     cardinality,
@@ -27,7 +30,7 @@ from lastlayer._triton.device import (
 )
 from lastlayer._triton.launch import launch, prepare, relaunch
 from lastlayer._triton.lml_backward import backward as backward
-from lastlayer._triton.lml_backward import compile_backward
+from lastlayer._triton.lml_backward import later
 from lastlayer._triton.lml_backward import probabilities_backward as probabilities_backward
 from lastlayer._triton.lml_loss import loss_backward as loss_backward
 from lastlayer._triton.lml_loss import loss_forward as loss_forward
@@ -54,8 +57,12 @@ def _resident(
     x_ptr, m_ptr, k_ptr, out_ptr, center_ptr, delta_ptr, rows, units, m_row, m_col, k_row, inv_t,
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
     KIND: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
+    SETTLE: tl.constexpr,
 ):  # fmt: skip
-    """R rows per program, held in registers; center and delta are stored unless their address is 0."""
+    """R rows per program, held in registers; center and delta are stored unless their address is 0.
+
+    Without SETTLE the rows that the search gives up are `_settled`'s, marked by a center of nan.
+    """
     n = units * ALIGN
     first = tl.program_id(0).to(tl.int64) * R
     row = tl.minimum(first + tl.arange(0, R), rows - 1)  # the last row may occur several times
@@ -63,7 +70,10 @@ def _resident(
     xa, xb, xc = load_row(x_ptr, m_ptr, row, m_row, m_col, n, WA, WB, WC, C, FULL, MASKED)
     shift = tl.load(x_ptr + row * n).to(tl.float32)
     ea, eb, ec, center, delta, _, lost = search(xa, xb, xc, shift, k, n, inv_t, WB, WC, not FULL, MASKED, TOL)
-    if center_ptr.to(tl.int64) != 0:
+    if not SETTLE:
+        tl.store(center_ptr + row, tl.where(lost, float("nan"), center))
+        tl.store(delta_ptr + row, delta)
+    elif center_ptr.to(tl.int64) != 0:
         tl.store(center_ptr + row, center)
         tl.store(delta_ptr + row, delta)
     if KIND != "nu":
@@ -81,6 +91,35 @@ def _resident(
                 ec, x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, inv_t, (WA + WB) * C, WC, C,
                 KIND, FULL, MASKED,
             )  # fmt: skip
+    if SETTLE:
+        _settle_lost(
+            lost, x_ptr, m_ptr, k_ptr, out_ptr, center_ptr, delta_ptr, first, rows, n, m_row, m_col, k_row, inv_t, R,
+            KIND, BLOCK, MASKED,
+        )  # fmt: skip
+
+
+# The second half of `_resident` without SETTLE, which is compiled beside it.
+@triton.jit(do_not_specialize=["rows", "units"])
+def _settled(
+    x_ptr, m_ptr, k_ptr, out_ptr, center_ptr, delta_ptr, rows, units, m_row, m_col, k_row, inv_t,
+    ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr, FULL: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
+    SETTLE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * R
+    center = tl.load(center_ptr + tl.minimum(first + tl.arange(0, R), rows - 1))
+    _settle_lost(
+        center != center, x_ptr, m_ptr, k_ptr, out_ptr, center_ptr, delta_ptr, first, rows, units * ALIGN, m_row,
+        m_col, k_row, inv_t, R, KIND, BLOCK, MASKED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _settle_lost(
+    lost, x_ptr, m_ptr, k_ptr, out_ptr, center_ptr, delta_ptr, first, rows, n, m_row, m_col, k_row, inv_t,
+    R: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Solve rows that the fast search has given up, one after another."""
     lost = lost & (first + tl.arange(0, R) < rows)  # a row that occurs several times is settled once
     if tl.max(lost.to(tl.int32), 0) > 0:
         tl.debug_barrier()  # these rows are written again
@@ -120,11 +159,26 @@ def forward(
     else:
         p = shapes.plan(n, shapes.FORWARD, x.element_size())
         given = Rows(x.view(rows, n), k, mask, temperature, p.align)
-        launch(
-            _resident, (shapes.cdiv(rows, p.rows),), *given.head, out, center, delta, rows, *given.tail,
-            **p.tiles, KIND=kind, MASKED=given.masked, TOL=given.tolerance, num_warps=p.warps,
-        )  # fmt: skip
+        if p is shapes.shared(n):
+            launch_all(_halves(given, out, center, delta, kind, p))
+        else:
+            kernel, grid, args, options = _whole(given, out, center, delta, kind, p)
+            launch(kernel, grid, *args, **options)
     return out, center, delta
+
+
+def _whole(
+    given: Rows, out: Tensor, center: Tensor, delta: Tensor, kind: str, p: shapes.Plan, settle: bool = True
+) -> Launch:
+    args = (*given.head, out, center, delta, given.count, *given.tail)
+    options: dict[str, Any] = {"KIND": kind, "MASKED": given.masked, "TOL": given.tolerance, "SETTLE": settle}
+    return Launch(_resident, (shapes.cdiv(given.count, p.rows),), args, {**p.tiles, **options, "num_warps": p.warps})
+
+
+def _halves(given: Rows, out: Tensor, center: Tensor, delta: Tensor, kind: str, p: shapes.Plan) -> list[Launch]:
+    """The kernel for a rare length in two, which are compiled side by side."""
+    fast = _whole(given, out, center, delta, kind, p, settle=False)
+    return [fast, fast._replace(kernel=_settled)]
 
 
 def probabilities(
@@ -136,7 +190,7 @@ def probabilities(
     """
     n, x = logits.shape[-1], logits.contiguous()
     rows = x.numel() // n if n else 0
-    if not 0 < rows < 1 << 31 or n > shapes.LONGEST:
+    if not 0 < rows < 1 << 31:
         out, center, delta = forward(logits, k, mask, temperature, "y")
         return out, torch.cat([center, delta, delta], -1).movedim(-1, 0).contiguous() if record else None
     out = torch.empty_like(x)
@@ -152,14 +206,19 @@ def probabilities(
         return out, numbers
     if numbers is None:
         numbers = shapes.floats(x, (3, *x.shape[:-1]))
+    center, delta, _ = numbers
+    flat = x.view(rows, n)
+    after = functools.partial(later, flat, temperature, numbers.view(3, rows), out) if record else None
+    if n > shapes.LONGEST:
+        solve_long(Rows(flat, k, None, temperature), out, center, delta, None, "y", after)
+        return out, numbers
     p = shapes.plan(n, shapes.FORWARD, x.element_size())
-    flat = Rows(x.view(rows, n), k, None, temperature, p.align)
-    if record:
-        compile_backward(flat.x, temperature, numbers, out, p)
-    held = launch(
-        _resident, (shapes.cdiv(rows, p.rows),), *flat.head, out, numbers[0], numbers[1], rows, *flat.tail,
-        **p.tiles, KIND="y", MASKED=False, TOL=flat.tolerance, num_warps=p.warps,
-    )  # fmt: skip
+    given = Rows(flat, k, None, temperature, p.align)
+    if p is shapes.shared(n):
+        launch_all(_halves(given, out, center, delta, "y", p), after)
+        return out, numbers
+    kernel, grid, args, options = _whole(given, out, center, delta, "y", p)
+    held = launch(kernel, grid, *args, **options)
     if p is shapes.exact(n, shapes.FORWARD[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)
     return out, numbers

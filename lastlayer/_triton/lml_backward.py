@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.ahead import Launch, compile_ahead, is_new
-from lastlayer._triton.ahead import launch as launch_when_compiled
+from lastlayer._triton.ahead import Launch, launch, launch_all
 from lastlayer._triton.device import (
     by_row,
     columns,
@@ -29,7 +28,7 @@ from lastlayer._triton.device import (
     sum_w,
     whole_tiles,
 )
-from lastlayer._triton.launch import launch, prepare, relaunch
+from lastlayer._triton.launch import prepare, relaunch
 from lastlayer._triton.rows import Rows
 
 TINY = tl.constexpr(1e-20)  # a sum of h below which its parts may have underflowed
@@ -366,29 +365,38 @@ def backward(
     g = x if grad_out is None else grad_out.contiguous()
     gd = center if grad_delta is None else grad_delta.contiguous()
     kind = "nu" if grad_out is None else kind
-    pointers = (*given.head, g, gd, center.contiguous(), delta.contiguous(), dx, dk)
-    common: dict[str, Any] = {"KIND": kind, "GIVEN": grad_delta is not None, "MASKED": given.masked}
-    if p is not None:
-        grid = (shapes.cdiv(rows, p.rows),)
-        launch(_resident, grid, *pointers, rows, *given.tail, **p.tiles, num_warps=p.warps, **common)
-        return dx, dk
-    tile, options = shapes.stream(x.element_size(), shapes.is_split(rows, n))
-    common |= {"ALIGN": given.align, "BLOCK": shapes.BLOCK, **tile, **options}
-    if not shapes.is_split(rows, n):
-        launch(_streamed, (rows,), *pointers, *given.tail, **common)
-        return dx, dk
-    chunk = shapes.CHUNK
-    splits = shapes.cdiv(n, chunk)
-    parts = delta.new_empty((rows, splits, 2))
-    launch(
-        _split_sums, (rows, splits), *given.head, g, *pointers[-4:-2], parts, *given.tail, chunk,
-        ALIGN=given.align, SPLITS=splits, KIND=kind, MASKED=given.masked, **tile, **options,
-    )  # fmt: skip
-    launch(
-        _split_write, (rows, splits), *pointers, parts, *given.tail, chunk,
-        SPLITS=splits, G=shapes.power_of_2(splits), **common,
-    )  # fmt: skip
+    pointers = (g, gd, center.contiguous(), delta.contiguous(), dx, dk)
+    launch_all(_launches(given, pointers, kind, grad_delta is not None, p))
     return dx, dk
+
+
+def _launches(
+    given: Rows, pointers: tuple[Tensor, ...], kind: str, with_delta: bool, p: shapes.Plan | None
+) -> list[Launch]:
+    """What the backward pass launches, by a plan or for long rows.
+
+    The pointers: the upstream gradients of the output and of delta, center, delta, and the gradients of logits and k.
+    """
+    rows, n, itemsize = given.count, given.n, given.x.element_size()
+    pointers = (*given.head, *pointers)
+    common: dict[str, Any] = {"KIND": kind, "GIVEN": with_delta, "MASKED": given.masked}
+    if p is not None:
+        options = {**p.tiles, "num_warps": p.warps, **common}
+        return [Launch(_resident, (shapes.cdiv(rows, p.rows),), (*pointers, rows, *given.tail), options)]
+    split = shapes.is_split(rows, n)
+    tile, options = shapes.stream(itemsize, split)
+    common |= {"ALIGN": given.align, "BLOCK": shapes.BLOCK, **tile, **options}
+    if not split:
+        return [Launch(_streamed, (rows,), (*pointers, *given.tail), common)]
+    splits = shapes.cdiv(n, shapes.CHUNK)
+    parts = pointers[-1].new_empty((rows, splits, 2))
+    grid, tail = (rows, splits), (*given.tail, shapes.CHUNK)
+    sums = {"ALIGN": given.align, "SPLITS": splits, "KIND": kind, "MASKED": given.masked, **tile, **options}
+    common |= {"SPLITS": splits, "G": shapes.power_of_2(splits)}
+    return [
+        Launch(_split_sums, grid, (*given.head, pointers[2], *pointers[-4:-2], parts, *tail), sums),
+        Launch(_split_write, grid, (*pointers, parts, *tail), common),
+    ]
 
 
 def probabilities_backward(
@@ -409,23 +417,20 @@ def probabilities_backward(
     if relaunch(key, device, rows, *given, n // shapes.alignment(n), 0, 0, inverse):
         return dx
     p = shapes.plan(n, shapes.BACKWARD, x.element_size())
-    one = _of_probabilities(x.view(rows, n), temperature, numbers, g, dx, p)
-    held = launch_when_compiled(one.kernel, one.grid, *one.args, **one.options)
+    one = Rows(x.view(rows, n), None, None, temperature, p.align)
+    center, delta, spare = numbers
+    ((kernel, grid, args, options),) = _launches(one, (g, center, center, delta, dx, spare), "y", False, p)
+    held = launch(kernel, grid, *args, **options)
     if p is shapes.exact(n, shapes.BACKWARD[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)
     return dx
 
 
-def _of_probabilities(x: Tensor, temperature: float, numbers: Tensor, g: Tensor, dx: Tensor, p: shapes.Plan) -> Launch:
-    rows = x.shape[0]
+def later(x: Tensor, temperature: float, numbers: Tensor, out: Tensor) -> list[Launch]:
+    """What `probabilities_backward` launches for rows of a rare length, to be compiled with the forward pass."""
+    p = shapes.shared(x.shape[1]) if x.shape[1] <= LONGEST else None
     center, delta, spare = numbers
-    flat = Rows(x, None, None, temperature, p.align)
-    args = (*flat.head, g, center, center, delta, dx, spare, rows, *flat.tail)
-    options = {**p.tiles, "num_warps": p.warps, "KIND": "y", "GIVEN": False, "MASKED": False}
-    return Launch(_resident, (shapes.cdiv(rows, p.rows),), args, options)
-
-
-def compile_backward(x: Tensor, temperature: float, numbers: Tensor, out: Tensor, p: shapes.Plan) -> None:
-    """Compile the kernel of `probabilities_backward` while that of the forward pass is compiled, at the first call."""
-    if x.shape[1] <= LONGEST and p is shapes.shared(x.shape[1]) and is_new(("y", x.get_device(), x.dtype, id(p))):
-        compile_ahead(_of_probabilities(x, temperature, numbers, out, out, p))
+    given = Rows(x, None, None, temperature, None if p is None else p.align)
+    return _launches(
+        given, (out, center, center, delta, out, torch.empty_like(spare) if p is None else spare), "y", False, p
+    )

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.ahead import Launch, compile_ahead, is_new
+from lastlayer._triton.ahead import Launch, compile_ahead, is_new, launch_all
 from lastlayer._triton.ahead import launch as launch_when_compiled
 from lastlayer._triton.device import (
     by_row,
@@ -566,8 +566,10 @@ def _forward(
         return loss, numbers, grad
     if n > shapes.LONGEST:
         center, delta, mass, pull = numbers
-        solve_long(Rows(x.view(rows, n), k, mask, temperature), x.new_empty(0), center, delta, mass, "nu")
-        _launch_known(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *numbers)
+        known = _known_launch(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *numbers)
+        given = Rows(x.view(rows, n), k, mask, temperature)
+        solve_long(given, x.new_empty(0), center, delta, mass, "nu", lambda: [known])
+        launch_all([known])
         return loss, numbers, grad
     target, form = Target(x, index, dense), _form(observed)
     if count and dense is not None:
@@ -603,13 +605,11 @@ def _forward(
         **p.tiles, "RHO": form, "GRAD": weight is not None, "COUNT": count, "MASKED": given.masked,
         "TOL": given.tolerance_of_mass, "num_warps": p.warps, **target.options, "SETTLE": not rare,
     }  # fmt: skip
-    grid = (shapes.cdiv(rows, p.rows),)
-    last = Launch(_settled, grid, args, options)
-    if rare and is_new(("loss", x.get_device(), x.dtype, target.dense.dtype, *options.values())):
-        compile_ahead(last)
-    held = launch(_resident, grid, *args, **options)
+    whole = Launch(_resident, (shapes.cdiv(rows, p.rows),), args, options)
     if rare:
-        launch_when_compiled(last.kernel, grid, *args, **options)
+        launch_all([whole, whole._replace(kernel=_settled)])
+        return loss, numbers, grad
+    held = launch(*whole[:2], *args, **options)
     if key and p is shapes.exact(n, table[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)
     return loss, numbers, grad
@@ -639,7 +639,7 @@ def per_row(value: Tensor, batch: torch.Size) -> tuple[Tensor, int]:
     return flat, flat.stride(0)
 
 
-def _launch_known(
+def _known_launch(
     x: Tensor,
     mask: Tensor | None,
     temperature: float,
@@ -654,7 +654,7 @@ def _launch_known(
     delta: Tensor,
     mass: Tensor,
     pull: Tensor,
-) -> None:
+) -> Launch:
     """Loss, pull and, with a weight, the gradient, where nu is known; without `loss` only the gradients."""
     n = x.shape[-1]
     rows = center.numel()
@@ -665,13 +665,16 @@ def _launch_known(
     whole = dense is not None or form > 0 or weight is None
     chunk = n if whole else min(shapes.CHUNK, n)
     block = max(4, min(4096, shapes.power_of_2(n)))  # a quarter of it takes the ends of a row
-    launch(
-        _known, (rows, shapes.cdiv(n, chunk)),
+    most = 16 if dense is not None or form > 0 else 8  # so much code per class takes long to compile for many of them
+    args = (
         *given.head, target.index, target.dense, factor, grad, grad_k, pull if loss is None else loss, center,
         delta, mass, pull, *given.tail, step, target.n_labels, observed, chunk,
-        ALIGN=given.align, RHO=form, GRAD=weight is not None, LOSS=loss is not None,
-        MASKED=given.masked, BLOCK=block, num_warps=max(1, min(8, block // 256)), **target.options,
     )  # fmt: skip
+    options = {
+        "ALIGN": given.align, "RHO": form, "GRAD": weight is not None, "LOSS": loss is not None,
+        "MASKED": given.masked, "BLOCK": block, "num_warps": max(1, min(most, block // 256)), **target.options,
+    }  # fmt: skip
+    return Launch(_known, (rows, shapes.cdiv(n, chunk)), args, options)
 
 
 def loss_backward(
@@ -694,7 +697,7 @@ def loss_backward(
     if dx.numel() == 0:
         return dx, dk.zero_()
     rows = [t.contiguous() for t in (center, delta, log_mass, pull)]
-    _launch_known(x, mask, temperature, observed, index, dense, grad, dx, dk, None, *rows)
+    launch_all([_known_launch(x, mask, temperature, observed, index, dense, grad, dx, dk, None, *rows)])
     return dx, dk
 
 

@@ -5,6 +5,7 @@ launch per pass. The host reads nothing in between.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton import plan as shapes
+from lastlayer._triton.ahead import Launch, launch_all
 from lastlayer._triton.device import (
     LOG2E,
     PASSES,
@@ -32,7 +34,6 @@ from lastlayer._triton.device import (
     sweep_step,
     whole_tiles,
 )
-from lastlayer._triton.launch import launch
 from lastlayer._triton.rows import Rows
 
 SPLIT_PASSES = 5  # launches of a split search; a row that needs more is settled by one program
@@ -193,8 +194,19 @@ def _split_finish(
             emit(x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, 0, n, center, delta, inv_t, KIND, BLOCK, MASKED)
 
 
-def solve_long(given: Rows, out: Tensor, center: Tensor, delta: Tensor, mass: Tensor | None, kind: str) -> None:
-    """Search rows too long for registers; write `out`, `center`, `delta` and, where given, log sum h."""
+def solve_long(
+    given: Rows,
+    out: Tensor,
+    center: Tensor,
+    delta: Tensor,
+    mass: Tensor | None,
+    kind: str,
+    later: Callable[[], list[Launch]] | None = None,
+) -> None:
+    """Search rows too long for registers; write `out`, `center`, `delta` and, where given, log sum h.
+
+    What is launched later is compiled beside the kernels of the search.
+    """
     x, rows, n = given.x, given.count, given.n
     tile, options = shapes.stream(x.element_size(), shapes.is_split(rows, n))
     common: dict[str, Any] = {
@@ -204,25 +216,21 @@ def solve_long(given: Rows, out: Tensor, center: Tensor, delta: Tensor, mass: Te
         **options,
         "TOL": given.tolerance if mass is None else given.tolerance_of_mass,
     }
-    has_mass = mass is not None
-    mass = center if mass is None else mass
+    end: dict[str, Any] = {"KIND": kind, "MASS": mass is not None, "BLOCK": shapes.BLOCK}
+    results = (out, center, delta, center if mass is None else mass)
     if not shapes.is_split(rows, n):
-        launch(
-            _streamed, (rows,), *given.head, out, center, delta, mass, *given.tail,
-            KIND=kind, MASS=has_mass, SAMPLE=shapes.SAMPLE, BLOCK=shapes.BLOCK, **common,
-        )  # fmt: skip
+        args = (*given.head, *results, *given.tail)
+        launch_all([Launch(_streamed, (rows,), args, {**end, "SAMPLE": shapes.SAMPLE, **common})], later)
         return
     splits = shapes.cdiv(n, shapes.CHUNK)
     common |= {"SPLITS": splits, "G": shapes.power_of_2(splits)}
+    grid = (splits, rows)
     parts = center.new_empty((SPLIT_PASSES, rows, splits, 5))
     state = center.new_empty((SPLIT_PASSES, 3, rows))
+    launches = []
     for i in range(SPLIT_PASSES):
         before = max(i - 1, 0)
-        launch(
-            _split_pass, (splits, rows), *given.head, parts[before], parts[i], state[before], state[i], rows,
-            *given.tail, shapes.CHUNK, FIRST=i == 0, SAMPLE=shapes.SAMPLE, **common,
-        )  # fmt: skip
-    launch(
-        _split_finish, (splits, rows), *given.head, parts[-1], state[-1], out, center, delta, mass, rows, *given.tail,
-        shapes.CHUNK, KIND=kind, MASS=has_mass, BLOCK=shapes.BLOCK, **common,
-    )  # fmt: skip
+        args = (*given.head, parts[before], parts[i], state[before], state[i], rows, *given.tail, shapes.CHUNK)
+        launches.append(Launch(_split_pass, grid, args, {"FIRST": i == 0, "SAMPLE": shapes.SAMPLE, **common}))
+    args = (*given.head, parts[-1], state[-1], *results, rows, *given.tail, shapes.CHUNK)
+    launch_all([*launches, Launch(_split_finish, grid, args, {**end, **common})], later)

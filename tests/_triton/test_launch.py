@@ -1,11 +1,15 @@
 """The launcher past Triton's binder, with a kernel that only writes down how it is called."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
+
+from lastlayer._triton import INTERPRETED, loaded
 from lastlayer._triton import launch as launcher
 
 
@@ -17,12 +21,9 @@ class Kernel:
     def __init__(self):
         self.compiled, self.launched = [], []
 
-    def __getitem__(self, grid):
-        def first_time(*args, **options):
-            self.compiled.append((grid, args, options))
-            return Compiled(self)
-
-        return first_time
+    def warmup(self, *args, grid, **options):
+        self.compiled.append((grid, args, options))
+        return Compiled(self)
 
 
 class Compiled:
@@ -42,6 +43,7 @@ class Compiled:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launcher, "_DIRECT", True)
+    monkeypatch.setattr(loaded, "AVAILABLE", False)
     monkeypatch.setattr(launcher, "_compiled", {})
     monkeypatch.setattr(launcher, "_ready", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a tensor on the CPU
@@ -61,10 +63,10 @@ def test_compiled_once_and_called_in_the_order_of_the_signature(kernel):
     call(kernel, x)
     call(kernel, other, n=7, scale=2.0)
     assert kernel.compiled == [((3,), (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})]
-    ((grid, args),) = kernel.launched
-    assert grid == (3, 1, 1)
-    assert args[0] == other.data_ptr()
-    assert args[1:] == (None, 7, 2.0, 64, False)
+    assert kernel.launched == [
+        ((3, 1, 1), (x.data_ptr(), None, 5, 0.5, 64, False)),
+        ((3, 1, 1), (other.data_ptr(), None, 7, 2.0, 64, False)),
+    ]
 
 
 def test_what_triton_compiles_anew_for(kernel):
@@ -85,7 +87,7 @@ def test_what_triton_compiles_anew_for(kernel):
     for _ in range(2):
         for case in cases:
             call(kernel, **case)
-    assert len(kernel.compiled) == len(kernel.launched) == len(cases)
+    assert (len(kernel.compiled), len(kernel.launched)) == (len(cases), 2 * len(cases))
 
 
 def test_kernels_do_not_share_what_is_compiled(kernel):
@@ -93,7 +95,7 @@ def test_kernels_do_not_share_what_is_compiled(kernel):
     for one in (kernel, another, kernel, another):
         call(one, torch.zeros(8))
     assert [len(one.compiled) for one in (kernel, another)] == [1, 1]
-    assert [len(one.launched) for one in (kernel, another)] == [1, 1]
+    assert [len(one.launched) for one in (kernel, another)] == [2, 2]
 
 
 def test_launched_again_by_a_short_key(kernel):
@@ -101,7 +103,7 @@ def test_launched_again_by_a_short_key(kernel):
     assert not launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 5, 0.5)
     launcher.prepare(("key",), call(kernel, x), 3)
     assert launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 9, 0.25)
-    assert kernel.launched == [((3, 1, 1), (x.data_ptr(), None, 9, 0.25, 64, False))]
+    assert kernel.launched[1:] == [((3, 1, 1), (x.data_ptr(), None, 9, 0.25, 64, False))]
     assert not launcher.relaunch(("key",), 1, 7, x.data_ptr(), None, 9, 0.25)  # another device is the current one
     assert not launcher.relaunch(("other",), -1, 7, x.data_ptr(), None, 9, 0.25)
 
@@ -112,8 +114,111 @@ def test_profilers_are_told(kernel, monkeypatch):
     monkeypatch.setattr(Compiled, "run", lambda self, *given: said.append(given[6:9]))
     hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=None)
     monkeypatch.setattr(launcher, "_runtime", hooks)
-    for _ in range(2):
-        call(kernel, torch.zeros(8))
+    call(kernel, torch.zeros(8))
     hooks.launch_enter_hook = SimpleNamespace(calls=[print])
     call(kernel, torch.zeros(8))
     assert said == [(None, None, None), ("metadata of the launch", hooks.launch_enter_hook, None)]
+
+
+class Launcher:
+    """Stands for the launcher of torch."""
+
+    def __init__(self):
+        self.loaded, self.launched = [], []
+
+    def _load_kernel(self, *given):
+        self.loaded.append(given)
+        return 77, 32, 0  # the function, registers, spilled ones
+
+    def _launch_kernel(self, *given):
+        self.launched.append(given)
+
+
+def compiled_kernel(said):
+    """What Triton says of a kernel of `Kernel`, as compiled for a pointer, None and two numbers."""
+    metadata = SimpleNamespace(name="name", shared=80, num_warps=4, num_ctas=1, global_scratch_size=0)
+    types = {"x": "*fp32", "y": "constexpr", "n": "i32", "scale": "fp32", "BLOCK": "constexpr", "MASKED": "constexpr"}
+    return SimpleNamespace(
+        metadata=metadata,
+        src=SimpleNamespace(signature=types),
+        metadata_group={"name.json": "name.json", "name.cubin": "name.cubin"},
+        function="function",
+        packed_metadata="metadata",
+        launch_metadata=lambda *given: "metadata of the launch",
+        run=lambda *given: said.append(given[9:]),
+    )
+
+
+@pytest.fixture
+def torch_loads(kernel, monkeypatch):
+    """The launcher of torch, the kernels compiled for it, and what is launched by Triton."""
+    found, compiled, said = Launcher(), [], []
+
+    def compile_for(device, kernel, args, options):
+        compiled.append((device, args, options))
+        return compiled_kernel(said)
+
+    monkeypatch.setattr(loaded, "AVAILABLE", True)
+    monkeypatch.setattr(loaded, "_launcher", found)
+    monkeypatch.setattr(loaded, "compile_for", compile_for)
+    monkeypatch.setattr(launcher, "_early", {})
+    return found, compiled, said
+
+
+def test_torch_loads_and_launches(kernel, torch_loads):
+    found, compiled, _ = torch_loads
+    x = torch.zeros(8)
+    for n in (5, 7):
+        call(kernel, x, n=n)
+    assert compiled == [(-1, (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})]
+    assert found.loaded == [("name.cubin", "name", 80, -1)]
+    one, other = ((77, 3, 1, 1, 4, 80, "OifO", (x.data_ptr(), n, 0.5, None), "stream") for n in (5, 7))
+    assert found.launched == [one, other]
+    assert not kernel.compiled
+
+
+def test_what_a_thread_has_compiled_is_loaded_when_it_is_launched(kernel, torch_loads):
+    found, compiled, _ = torch_loads
+    x = torch.zeros(8)
+    launcher.compile_early(kernel, (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})
+    assert (len(compiled), found.loaded) == (1, [])
+    call(kernel, x)
+    assert (len(compiled), len(found.launched)) == (1, 1)
+
+
+def test_profilers_are_told_of_what_torch_loads(kernel, torch_loads, monkeypatch):
+    found, _, said = torch_loads
+    call(kernel, torch.zeros(8))
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[print]), launch_exit_hook=None)
+    monkeypatch.setattr(launcher, "_runtime", hooks)
+    x = torch.zeros(8)
+    call(kernel, x)
+    assert len(found.launched) == 1
+    assert said == [(x.data_ptr(), None, 5, 0.5, 64, False)]
+
+
+def test_triton_launches_what_torch_cannot(kernel, torch_loads, monkeypatch):
+    found, _, said = torch_loads
+    cluster = compiled_kernel(said)
+    cluster.metadata.num_ctas = 2
+    monkeypatch.setattr(loaded, "compile_for", lambda *given: cluster)
+    call(kernel, torch.zeros(8))
+    assert len(kernel.compiled) == len(kernel.launched) == 1
+    assert not found.launched
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_triton_compiles_for_a_device_that_torch_knows(monkeypatch, tmp_path):
+    """A real kernel, for a GPU that is not there: Triton's driver is not asked for."""
+    from lastlayer._triton import lml_loss
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(loaded, "_target", lambda device: GPUTarget("cuda", 90, 32))
+    weight, options = torch.zeros(64), {"BLOCK": 1024, "num_warps": 8}
+    compiled = loaded.compile_for(0, lml_loss._over_sum, (weight, 64), options)
+    assert list(compiled.src.signature.values()) == ["*fp32", "i32", "constexpr"]
+    monkeypatch.setattr(loaded, "_launcher", Launcher())
+    found = loaded.Loaded(compiled, 0)
+    assert Path(loaded._launcher.loaded[0][0]).read_bytes() == compiled.kernel
+    found.launch((1, 1, 1), 9, (weight.data_ptr(), 64, 1024))
+    assert loaded._launcher.launched[0][7][:2] == (weight.data_ptr(), 64)
