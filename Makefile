@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # Compiled modules are kept, whatever the environment says: many tests start the command line anew.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all test-long test-triton check docs bench sanitize fuzz clean
+.PHONY: demo test test-all test-long test-triton kernels check docs bench sanitize fuzz clean
 
 demo: $(VENV)/.demo  ## the main job on data that ships with the package
 	$(BIN)/python -m lastlayer demo
@@ -31,6 +31,9 @@ test-triton: $(VENV)/.dev $(TRITONS:%=$(VENV)/triton/%)  ## the tests of the GPU
 	for version in $(TRITONS); do \
 		PYTHONPATH=$(VENV)/triton/$$version TRITON_INTERPRET=1 $(PYTEST) -m "kernels and not slow" $(KERNELS) || exit 1; \
 	done
+
+kernels: $(VENV)/.dev $(VENV)/triton/3.6.0  ## the GPU kernels that come with the package; no GPU is needed
+	PYTHONPATH=$(VENV)/triton/3.6.0 $(BIN)/python -m lastlayer._triton.build --jobs $(JOBS)
 
 check: $(VENV)/.dev  ## format, lint, types
 	$(BIN)/ruff format --check .

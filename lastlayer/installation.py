@@ -67,8 +67,9 @@ def _triton() -> str:
 
 
 def _compiled() -> str:
-    """Tell how many GPU kernels this process has compiled or loaded, and where they are kept."""
+    """Tell how many GPU kernels this process has loaded, and where those are kept that were compiled."""
     launch = sys.modules.get("lastlayer._triton.launch")  # imported by the first call
-    kernels = 0 if launch is None else len({id(held[0]) for held in launch._compiled.values()})
+    kernels = [] if launch is None else list({id(held[0]): held[0] for held in launch._compiled.values()}.values())
+    ready = sum(getattr(kernel, "compiled", kernel) is None for kernel in kernels)
     folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-    return f"{kernels} kernels compiled or loaded so far, kept in {folder}"
+    return f"kernels so far: {ready} of the package, {len(kernels) - ready} compiled and kept in {folder}"

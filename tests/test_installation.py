@@ -36,11 +36,13 @@ def test_tells_why_the_gpu_kernels_are_not_in_use(monkeypatch):
 
 
 def test_tells_the_gpu_and_what_was_compiled_for_it(monkeypatch, tmp_path):
-    kernel = object()
-    launch = types.SimpleNamespace(_compiled={"a": (kernel, None), "b": (kernel, None), "c": (object(), None)})
+    kernel, ready = object(), types.SimpleNamespace(compiled=None)  # compiled by nobody: it comes with the package
+    held = {"a": (kernel, None), "b": (kernel, None), "c": (object(), None), "d": (ready, None)}
+    launch = types.SimpleNamespace(_compiled=held)
     monkeypatch.setitem(sys.modules, "lastlayer._triton.launch", launch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton, "unavailable", lambda device: "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    assert ll.show_config().triton == f"on a GPU, 2 kernels compiled or loaded so far, kept in {tmp_path}"
+    told = f"on a GPU, kernels so far: 1 of the package, 2 compiled and kept in {tmp_path}"
+    assert ll.show_config().triton == told

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lastlayer._triton import INTERPRETED
-from lastlayer._triton.launch import compile_early, in_thread, wait_for_start
+from lastlayer._triton.launch import compile_early, in_thread
 from lastlayer._triton.launch import launch as launch_one
 
 _compiling: dict[tuple[Any, ...], threading.Thread] = {}
@@ -59,19 +59,23 @@ def is_new(kind: tuple[Any, ...]) -> bool:
     return not INTERPRETED
 
 
-def launch_all(launches: list[Launch], later: Callable[[], list[Launch]] | None = None) -> None:
-    """Launch kernels one after another; the first time all of them, and those of `later`, are compiled side by side."""
+def launch_all(launches: list[Launch], later: Callable[[], list[Launch]] | None = None) -> Any:
+    """Launch kernels one after another; the first time all of them, and those of `later`, are compiled side by side.
+
+    Return what `launch` returns for the last of them.
+    """
     x = launches[0].args[0]
     if is_new((x.get_device(), x.dtype, later is None, *(one.case for one in launches))):
         every = launches[1:] + ([] if later is None else later())
         compile_ahead(*{one.case: one for one in every}.values())
+    held = None
     for kernel, grid, args, options in launches:
-        launch(kernel, grid, *args, **options)
+        held = launch(kernel, grid, *args, **options)
+    return held
 
 
 def compile_ahead(*launches: Launch) -> None:
     """Compile kernels that will be launched soon, each in a thread of its own."""
-    wait_for_start()
     for one in launches:
         _compiling[one.case] = in_thread(_compile, one)
 

@@ -79,9 +79,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
     key, given = case_of(kernel, device, args, num_warps, constants)
     held = _compiled.get(key)
     if held is None:
-        wait_for_start()
         options = {"num_warps": num_warps, **constants}
-        compiled = _load(key, kernel, device, args, options) or kernel.warmup(*args, grid=grid, **options)
+        compiled = _load(key, kernel, device, args, options) or _by_triton(kernel, grid, args, options)
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         held = _compiled[key] = compiled, last, kernel  # which stays alive: its id is in the key
     compiled, last, _ = held
@@ -111,14 +110,28 @@ def case_of(
 
 
 def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Compile a kernel if no thread has, and have torch load it; None if that cannot be, and Triton is to do it."""
+    """Load a kernel with torch, and compile it if it neither comes with the package nor is compiled by now.
+
+    None if that cannot be, and Triton is to do it.
+    """
     if not loaded.AVAILABLE:
         return None
-    try:
-        compiled = _early.pop(key, None) or loaded.compile_for(device, kernel, args, options)
-        return Loaded(compiled, device)
-    except Exception:  # of a version of Triton or torch that does it otherwise; or Triton will raise it again
-        return None
+    with contextlib.suppress(Exception):  # the driver may be too old for it, or Triton tell arguments otherwise
+        one = loaded.stored(device, kernel, args, options)
+        if one is not None:
+            return loaded.load_stored(one, device)
+    with contextlib.suppress(
+        Exception
+    ):  # versions of Triton or torch that do it otherwise; or Triton will raise it again
+        wait_for_start()
+        compiled = _early.pop(key, None) or loaded.compile_for(loaded.target_of(device), kernel, args, options)
+        return loaded.load(compiled, device)
+    return None
+
+
+def _by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    wait_for_start()
+    return kernel.warmup(*args, grid=grid, **options)
 
 
 def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -127,8 +140,11 @@ def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
     if loaded.AVAILABLE:
         constants = {name: value for name, value in options.items() if name != "num_warps"}
         key, _ = case_of(kernel, device, args, options["num_warps"], constants)
-        _early[key] = loaded.compile_for(device, kernel, args, options)
+        if loaded.stored(device, kernel, args, options) is None:
+            wait_for_start()
+            _early[key] = loaded.compile_for(loaded.target_of(device), kernel, args, options)
         return
+    wait_for_start()
     with torch.cuda.device(device):  # each thread has its own
         compiled = kernel.warmup(*args, grid=(1,), **options)
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)  # which is then cached

@@ -38,7 +38,7 @@ from lastlayer._triton.lml_loss import loss_forward_with_grad as loss_forward_wi
 from lastlayer._triton.lml_loss import row_weights as row_weights
 from lastlayer._triton.lml_loss import scale_rows_ as scale_rows_
 from lastlayer._triton.long import emit, solve_long
-from lastlayer._triton.rows import Rows, end_of_no_classes_
+from lastlayer._triton.rows import PER_ROW, Rows, end_of_no_classes_
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _emit_tile(e, xs_ptr, m_ptr, out_ptr, row, m_row, m_col, n, center, delta, i
     store_tile(out_ptr, row, n, out, first, W, C, FULL)
 
 
-@triton.jit(do_not_specialize=["rows", "units"])
+@triton.jit(do_not_specialize=["rows", "units"], do_not_specialize_on_alignment=PER_ROW)
 def _resident(
     x_ptr, m_ptr, k_ptr, out_ptr, center_ptr, delta_ptr, rows, units, m_row, m_col, k_row, inv_t,
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
@@ -99,7 +99,7 @@ def _resident(
 
 
 # The second half of `_resident` without SETTLE, which is compiled beside it.
-@triton.jit(do_not_specialize=["rows", "units"])
+@triton.jit(do_not_specialize=["rows", "units"], do_not_specialize_on_alignment=PER_ROW)
 def _settled(
     x_ptr, m_ptr, k_ptr, out_ptr, center_ptr, delta_ptr, rows, units, m_row, m_col, k_row, inv_t,
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
@@ -208,17 +208,17 @@ def probabilities(
         numbers = shapes.floats(x, (3, *x.shape[:-1]))
     center, delta, _ = numbers
     flat = x.view(rows, n)
-    after = functools.partial(later, flat, temperature, numbers.view(3, rows), out) if record else None
-    if n > shapes.LONGEST:
+    p = shapes.plan(n, shapes.FORWARD, x.element_size()) if n <= shapes.LONGEST else None
+    rare = p is None or p is shapes.shared(n)
+    after = functools.partial(later, flat, temperature, numbers.view(3, rows), out, rare) if record else None
+    if p is None:
         solve_long(Rows(flat, k, None, temperature), out, center, delta, None, "y", after)
         return out, numbers
-    p = shapes.plan(n, shapes.FORWARD, x.element_size())
     given = Rows(flat, k, None, temperature, p.align)
-    if p is shapes.shared(n):
+    if rare:
         launch_all(_halves(given, out, center, delta, "y", p), after)
         return out, numbers
-    kernel, grid, args, options = _whole(given, out, center, delta, "y", p)
-    held = launch(kernel, grid, *args, **options)
+    held = launch_all([_whole(given, out, center, delta, "y", p)], after)
     if p is shapes.exact(n, shapes.FORWARD[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)
     return out, numbers

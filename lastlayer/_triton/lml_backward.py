@@ -29,7 +29,7 @@ from lastlayer._triton.device import (
     whole_tiles,
 )
 from lastlayer._triton.launch import prepare, relaunch
-from lastlayer._triton.rows import Rows
+from lastlayer._triton.rows import PER_ROW, Rows
 
 TINY = tl.constexpr(1e-20)  # a sum of h below which its parts may have underflowed
 LONGEST = 16384  # classes of a row whose logits and upstream gradient are held in registers
@@ -86,7 +86,7 @@ def _tile(x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, center, delta, inv_t, first
     return _weight(x, u, by_row(center), by_row(delta), KIND)
 
 
-@triton.jit(do_not_specialize=["rows", "units"])
+@triton.jit(do_not_specialize=["rows", "units"], do_not_specialize_on_alignment=PER_ROW)
 def _resident(
     x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, rows, units, m_row, m_col, inv_t,
     ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
@@ -264,7 +264,7 @@ def _row_write(
         tl.store(dx_ptr + (row * n + cols), d.to(dx_ptr.dtype.element_ty), mask=cols < n)
 
 
-@triton.jit(do_not_specialize=["units"])
+@triton.jit(do_not_specialize=["units"], do_not_specialize_on_alignment=PER_ROW)
 def _streamed(
     x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, units, m_row, m_col, inv_t,
     ALIGN: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, GIVEN: tl.constexpr,
@@ -291,10 +291,10 @@ def _streamed(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["units"])
+@triton.jit(do_not_specialize=["units", "splits"], do_not_specialize_on_alignment=PER_ROW)
 def _split_sums(
-    x_ptr, m_ptr, g_ptr, center_ptr, delta_ptr, parts_ptr, units, m_row, m_col, inv_t, chunk,
-    ALIGN: tl.constexpr, SPLITS: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr,
+    x_ptr, m_ptr, g_ptr, center_ptr, delta_ptr, parts_ptr, units, m_row, m_col, inv_t, chunk, splits,
+    ALIGN: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The two sums of a row over a chunk of it."""
@@ -306,14 +306,14 @@ def _split_sums(
         x_ptr, m_ptr, g_ptr, row, m_row, m_col, n, lo, tl.minimum(lo + chunk, n),
         tl.load(center_ptr + row), tl.load(delta_ptr + row), inv_t, W, C, KIND, MASKED,
     )  # fmt: skip
-    tl.store(parts_ptr + (row * SPLITS + part) * 2, mass)
-    tl.store(parts_ptr + (row * SPLITS + part) * 2 + 1, dot)
+    tl.store(parts_ptr + (row * splits + part) * 2, mass)
+    tl.store(parts_ptr + (row * splits + part) * 2 + 1, dot)
 
 
-@triton.jit(do_not_specialize=["units"])
+@triton.jit(do_not_specialize=["units", "splits"], do_not_specialize_on_alignment=PER_ROW)
 def _split_write(
     x_ptr, m_ptr, g_ptr, gd_ptr, center_ptr, delta_ptr, dx_ptr, dk_ptr, parts_ptr, units, m_row, m_col, inv_t, chunk,
-    ALIGN: tl.constexpr, SPLITS: tl.constexpr, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    splits, ALIGN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     KIND: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a chunk of a row, from the sums of all its chunks."""
@@ -323,9 +323,9 @@ def _split_write(
     center = tl.load(center_ptr + row)
     delta = tl.load(delta_ptr + row)
     every = tl.arange(0, G)
-    here = parts_ptr + (row * SPLITS + every) * 2
-    mass = tl.sum(tl.load(here, mask=every < SPLITS, other=0.0), 0)
-    dot = tl.sum(tl.load(here + 1, mask=every < SPLITS, other=0.0), 0)
+    here = parts_ptr + (row * splits + every) * 2
+    mass = tl.sum(tl.load(here, mask=every < splits, other=0.0), 0)
+    dot = tl.sum(tl.load(here + 1, mask=every < splits, other=0.0), 0)
     if GIVEN:
         dot += tl.load(gd_ptr + row)
     if (mass > TINY) & is_finite(delta):
@@ -390,9 +390,9 @@ def _launches(
         return [Launch(_streamed, (rows,), (*pointers, *given.tail), common)]
     splits = shapes.cdiv(n, shapes.CHUNK)
     parts = pointers[-1].new_empty((rows, splits, 2))
-    grid, tail = (rows, splits), (*given.tail, shapes.CHUNK)
-    sums = {"ALIGN": given.align, "SPLITS": splits, "KIND": kind, "MASKED": given.masked, **tile, **options}
-    common |= {"SPLITS": splits, "G": shapes.power_of_2(splits)}
+    grid, tail = (rows, splits), (*given.tail, shapes.CHUNK, splits)
+    sums = {"ALIGN": given.align, "KIND": kind, "MASKED": given.masked, **tile, **options}
+    common["G"] = shapes.group(splits)
     return [
         Launch(_split_sums, grid, (*given.head, pointers[2], *pointers[-4:-2], parts, *tail), sums),
         Launch(_split_write, grid, (*pointers, parts, *tail), common),
@@ -426,11 +426,11 @@ def probabilities_backward(
     return dx
 
 
-def later(x: Tensor, temperature: float, numbers: Tensor, out: Tensor) -> list[Launch]:
-    """What `probabilities_backward` launches for rows of a rare length, to be compiled with the forward pass."""
-    p = shapes.shared(x.shape[1]) if x.shape[1] <= LONGEST else None
+def later(x: Tensor, temperature: float, numbers: Tensor, out: Tensor, rare: bool) -> list[Launch]:
+    """What `probabilities_backward` launches for a rare or a common length, to be compiled with the forward pass."""
+    n, itemsize = x.shape[1], x.element_size()
+    p = None if n > LONGEST else shapes.shared(n) if rare else shapes.exact(n, shapes.BACKWARD[itemsize], itemsize)
     center, delta, spare = numbers
     given = Rows(x, None, None, temperature, None if p is None else p.align)
-    return _launches(
-        given, (out, center, center, delta, out, torch.empty_like(spare) if p is None else spare), "y", False, p
-    )
+    end = torch.empty_like(spare) if p is None else spare
+    return _launches(given, (out, center, center, delta, out, end), "y", False, p)

@@ -42,7 +42,7 @@ from lastlayer._triton.device import (
 )
 from lastlayer._triton.launch import launch, prepare, relaunch
 from lastlayer._triton.long import solve_long
-from lastlayer._triton.rows import Rows, end_of_no_classes_
+from lastlayer._triton.rows import PER_ROW, Rows, end_of_no_classes_
 
 _SMALL = 1 << 18  # numbers of a multi-hot target up to which launches take longer than the work
 
@@ -278,7 +278,7 @@ def _share_of(w_ptr, rows, BLOCK: tl.constexpr):
     return 1.0 / tl.maximum(tl.sum(total, 0), 1.0)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "n_labels"])
+@triton.jit(do_not_specialize=["rows", "units", "n_labels"], do_not_specialize_on_alignment=PER_ROW)
 def _resident(
     x_ptr, m_ptr, k_ptr, i_ptr, t_ptr, w_ptr, d_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr,
     rows, units, m_row, m_col, k_row, inv_t, w_row, n_labels, rho,
@@ -366,7 +366,7 @@ def _resident(
 
 
 # The second half of `_resident` without SETTLE, which is compiled beside it.
-@triton.jit(do_not_specialize=["rows", "units", "n_labels"])
+@triton.jit(do_not_specialize=["rows", "units", "n_labels"], do_not_specialize_on_alignment=PER_ROW)
 def _settled(
     x_ptr, m_ptr, k_ptr, i_ptr, t_ptr, w_ptr, d_ptr, loss_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr,
     rows, units, m_row, m_col, k_row, inv_t, w_row, n_labels, rho,

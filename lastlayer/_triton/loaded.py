@@ -1,4 +1,4 @@
-"""Kernels that Triton compiles and torch loads and launches, so that a first call does not wait for a C compiler.
+"""Kernels that torch loads and launches, so that a first call does not wait for a C compiler.
 
 Triton has its driver built by one, and up to version 3.7 a launcher for each pattern of arguments: most of a second
 where nothing is cached. The compiler needs neither, and torch has a launcher for the kernels of its own compiler.
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import operator
+import tempfile
 from typing import Any
 
 import torch
 import triton
 
-from lastlayer._triton import INTERPRETED
+from lastlayer._triton import INTERPRETED, store
 
 _launcher: Any = getattr(torch._C, "_StaticCudaLauncher", None)  # since torch 2.7, in builds with CUDA
 _TYPES = {"i1": "i", "i8": "b", "i16": "h", "i32": "i", "i64": "l", "u32": "I", "u64": "K", "fp32": "f", "fp64": "d"}
@@ -26,22 +27,17 @@ AVAILABLE = _launcher is not None and not INTERPRETED and torch.version.hip is N
 
 
 class Loaded:
-    """A compiled kernel on a device; `compiled` is what Triton knows of it."""
+    """A kernel on a device; `compiled` is what Triton knows of it, None where it comes with the package."""
 
-    def __init__(self, compiled: Any, device: int) -> None:
-        metadata = compiled.metadata
-        sizes = [getattr(metadata, name) for name in _SCRATCH if hasattr(metadata, name)]
-        if any(sizes) or metadata.num_ctas != 1:
-            raise NotImplementedError("such kernels are for Triton's own launcher")
-        types = list(compiled.src.signature.values())
-        places = [i for i, one in enumerate(types) if one != "constexpr"]
-        binary = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+    def __init__(self, one: store.Kernel, path: str, device: int, compiled: Any = None) -> None:
+        places = [i for i, kind in enumerate(one.types) if kind != "constexpr"]
+        kinds = [one.types[i] for i in places]
+        scratch = one.types[len(one.types) - one.types.count("scratch") :]
         self.compiled = compiled
-        self.function = _launcher._load_kernel(str(binary), metadata.name, metadata.shared, device)[-3]
-        self._arguments: Any = operator.itemgetter(*places)  # of at least two: a kernel reads and writes
-        self._scratch = (None,) * len(sizes)
-        kinds = ("O" if types[i].startswith("*") else _TYPES[types[i]] for i in places)
-        self._options = (metadata.num_warps, metadata.shared, "".join(kinds) + "O" * len(sizes))
+        self.function = _launcher._load_kernel(path, one.name, one.shared, device)[-3]
+        self._options = (one.warps, one.shared, "".join(_TYPES.get(kind, "O") for kind in kinds))
+        self._scratch = (None,) * len(scratch)
+        self._arguments: Any = operator.itemgetter(*places[: len(places) - len(scratch)])  # two or more
 
     def launch(self, grid: tuple[int, int, int], stream: int, given: tuple[Any, ...]) -> None:
         """Launch with all arguments in the order of the signature, constants among them; pointers are numbers."""
@@ -49,18 +45,63 @@ class Loaded:
         _launcher._launch_kernel(self.function, *grid, *self._options, arguments, stream)
 
 
+def described(compiled: Any) -> store.Kernel:
+    """Return what a launcher has to know of a compiled kernel."""
+    metadata = compiled.metadata
+    sizes = [getattr(metadata, name) for name in _SCRATCH if hasattr(metadata, name)]
+    types = (*compiled.src.signature.values(), *("scratch" for _ in sizes))
+    known = all(kind in _TYPES or kind in ("constexpr", "scratch") or kind.startswith("*") for kind in types)
+    if any(sizes) or metadata.num_ctas != 1 or not known:
+        raise NotImplementedError("such a kernel is for Triton's own launcher")
+    return store.Kernel(metadata.name, metadata.num_warps, metadata.shared, types, b"")
+
+
+def load(compiled: Any, device: int) -> Loaded:
+    """Load a kernel that Triton has compiled."""
+    path = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+    return Loaded(described(compiled), str(path), device, compiled)
+
+
+def stored(device: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> store.Kernel | None:
+    """Return the kernel for arguments and constants that comes with the package, if there is one."""
+    if torch.cuda.get_device_capability(device) < store.LEAST:
+        return None
+    return store.find(kernel, key_of(target_of(device), kernel, args, options))
+
+
+def load_stored(one: store.Kernel, device: int) -> Loaded:
+    """Load a kernel that comes with the package."""
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
+        file.write(one.ptx)
+        file.flush()
+        return Loaded(one, file.name, device)
+
+
 @functools.cache
-def _target(device: int) -> Any:
+def target_of(device: int) -> Any:
+    """Return what Triton compiles for on a device."""
     major, minor = torch.cuda.get_device_capability(device)
     return triton.backends.compiler.GPUTarget("cuda", 10 * major + minor, 32)
 
 
-def compile_for(device: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Compile a kernel for arguments and constants as its method `run` does, but without Triton's driver."""
-    target = _target(device)
+def _bind(target: Any, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
+    """Return the backend, all arguments by name, and what is known of each when the kernel is compiled."""
     backend = triton.compiler.make_backend(target)
     bind = triton.runtime.jit.create_function_from_signature(kernel.signature, kernel.params, backend)
     given, specialization, _ = bind(*args, **options)
+    return backend, given, specialization
+
+
+def key_of(target: Any, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """Return the key in `store` of a kernel for arguments and constants; it is the same for every target."""
+    _, _, specialization = _bind(target, kernel, args, options)
+    free = {name: value for name, value in options.items() if name not in kernel.arg_names}
+    return store.key_of(kernel, specialization, free)
+
+
+def compile_for(target: Any, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Compile a kernel for arguments and constants as its method `run` does, but without Triton's driver."""
+    backend, given, specialization = _bind(target, kernel, args, options)
     parsed, *parts = kernel._pack_args(backend, options, given, specialization, options)
     source = triton.compiler.ASTSource(kernel, *parts)
     return triton.compile(source, target=target, options=parsed.__dict__)

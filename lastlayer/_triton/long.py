@@ -34,7 +34,7 @@ from lastlayer._triton.device import (
     sweep_step,
     whole_tiles,
 )
-from lastlayer._triton.rows import Rows
+from lastlayer._triton.rows import PER_ROW, Rows
 
 SPLIT_PASSES = 5  # launches of a split search; a row that needs more is settled by one program
 
@@ -68,7 +68,7 @@ def emit(x_ptr, m_ptr, out_ptr, row, m_row, m_col, n, lo, hi, center, delta, inv
         tl.store(out_ptr + (row * n + cols), out.to(out_ptr.dtype.element_ty), mask=cols < n)
 
 
-@triton.jit(do_not_specialize=["units"])
+@triton.jit(do_not_specialize=["units"], do_not_specialize_on_alignment=PER_ROW)
 def _streamed(
     x_ptr, m_ptr, k_ptr, out_ptr, center_ptr, delta_ptr, mass_ptr, units, m_row, m_col, k_row, inv_t,
     ALIGN: tl.constexpr, W: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
@@ -107,15 +107,15 @@ def _streamed(
 
 
 @triton.jit
-def _split_state(parts_ptr, state_ptr, row, rows, k, SPLITS: tl.constexpr, G: tl.constexpr, TOL: tl.constexpr):
+def _split_state(parts_ptr, state_ptr, row, rows, k, splits, G: tl.constexpr, TOL: tl.constexpr):
     """The result of the last launch for a row: (center, delta, mass); delta is nan before the end, infinite if lost."""
     center = tl.load(state_ptr + row)
     delta = tl.load(state_ptr + rows + row)
     mass = tl.load(state_ptr + 2 * rows + row)
     if delta != delta:
         part = tl.arange(0, G)
-        here = parts_ptr + (row * SPLITS + part) * 5
-        inside = part < SPLITS
+        here = parts_ptr + (row * splits + part) * 5
+        inside = part < splits
         f = tl.sum(tl.load(here, mask=inside, other=0.0), 0)
         above = tl.sum(tl.load(here + 1, mask=inside, other=0.0), 0)
         s1 = tl.sum(tl.load(here + 2, mask=inside, other=0.0), 0)
@@ -127,10 +127,10 @@ def _split_state(parts_ptr, state_ptr, row, rows, k, SPLITS: tl.constexpr, G: tl
     return center, delta, mass
 
 
-@triton.jit(do_not_specialize=["rows", "units"])
+@triton.jit(do_not_specialize=["rows", "units", "splits"], do_not_specialize_on_alignment=PER_ROW)
 def _split_pass(
     x_ptr, m_ptr, k_ptr, old_parts_ptr, parts_ptr, old_state_ptr, state_ptr, rows, units, m_row, m_col, k_row, inv_t,
-    chunk, ALIGN: tl.constexpr, SPLITS: tl.constexpr, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    chunk, splits, ALIGN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     FIRST: tl.constexpr, MASKED: tl.constexpr, TOL: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """One pass over a chunk of a row."""
@@ -143,7 +143,7 @@ def _split_pass(
         delta = tl.full((), float("nan"), tl.float32)
         mass = delta
     else:
-        center, delta, mass = _split_state(old_parts_ptr, old_state_ptr, row, rows, k, SPLITS, G, TOL)
+        center, delta, mass = _split_state(old_parts_ptr, old_state_ptr, row, rows, k, splits, G, TOL)
     if part == 0:
         tl.store(state_ptr + row, center)
         tl.store(state_ptr + rows + row, delta)
@@ -152,7 +152,7 @@ def _split_pass(
         lo = part * chunk
         hi = tl.minimum(lo + chunk, n)
         f, above, s1, s2, h2 = sweep(x_ptr, m_ptr, row, m_row, m_col, n, lo, hi, center, inv_t, W, C, MASKED)
-        here = parts_ptr + (row * SPLITS + part) * 5
+        here = parts_ptr + (row * splits + part) * 5
         tl.store(here, f)
         tl.store(here + 1, above)
         tl.store(here + 2, s1)
@@ -160,11 +160,11 @@ def _split_pass(
         tl.store(here + 4, h2)
 
 
-@triton.jit(do_not_specialize=["rows", "units"])
+@triton.jit(do_not_specialize=["rows", "units", "splits"], do_not_specialize_on_alignment=PER_ROW)
 def _split_finish(
     x_ptr, m_ptr, k_ptr, parts_ptr, state_ptr, out_ptr, center_ptr, delta_ptr, mass_ptr, rows, units, m_row, m_col,
-    k_row, inv_t, chunk, ALIGN: tl.constexpr, SPLITS: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
-    C: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr, MASS: tl.constexpr, TOL: tl.constexpr,
+    k_row, inv_t, chunk, splits, ALIGN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr, MASS: tl.constexpr, TOL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of a row; the first program of a row that was not solved solves and writes all of it."""
@@ -172,7 +172,7 @@ def _split_finish(
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     k = cardinality(k_ptr, row, k_row)
-    center, delta, mass = _split_state(parts_ptr, state_ptr, row, rows, k, SPLITS, G, TOL)
+    center, delta, mass = _split_state(parts_ptr, state_ptr, row, rows, k, splits, G, TOL)
     if is_finite(delta):
         if part == 0:
             tl.store(center_ptr + row, center)
@@ -223,14 +223,14 @@ def solve_long(
         launch_all([Launch(_streamed, (rows,), args, {**end, "SAMPLE": shapes.SAMPLE, **common})], later)
         return
     splits = shapes.cdiv(n, shapes.CHUNK)
-    common |= {"SPLITS": splits, "G": shapes.power_of_2(splits)}
-    grid = (splits, rows)
+    common["G"] = shapes.group(splits)
+    grid, tail = (splits, rows), (*given.tail, shapes.CHUNK, splits)
     parts = center.new_empty((SPLIT_PASSES, rows, splits, 5))
     state = center.new_empty((SPLIT_PASSES, 3, rows))
     launches = []
     for i in range(SPLIT_PASSES):
         before = max(i - 1, 0)
-        args = (*given.head, parts[before], parts[i], state[before], state[i], rows, *given.tail, shapes.CHUNK)
+        args = (*given.head, parts[before], parts[i], state[before], state[i], rows, *tail)
         launches.append(Launch(_split_pass, grid, args, {"FIRST": i == 0, "SAMPLE": shapes.SAMPLE, **common}))
-    args = (*given.head, parts[-1], state[-1], *results, rows, *given.tail, shapes.CHUNK)
+    args = (*given.head, parts[-1], state[-1], *results, rows, *tail)
     launch_all([*launches, Launch(_split_finish, grid, args, {**end, **common})], later)

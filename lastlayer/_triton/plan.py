@@ -47,6 +47,11 @@ def alignment(n: int) -> int:
     return min(n & -n, 16) if n else 16
 
 
+def group(splits: int) -> int:
+    """A power of two that is at least the number of programs of a row; the same for all rows but the longest."""
+    return max(128, power_of_2(splits))
+
+
 def vector(n: int, itemsize: int) -> int:
     """The number of classes that a thread loads at once: up to 16 bytes, if every row starts on such a boundary."""
     return min(16 // itemsize, alignment(n))

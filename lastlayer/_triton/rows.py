@@ -7,6 +7,9 @@ from torch import Tensor
 
 from lastlayer._triton import plan as shapes
 
+# Pointers to one number per row, whose alignment depends on the number of rows; a kernel is not compiled anew for that.
+PER_ROW = [f"{name}_ptr" for name in ("k", "w", "loss", "center", "delta", "mass", "pull", "gd", "dk")]
+
 
 class Rows:
     """Logits as rows of classes, with `k`, the mask and the temperature: pointers first, then sizes and strides."""

@@ -1,13 +1,11 @@
 """The launcher past Triton's binder, with a kernel that only writes down how it is called."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget
 
 from lastlayer._triton import INTERPRETED, loaded
 from lastlayer._triton import launch as launcher
@@ -154,13 +152,15 @@ def torch_loads(kernel, monkeypatch):
     """The launcher of torch, the kernels compiled for it, and what is launched by Triton."""
     found, compiled, said = Launcher(), [], []
 
-    def compile_for(device, kernel, args, options):
-        compiled.append((device, args, options))
+    def compile_for(target, kernel, args, options):
+        compiled.append((target, args, options))
         return compiled_kernel(said)
 
     monkeypatch.setattr(loaded, "AVAILABLE", True)
     monkeypatch.setattr(loaded, "_launcher", found)
     monkeypatch.setattr(loaded, "compile_for", compile_for)
+    monkeypatch.setattr(loaded, "target_of", lambda device: "target")
+    monkeypatch.setattr(loaded, "stored", lambda *given: None)
     monkeypatch.setattr(launcher, "_early", {})
     return found, compiled, said
 
@@ -170,7 +170,7 @@ def test_torch_loads_and_launches(kernel, torch_loads):
     x = torch.zeros(8)
     for n in (5, 7):
         call(kernel, x, n=n)
-    assert compiled == [(-1, (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})]
+    assert compiled == [("target", (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})]
     assert found.loaded == [("name.cubin", "name", 80, -1)]
     one, other = ((77, 3, 1, 1, 4, 80, "OifO", (x.data_ptr(), n, 0.5, None), "stream") for n in (5, 7))
     assert found.launched == [one, other]
@@ -207,18 +207,63 @@ def test_triton_launches_what_torch_cannot(kernel, torch_loads, monkeypatch):
     assert not found.launched
 
 
+def test_what_comes_with_the_package_is_not_compiled(kernel, torch_loads, monkeypatch):
+    found, compiled, _ = torch_loads
+    types = ("*fp32", "constexpr", "i32", "fp32", "constexpr", "constexpr", "scratch")
+    one = loaded.store.Kernel("name", 4, 80, types, b"text")
+    monkeypatch.setattr(loaded, "stored", lambda *given: one)
+    x = torch.zeros(8)
+    launcher.compile_early(kernel, (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})
+    call(kernel, x)
+    assert not compiled
+    assert not launcher._early
+    assert found.launched == [(77, 3, 1, 1, 4, 80, "OifO", (x.data_ptr(), 5, 0.5, None), "stream")]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_triton_compiles_for_a_device_that_torch_knows(monkeypatch, tmp_path):
+def test_a_kernel_is_made_stored_and_found(monkeypatch, tmp_path):
     """A real kernel, for a GPU that is not there: Triton's driver is not asked for."""
-    from lastlayer._triton import lml_loss
+    from lastlayer._triton import build, lml_loss, store
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(loaded, "_target", lambda device: GPUTarget("cuda", 90, 32))
-    weight, options = torch.zeros(64), {"BLOCK": 1024, "num_warps": 8}
-    compiled = loaded.compile_for(0, lml_loss._over_sum, (weight, 64), options)
-    assert list(compiled.src.signature.values()) == ["*fp32", "i32", "constexpr"]
-    monkeypatch.setattr(loaded, "_launcher", Launcher())
-    found = loaded.Loaded(compiled, 0)
-    assert Path(loaded._launcher.loaded[0][0]).read_bytes() == compiled.kernel
-    found.launch((1, 1, 1), 9, (weight.data_ptr(), 64, 1024))
-    assert loaded._launcher.launched[0][7][:2] == (weight.data_ptr(), 64)
+    monkeypatch.setattr(store, "FOLDER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    loaded.target_of.cache_clear()
+    options, kernel = {"BLOCK": 1024, "num_warps": 8}, lml_loss._over_sum
+    one = {"module": kernel.fn.__module__, "name": "_over_sum", "args": [["float32", True], 64], "options": options}
+    made = build.make(one)
+    assert made.types[:3] == ("*fp32", "i32", "constexpr")
+    assert made.ptx.startswith(b".version 8.0\n.target sm_80")
+    weight = torch.zeros(96)
+    assert loaded.stored(0, kernel, (weight, 96), options) is None
+    key = loaded.key_of(build.TARGET, kernel, (weight, 64), options)
+    store.write(store.file_of(kernel), {key: made})
+    store.read.cache_clear()
+    assert loaded.stored(0, kernel, (weight, 96), options) == made
+    assert loaded.stored(0, kernel, (weight[1:], 96), options) is None  # starts at no multiple of 16 bytes
+    assert loaded.stored(0, kernel, (weight, 96), {**options, "num_warps": 4}) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert loaded.stored(0, kernel, (weight, 96), options) is None
+    store.read.cache_clear()
+    loaded.target_of.cache_clear()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has other kernels")
+def test_all_that_a_kernel_uses_is_in_its_fingerprint(monkeypatch):
+    from lastlayer._triton import device, lml, lml_loss, store
+
+    def told(kernel):
+        store.fingerprint.cache_clear()
+        return store.fingerprint(kernel)
+
+    kernels = [lml_loss._over_sum, lml._resident]
+    before = [told(kernel) for kernel in kernels]
+    assert before == [told(kernel) for kernel in kernels]
+    monkeypatch.setattr(lml_loss, "_share_of", lml_loss._share)
+    assert [told(kernel) == old for kernel, old in zip(kernels, before, strict=True)] == [False, True]
+    monkeypatch.setattr(device, "LN2", type(device.LN2)(0.7))  # which a function uses that the kernel calls
+    assert told(lml._resident) != before[1]
+    monkeypatch.undo()
+    monkeypatch.setattr(device, "ROWS_FIRST", type(device.LN2)(not device.ROWS_FIRST.value))
+    assert told(lml._resident) == before[1]  # as Triton of another version
+    store.fingerprint.cache_clear()
