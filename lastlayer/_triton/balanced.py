@@ -33,7 +33,7 @@ from lastlayer._triton.device import (
     sum4,
     sum_w,
 )
-from lastlayer._triton.launch import launch, prepare, relaunch
+from lastlayer._triton.launch import launch, prepare, relaunch, start_driver
 
 WIDEST = 1024  # columns
 ROUNDS = 64
@@ -460,6 +460,7 @@ class _Answer(threading.local):
 
 
 _answers = _Answer()
+start_driver()  # while the rest is imported: its kernel is launched by Triton
 
 
 @functools.lru_cache(maxsize=256)

@@ -76,7 +76,7 @@ def record() -> list[dict[str, Any]]:
     launch._load, launch._run = note, lambda *given: None
     launch._current = torch.cuda.current_device = lambda: -1  # that of a tensor on the CPU
     plan.PATIENCE = 3
-    cases = [*itertools.product(CALLS.values(), TYPES, plan.CLASSES, ROWS)]
+    cases = [*itertools.product(CALLS.values(), TYPES, (*plan.CLASSES, 2 * plan.LONGEST), ROWS)]
     cases += itertools.product(RARER.values(), TYPES[:1], plan.CLASSES[:LENGTHS], ROWS[:1])
     for call, dtype, longest, rows in cases:
         for n in (longest, longest - 1):  # a multiple of 16 and none

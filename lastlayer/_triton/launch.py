@@ -50,6 +50,12 @@ def _hash() -> None:
         triton.runtime.cache.triton_key()
 
 
+def start_driver() -> None:
+    """Have Triton's driver built, for kernels that torch does not launch."""
+    if not INTERPRETED and torch.cuda.is_available():
+        _starting.append(in_thread(_driver))
+
+
 def wait_for_start() -> None:
     """Wait until Triton has its driver and its hash."""
     while _starting:
@@ -58,7 +64,9 @@ def wait_for_start() -> None:
 
 
 if not INTERPRETED and torch.cuda.is_available():
-    _starting += [in_thread(_hash)] if loaded.AVAILABLE else [in_thread(_driver), in_thread(_hash)]
+    _starting.append(in_thread(_hash))
+    if not loaded.AVAILABLE:
+        start_driver()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> Any:
@@ -114,7 +122,7 @@ def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...],
 
     None if that cannot be, and Triton is to do it.
     """
-    if not loaded.AVAILABLE:
+    if not loaded.takes(options):
         return None
     with contextlib.suppress(Exception):  # the driver may be too old for it, or Triton tell arguments otherwise
         one = loaded.stored(device, kernel, args, options)
@@ -137,7 +145,7 @@ def _by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], option
 def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Compile a kernel that is launched later; it is not loaded, which could disturb the capture of a CUDA graph."""
     device = args[0].get_device()
-    if loaded.AVAILABLE:
+    if loaded.takes(options):
         constants = {name: value for name, value in options.items() if name != "num_warps"}
         key, _ = case_of(kernel, device, args, options["num_warps"], constants)
         if loaded.stored(device, kernel, args, options) is None:

@@ -26,6 +26,11 @@ _SCRATCH = (
 AVAILABLE = _launcher is not None and not INTERPRETED and torch.version.hip is None
 
 
+def takes(options: dict[str, Any]) -> bool:
+    """Whether torch can launch a kernel with such options; it starts no programs that wait for each other."""
+    return AVAILABLE and not options.get("launch_cooperative_grid")
+
+
 class Loaded:
     """A kernel on a device; `compiled` is what Triton knows of it, None where it comes with the package."""
 
@@ -50,8 +55,9 @@ def described(compiled: Any) -> store.Kernel:
     metadata = compiled.metadata
     sizes = [getattr(metadata, name) for name in _SCRATCH if hasattr(metadata, name)]
     types = (*compiled.src.signature.values(), *("scratch" for _ in sizes))
+    plain = metadata.num_ctas == 1 and not getattr(metadata, "launch_cooperative_grid", False)
     known = all(kind in _TYPES or kind in ("constexpr", "scratch") or kind.startswith("*") for kind in types)
-    if any(sizes) or metadata.num_ctas != 1 or not known:
+    if any(sizes) or not plain or not known:
         raise NotImplementedError("such a kernel is for Triton's own launcher")
     return store.Kernel(metadata.name, metadata.num_warps, metadata.shared, types, b"")
 

@@ -220,6 +220,14 @@ def test_what_comes_with_the_package_is_not_compiled(kernel, torch_loads, monkey
     assert found.launched == [(77, 3, 1, 1, 4, 80, "OifO", (x.data_ptr(), 5, 0.5, None), "stream")]
 
 
+def test_triton_launches_programs_that_wait_for_each_other(kernel, torch_loads):
+    found, compiled, _ = torch_loads
+    call(kernel, torch.zeros(8), launch_cooperative_grid=True)
+    assert not compiled
+    assert not found.launched
+    assert len(kernel.launched) == 1
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_a_kernel_is_made_stored_and_found(monkeypatch, tmp_path):
     """A real kernel, for a GPU that is not there: Triton's driver is not asked for."""
