@@ -13,7 +13,7 @@
 #define INFINITE ((double)INFINITY)
 #define ABS __builtin_fabs
 #define SMALLEST_SUM 1e-200
-#define BUDGET_DIGITS 1e-9
+#define BUDGET_DIGITS 1e-6
 #define SHORT 1.5e-4       /* the longest last step of a search with weights */
 #define LAST_STEP 1.3e-4   /* the longest of Newton's that is followed by it, where three derivatives are known */
 #define LAST_OF_TWO 1.3e-4 /* the same where two are */

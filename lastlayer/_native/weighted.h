@@ -23,7 +23,7 @@ struct weighted {
 /* Sums over the classes of a row that do not depend on its finite scores. Weights are divided by `unit`. */
 struct shares {
     double unit, sure, total, w1, w2; /* sure: at nu = -inf; then sums of a, a w and a w^2 */
-    double least, most;               /* sums that can be reached at all */
+    double most;                      /* the largest sum that can be reached */
     int negative, wrong;              /* a negative weight; nan, or bounds the wrong way round */
 };
 
@@ -54,13 +54,18 @@ static void budget_again(struct budget *b) {
     b->state = OPEN;
 }
 
+#define BUDGET_SLACK 1e-6 /* of the sum: a k out of reach by less is taken for the end, as sums of float32 differ by that */
+#define BUDGET_FLAT 1e-3  /* tails below this part of the sum: they are balanced instead */
+
 /* Whether there is nothing to search, with nu. */
 static int budget_enter(struct budget *b, const struct shares *s, double k, int at_most, double *nu) {
-    double c = (k - s->sure) / s->unit, rest = s->total - c, slack = 4 * DBL_EPSILON * (s->total + fabs(c));
+    double c = (k - s->sure) / s->unit, rest = s->total - c, slack = BUDGET_SLACK * (s->total + fabs(k) / s->unit);
     *nu = NAN;
     if (s->wrong || k != k) return 1;
-    if (at_most && k >= s->most) *nu = 0;
-    if (at_most && (k >= s->most || k < s->least)) return 1;
+    if (at_most && k >= s->most) {
+        *nu = 0;
+        return 1;
+    }
     if (!(c > 0 && rest > 0)) {
         *nu = fabs(c) <= slack ? -INFINITY : fabs(rest) > slack ? NAN : at_most ? 0 : INFINITY;
         return 1;

@@ -223,6 +223,53 @@ FN double NAME(budget_above)(const double *restrict z, const double *restrict w,
     return sum;
 }
 
+/* As `_balance` of weighted.py: a row whose classes are all but decided at nu. The tails on both sides, and what the
+   classes above 1/2 add up to beyond c, are in balance where the logarithms of both sides are equal. */
+FN double NAME(weighted_balance)(const double *restrict z, const double *restrict w, const double *restrict a, int64_t n,
+                                 double c, double nu) {
+    double total = 0, large = 0, small = 0, at = nu, lo = -INFINITY, hi = INFINITY;
+    int exponent;
+    for (int64_t i = 0; i < n; i++) total += a[i];
+    frexp(total, &exponent);
+    double grid = ldexp(1.0, exponent - 52);
+    for (int64_t i = 0; i < n; i++) {
+        if (!(a[i] > 0)) continue;
+        double cross = -z[i] / w[i], part = rint(a[i] / grid) * grid;
+        if (z[i] + w[i] * at > 0)
+            lo = fmax(lo, cross), large += part, small += a[i] - part;
+        else
+            hi = fmin(hi, cross);
+    }
+    double goal = rint(c / grid) * grid, surplus = (large - goal) + (small - (c - goal));
+    double more[2] = {log(fmax(surplus, 0)), log(fmax(-surplus, 0))};
+    for (int step = 0; step < 120; step++) {
+        double peak[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, pull[2] = {0, 0}, whole[2], slope = 0;
+        for (int64_t i = 0; i < n; i++) {
+            int side = z[i] + w[i] * at > 0;
+            if (a[i] > 0) peak[side] = fmax(peak[side], -fabs(z[i] + w[i] * nu));
+        }
+        for (int64_t i = 0; i < n; i++) {
+            if (!(a[i] > 0)) continue;
+            int side = z[i] + w[i] * at > 0;
+            double far = fabs(z[i] + w[i] * nu), near = -far - peak[side];
+            if (near < -100) continue;
+            double over = 1 / (1 + exp(-far)), e = a[i] * exp(near) * over;
+            sum[side] += e, pull[side] += w[i] * e * over;
+        }
+        for (int side = 0; side < 2; side++) {
+            double tails = peak[side] + log(sum[side]), top = fmax(tails, more[side]);
+            whole[side] = top + log(exp(tails - top) + exp(more[side] - top));
+            slope += pull[side] / sum[side] * exp(tails - whole[side]);
+        }
+        double f = whole[0] - whole[1], newton = nu - f / slope;
+        if (f <= 0) lo = nu;
+        if (f >= 0) hi = nu;
+        if (fabs(f) <= 4 * DBL_EPSILON * (1 + fabs(whole[0])) || hi - lo <= 2 * DBL_EPSILON * fabs(nu)) break;
+        nu = newton > lo && newton < hi ? newton : budget_middle(lo, hi);
+    }
+    return nu;
+}
+
 /* As `_root` of weighted.py, but for the start: Newton's method on the logarithm of the smaller side, between bounds. */
 FN double NAME(weighted_hard)(const double *restrict z, const double *restrict w, const double *restrict a, int64_t n,
                               double c, double rest) {
@@ -268,7 +315,9 @@ FN double NAME(weighted_hard)(const double *restrict z, const double *restrict w
         }
         nu = bad ? budget_middle(lo, hi) : newton;
     }
-    return nu;
+    double tails = 0;
+    for (int64_t i = 0; i < n; i++) tails += a[i] / (1 + exp(fabs(z[i] + w[i] * nu)));
+    return tails < BUDGET_FLAT * goal ? NAME(weighted_balance)(z, w, a, n, c, nu) : nu;
 }
 
 /* Search in double, with z, w and a of a row one behind the other and room for e; `quick`: first as all rows are. */
@@ -314,7 +363,7 @@ FN NAME(given) NAME(given_row)(const struct weighted *call, int64_t index, struc
 FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, REAL *restrict a, struct shares *s) {
     const REAL *restrict x = live ? g->x : g->lower, *restrict weight = g->weight;
     const REAL *restrict lower = g->lower, *restrict upper = g->upper;
-    double least = 0, most = 0, sure = 0, total = 0, w1 = 0, w2 = 0, wrong = 0, negative = 0;
+    double most = 0, sure = 0, total = 0, w1 = 0, w2 = 0, wrong = 0, negative = 0;
     REAL largest = 0;
     int64_t n = g->n;
     PRAGMA(omp simd reduction(max : largest) reduction(+ : wrong, negative))
@@ -329,14 +378,13 @@ FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, R
     int exponent = 0;
     if (largest > 0 && largest <= LARGEST) frexp((double)largest, &exponent);
     double unit = ldexp(1.0, exponent), over = 1 / unit;
-    PRAGMA(omp simd reduction(+ : least, most, sure, total, w1, w2))
+    PRAGMA(omp simd reduction(+ : most, sure, total, w1, w2))
     for (int64_t i = 0; i < n; i++) {
         int finite = NAME(finite)(x[i]), high = x[i] > 0;
         double wt = (double)weight[i], l = (double)lower[i], u = (double)upper[i], width = u - l;
         double share = (wt < 0 ? -wt : wt) * over, part = share * width;
         double at_l = wt * (finite || !high ? l : u), at_u = wt * (finite || high ? u : l);
         int turned = wt < 0;
-        least += turned ? at_u : at_l;
         most += turned ? at_l : at_u;
         sure += wt * (finite ? (turned ? u : l) : high ? u : l);
         share = finite ? share : 0.0;
@@ -348,7 +396,7 @@ FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, R
         a[i] = (REAL)part;
     }
     for (int64_t i = n; i % LANES; i++) w[i] = a[i] = 0;
-    *s = (struct shares){unit, sure, total, w1, w2, least, most, negative > 0, wrong > 0 || !(largest <= LARGEST)};
+    *s = (struct shares){unit, sure, total, w1, w2, most, negative > 0, wrong > 0 || !(largest <= LARGEST)};
 }
 
 /* The same without bounds and without infinite scores, where a is w. */
@@ -380,7 +428,7 @@ FN void NAME(weight_shares)(const NAME(given) * g, REAL *restrict w, struct shar
         for (int64_t i = 0; i < n; i++) sure += weight[i] < 0 ? (double)weight[i] : 0.0;
     }
     for (int64_t i = n; i % LANES; i++) w[i] = 0;
-    *s = (struct shares){unit, sure, total, w1, w2, sure, sure + total * unit, least_weight < 0, wrong};
+    *s = (struct shares){unit, sure, total, w1, w2, sure + total * unit, least_weight < 0, wrong};
 }
 
 /* The scores, turned around where the weight is negative; 0 for infinite ones. Returns whether all were finite. */

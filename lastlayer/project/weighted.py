@@ -21,6 +21,8 @@ from lastlayer.shard import ClassShard, reduce
 
 _STEPS = 120  # bounds the search; Newton's steps with halvings in between
 _BIG = 1e300
+_FLAT = 1e-3  # tails below this part of the sum: its rounding costs three digits, and the tails are balanced instead
+_SLACK = 1e-6  # of the sum: a `k` out of reach by less is taken for the end, as sums of float32 differ by that
 
 
 class Terms(NamedTuple):
@@ -87,10 +89,10 @@ def threshold(terms: Terms, shard: ClassShard | None, impl: str = "torch") -> Te
 def at_most_threshold(terms: Terms, shard: ClassShard | None, impl: str = "torch") -> Tensor:
     """Return nu where the sum is at most k: a budget that is not reached has no price."""
     nu = threshold(terms, shard, impl)
-    least, most = range_of_sums(terms, shard)
-    wrong = reduce(_unsound(terms.x, terms.weight, terms.upper - terms.lower).to(least.dtype), "sum", shard)
+    most = largest_sum(terms, shard)
+    wrong = reduce(_unsound(terms.x, terms.weight, terms.upper - terms.lower).to(most.dtype), "sum", shard)
     nu = torch.where(terms.k >= most, 0, torch.where(nu > 0, 0, nu))
-    return torch.where((terms.k < least) | (wrong > 0), torch.nan, nu)
+    return torch.where(wrong > 0, torch.nan, nu)
 
 
 def project(
@@ -116,12 +118,11 @@ def kernels(impl: str) -> Any:
     return importlib.import_module(f"lastlayer._{impl}.weighted")
 
 
-def range_of_sums(terms: Terms, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest weighted sum that the bounds allow, ``(..., 1)``."""
+def largest_sum(terms: Terms, shard: ClassShard | None) -> Tensor:
+    """Return the largest weighted sum that the bounds allow, ``(..., 1)``."""
     at_lower = terms.weight * torch.where(terms.x == torch.inf, terms.upper, terms.lower)
     at_upper = terms.weight * torch.where(terms.x == -torch.inf, terms.lower, terms.upper)
-    least, most = reduce([torch.minimum(at_lower, at_upper), torch.maximum(at_lower, at_upper)], "sum", shard)
-    return least, most
+    return reduce(torch.maximum(at_lower, at_upper), "sum", shard)
 
 
 def points(terms: Terms, nu: Tensor) -> Tensor:
@@ -149,11 +150,11 @@ def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, s
     """Return nu: the root of an increasing function, by Newton's method on the logarithm of its smaller side.
 
     A class with a negative weight is turned around, since ``w s(x + w nu) = w + |w| s(-x + |w| nu)``. All weights are
-    then positive, and divided by the largest of the row.
+    then positive, and divided by a power of two, which rounds nothing.
     """
     width = upper - lower
     largest = reduce(weight.abs(), "max", shard)
-    unit = torch.where(largest > 0, largest, 1)
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1).log2().floor().exp2()
     w = weight.abs() / unit
     a = w * width
     taken = torch.where(weight < 0, weight * upper, weight * lower)
@@ -172,7 +173,7 @@ def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, s
     rest = total - c
     inside = (c > 0) & (rest > 0)
     nu = _root(z, w, a, torch.where(inside, c, total / 2), torch.where(inside, rest, total / 2), inside, shard)
-    slack = 4 * torch.finfo(torch.float64).eps * (total + c.abs())
+    slack = _SLACK * (total + (k / unit).abs())
     end = torch.where(c.abs() <= slack, -torch.inf, torch.where(rest.abs() <= slack, torch.inf, torch.nan))
     nu = torch.where(inside, nu / unit, end)
     return torch.where((wrong > 0) | k.isnan(), torch.nan, nu)
@@ -213,6 +214,50 @@ def _root(z: Tensor, w: Tensor, a: Tensor, c: Tensor, rest: Tensor, wanted: Tens
         if step % 3 == 2:
             bad = bad | (hi - lo > before / 2)
             before = hi - lo
+        nu = torch.where(done, nu, torch.where(bad, _middle(lo, hi), newton))
+    d = z + w * nu
+    tails = reduce(a * (-d.abs()).sigmoid(), "sum", shard)
+    flat = wanted & (tails < _FLAT * goal)
+    return torch.where(flat, _balance(z, w, a, c, nu, flat, shard), nu) if bool(flat.any()) else nu
+
+
+def _balance(
+    z: Tensor, w: Tensor, a: Tensor, c: Tensor, nu: Tensor, wanted: Tensor, shard: ClassShard | None
+) -> Tensor:
+    """Solve a row whose classes are all but decided at `nu`: those above 1/2 add up to `c` almost exactly.
+
+    The sum is flat there and its rounding hides the solution, where the tails on both sides and what is missing of `c`
+    are in balance. That is exact: large and small digits are added up apart. The tails may underflow, so that
+    their logarithms are compared.
+    """
+    live = a > 0
+    above = (z + w * nu > 0) & live
+    grid = 2 * torch.finfo(z.dtype).eps * reduce(a, "sum", shard).log2().floor().exp2()
+    large, goal = (a / grid).round() * grid, (c / grid).round() * grid
+    sums = reduce([torch.where(above, large, 0), torch.where(above, a - large, 0)], "sum", shard)
+    surplus = (sums[0] - goal) + (sums[1] - (c - goal))
+    cross = -z / w  # where a class is at 1/2
+    lo = reduce(torch.where(above, cross, -_BIG), "max", shard)
+    hi = -reduce(torch.where(above | ~live, -_BIG, -cross), "max", shard)
+    sides = (~above & live, above)
+    extra = surplus.clamp(min=0).log(), (-surplus).clamp(min=0).log()
+    eps, done = torch.finfo(z.dtype).eps, ~wanted
+    for _ in range(_STEPS):
+        far = (z + w * nu).abs()
+        peaks = [-reduce(torch.where(side, -far, -_BIG), "max", shard) for side in sides]
+        tail = a * far.sigmoid()  # over exp(-far)
+        tails = [torch.where(side, tail * (peak - far).exp(), 0) for side, peak in zip(sides, peaks, strict=True)]
+        sums = reduce([*tails, *(w * t * far.sigmoid() for t in tails)], "sum", shard)
+        logs = [added.log() - peak for peak, added in zip(peaks, sums[:2], strict=True)]
+        whole = [torch.logaddexp(log, more) for log, more in zip(logs, extra, strict=True)]
+        f = whole[0] - whole[1]
+        lo, hi = torch.where(f <= 0, nu, lo), torch.where(f >= 0, nu, hi)
+        done = done | (f.abs() <= 4 * eps * (1 + whole[0].abs())) | (hi - lo <= 2 * eps * nu.abs())
+        if bool(done.all()):
+            break
+        slope = sum(sums[i + 2] / sums[i] * (logs[i] - whole[i]).exp() for i in (0, 1))
+        newton = nu - f / slope
+        bad = ~((newton > lo) & (newton < hi))
         nu = torch.where(done, nu, torch.where(bad, _middle(lo, hi), newton))
     return nu
 
@@ -266,10 +311,12 @@ class _Threshold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        by_x, by_weight, by_lower, by_upper, slope = _slopes(ctx)
+        share, nu, *by, slope = _slopes(ctx)
         grad = reduce(grads[0], "sum", ctx.shard)
         given = torch.where(grad == 0, 0, grad / slope)
-        return -given * by_x, -given * by_weight, -given * by_lower, -given * by_upper, given, None, None
+        grad_x = torch.where(grad == 0, 0, -grad * share)
+        by_weight, by_lower, by_upper = by
+        return grad_x, grad_x * nu - given * by_weight, -given * by_lower, -given * by_upper, given, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -287,13 +334,16 @@ class _ThresholdForwardMode(_Threshold):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        *by, slope = _slopes(ctx)
-        added = torch.zeros_like(by[0])
-        for change, tangent in zip(by, tangents[:4], strict=True):
+        share, nu, *by, slope = _slopes(ctx)
+        x_t, weight_t, *others_t, k_t = tangents[:5]
+        moved = added = torch.zeros_like(share)
+        moved = moved if x_t is None else moved + share * x_t
+        moved = moved if weight_t is None else moved + share * nu * weight_t
+        for change, tangent in zip(by, (weight_t, *others_t), strict=True):
             added = added if tangent is None else added + change * tangent
-        missing = -reduce(added, "sum", ctx.shard)
-        missing = missing if tangents[4] is None else missing + tangents[4]
-        return torch.where(missing == 0, 0, missing / slope)
+        straight, missing = (-part for part in reduce([moved, added], "sum", ctx.shard))
+        missing = missing if k_t is None else missing + k_t
+        return straight + torch.where(missing == 0, 0, missing / slope)
 
 
 class _Values(torch.autograd.Function):
@@ -338,16 +388,24 @@ def _plain_gradients(
 
 
 def _slopes(ctx: Any) -> tuple[Tensor, ...]:
-    """Return the derivatives of the weighted sum in x, weight, lower and upper, and in nu ``(..., 1)``."""
+    """Return the derivatives of the weighted sum: in x over that in nu, nu itself, in weight (but for the part by
+    which that moves the points), lower and upper, and in nu ``(..., 1)``.
+
+    The first is a quotient of numbers that may underflow where a row is decided: it is taken relative to the largest.
+    """
     *given, nu = ctx.saved_tensors
     terms = Terms(*given)
     finite = nu.isfinite()
-    z = torch.where(nu.isnan(), 0, terms.x + terms.weight * torch.where(finite, nu, 0))
-    y, other = z.sigmoid(), (-z).sigmoid()
-    h = torch.where(finite & terms.x.isfinite(), (terms.upper - terms.lower) * y * other, 0)
-    by_x = terms.weight * h
-    by_weight = terms.lower + (terms.upper - terms.lower) * y + by_x * torch.where(finite, nu, 0)
+    nu_or_0 = torch.where(finite, nu, 0)
+    z = torch.where(nu.isnan(), 0, terms.x + terms.weight * nu_or_0)
+    y, other, width = z.sigmoid(), (-z).sigmoid(), terms.upper - terms.lower
+    free = finite & terms.x.isfinite() & (terms.weight != 0) & (width > 0)
+    log_h = torch.where(free, F.logsigmoid(z) + F.logsigmoid(-z), -torch.inf)
+    peak = reduce(log_h.detach(), "max", ctx.shard)
+    peak = torch.where(peak.isfinite(), peak, 0)
+    by_x = terms.weight * width * (log_h - peak).exp()
     slope = reduce(terms.weight * by_x, "sum", ctx.shard)
     slope = torch.where(finite & (slope > 0), slope, torch.inf)
     slope = torch.where(nu.isnan(), nu, slope)
-    return by_x, by_weight, terms.weight * other, terms.weight * y, slope
+    by_weight = terms.lower + width * y
+    return by_x / slope, nu_or_0, by_weight, terms.weight * other, terms.weight * y, slope * peak.exp()

@@ -199,6 +199,54 @@ def test_a_row_without_a_solution_that_is_not_used_spoils_no_gradient(function, 
     torch.testing.assert_close(alone[1], beside[1][used])
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("gap", [40.0, 100.0, 1e4])
+def test_a_decided_row_is_as_exact_as_without_weights(gap, impl):
+    # Both sides of the gap add up to whole numbers: only the tails, far below rounding, tell where the threshold is.
+    x = torch.tensor([[gap, gap, 0.0, -3.0], [gap / 2, gap / 2 + 1, -gap / 2, -gap / 2]], dtype=DOUBLE)
+    for function in (ll.log_lml, ll.lml_threshold):
+        pairs = []
+        for options in ({}, {"weight": torch.full((4,), 3.0, dtype=DOUBLE)}):  # an odd weight: no power of two
+            scores = x.clone().requires_grad_()
+            scale = 3.0 if options else 1.0
+            out = function(scores, 2 * scale, **options, impl=impl)
+            out = out * scale if function is ll.lml_threshold else out
+            pairs.append((out.detach(), *torch.autograd.grad(out.sum(), scores)))
+        for one, other in zip(*pairs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_decided_row_has_the_derivative_of_its_tails(impl):
+    # Classes 2 and 3 are left at exp(-41) and exp(-40 + 3 nu), class 1 lacks exp(-60 - 2 nu): with weights 2, 1 and 3
+    # and k = 2 the sum is 2 where 2 exp(-60 - 2 nu) = exp(-41 + nu) + 3 exp(-40 + 3 nu).
+    x = torch.tensor([60.0, -41.0, -40.0], dtype=DOUBLE)
+    weight = torch.tensor([2.0, 1.0, 3.0], dtype=DOUBLE)
+    nu = ll.lml_threshold(x, 2, weight=weight, impl=impl)
+    tails = torch.stack([-60 - 2 * nu, -41 + nu, -40 + 3 * nu]).exp() * weight
+    torch.testing.assert_close(tails[0], tails[1:].sum(), rtol=1e-12, atol=0)
+    k = torch.tensor(2.0, dtype=DOUBLE, requires_grad=True)
+    for i, y in enumerate(ll.lml(x, k, weight=weight, impl=impl)):
+        (grad,) = torch.autograd.grad(y, k, retain_graph=True)
+        torch.testing.assert_close(grad, tails[i] / (weight * tails).sum(), rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_whole_budget_is_in_reach_however_it_was_added_up(impl):
+    weight, lower = 1e6 * uniform(1000).float(), uniform(1000, seed=1).float()
+    x, shift = draw(2, 1000, seed=2).float(), 1 + 5e-7
+    for function in (ll.lml, ll.lml_at_most):
+        for k in (weight.sum() * shift, float(weight.double().sum() * shift)):
+            whole = function(x, k, weight=weight, impl=impl)
+            assert whole.isfinite().all()
+            assert function is not ll.lml or (whole == 1).all()
+        for k in ((weight * lower).sum() / shift, float((weight * lower).double().sum() / shift)):
+            assert torch.equal(function(x, k, weight=weight, lower=lower, impl=impl), lower.expand(2, -1))
+        least = (weight * lower).double().sum()
+        assert function(x, least * 0.9999, weight=weight, lower=lower, impl=impl).isnan().all()
+    assert ll.lml(x, weight.double().sum() * 1.0001, weight=weight, impl=impl).isnan().all()
+
+
 def test_masked_and_free_classes():
     x = draw(5)
     mask = torch.tensor([True, False, True, True, True])
