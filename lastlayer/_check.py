@@ -149,6 +149,18 @@ def temperature(op: str, value: Any) -> Any:
     return float(value)
 
 
+def temperatures(op: str, value: Tensor, batch: torch.Size) -> Tensor:
+    """Check a tensor of temperatures, and expand it to one per row."""
+    if value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{op}: `temperature` must be real, got a tensor of {value.dtype}. Use a float.")
+    if not _broadcasts(value.shape, batch):
+        raise ValueError(
+            f"{op}: `temperature` must broadcast to the batch shape {tuple(batch)}, got shape {tuple(value.shape)}. "
+            "Give one number, or one per row."
+        )
+    return value.expand(batch)
+
+
 def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...], old: Mapping[str, str] | None = None) -> Any:
     """Check one of a few words, and return it; `old` maps words that still work to those of now."""
     if old is not None and isinstance(value, str):

@@ -110,3 +110,33 @@ def test_no_call_imports_the_compiler():
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run([sys.executable, "-c", FIRST_CALLS], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "options"), [(ll.lml, {}), slow(ll.log_lml, {}), slow(ll.lml_at_most, {"weight": torch.ones(6)})]
+)
+def test_temperatures_from_1_on_are_one_graph(function, options):
+    """A look whether a variable number is 1 would fix it, and the compiler fixes all that follow."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for i, value in enumerate((1.0, 0.5, 0.25)):
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            found = compiled(X, 2, temperature=value, **options)
+        torch.testing.assert_close(found, function(X, 2, temperature=value, **options))
+
+
+@pytest.mark.slow
+def test_rows_and_classes_of_metrics_and_draws_are_one_graph():
+    torch._dynamo.reset()
+
+    def measure(x, y, k):
+        return metrics.ndcg_at_k(x, y, k), ll.recall_at_k(x, y, k), ll.sample_subset(x, k).shape[-1]
+
+    compiled = torch.compile(measure, fullgraph=True, dynamic=True, backend="aot_eager")
+    for i, (rows, n, k) in enumerate(((4, 6, 2), (5, 9, 3), (7, 33, 5), (3, 64, 4))):
+        x = torch.randn(rows, n, generator=GENERATOR)
+        y = (x.flip(0) > 0.3).float()
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            found = compiled(x, y, k)
+        torch.testing.assert_close(found[:2], measure(x, y, k)[:2])
+        assert found[2] == k

@@ -69,14 +69,10 @@ def enter(
         place, wrap = _check.dim(op, dim, x.ndim), back
         x, mask = x.movedim(place, -1), None if mask is None else mask.movedim(place, -1)
         back = lambda out: wrap(out.movedim(-1, place))  # noqa: E731
-    divisor = _check.temperature(op, temperature)
-    if isinstance(divisor, Tensor):  # one per row; autograd sees the division
-        x, divisor = _divided(x, spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype)), 1.0
-    elif divisor != 1 and torch.compiler.is_compiling() and not exporting():
-        # An operator would be compiled again for each number.
-        wrapped, dtype = back, x.dtype
+    dtype, wrapped = x.dtype, back
+    x, divisor = tempered(op, x, temperature, shard)
+    if x.dtype != dtype:
         back = lambda out: wrapped(out.to(dtype))  # noqa: E731
-        x, divisor = x.to(_check.work_dtype(x)) / divisor, 1.0
     impl = choose(op, impl, x, shard)
     if isinstance(k, Tensor) or (torch.compiler.is_compiling() and not exporting()):
         k = _check.cardinality(op, k, x, shard, at_most_n=at_most_n)
@@ -102,6 +98,22 @@ def ordinary(logits: Any, k: Any, temperature: Any) -> bool:
         and 0 <= k <= logits.shape[-1]
         and not (_triton.INTERPRETED or _is_tracing())
     )
+
+
+def tempered(op: str, x: Tensor, temperature: float | Tensor, shard: ClassShard | None) -> tuple[Tensor, float]:
+    """Return the scores and the number that kernels divide them by; scores divided here are in the work dtype."""
+    divisor = _check.temperature(op, temperature)
+    if isinstance(divisor, Tensor):  # one per row; autograd sees the division
+        x = x.to(_check.work_dtype(x))
+        rows = _check.temperatures(op, spread(divisor, shard), x.shape[:-1])
+        return _divided(x, rows.unsqueeze(-1).to(x.dtype)), 1.0
+    if torch.compiler.is_compiling() and not exporting():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second, spent when compiling
+
+        # An operator would be compiled again for each number; a look whether this one is 1 would fix it, too.
+        if not statically_known_true(divisor == 1):
+            return x.to(_check.work_dtype(x)) / divisor, 1.0
+    return x, float(divisor)
 
 
 def _unchanged(out: Tensor) -> Tensor:

@@ -66,12 +66,12 @@ def cuts(op: str, k: Any, batch: torch.Size, device: torch.device) -> Cuts:
         at = k.to(device=device, dtype=torch.int64)
         at = (at.expand(batch) if at.ndim else at).reshape(-1, 1)
         return Cuts(at, max(int(at.max()), 1) if at.numel() else 1, False)
-    several = (isinstance(k, Sequence) and not isinstance(k, str)) or getattr(k, "ndim", 0) == 1  # or a numpy array
-    values = list(k) if several else [k]
+    several = not isinstance(k, numbers.Real | str) and (isinstance(k, Sequence) or getattr(k, "ndim", 0) == 1)
+    values = list(k) if several else [k]  # of a sequence or a numpy array
     for value in values:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{op}: `k` must be a number or a list of numbers, got {type(value).__name__}.")
-        if not float(value).is_integer() or value < 1:
+        if not (isinstance(value, numbers.Integral) or float(value).is_integer()) or value < 1:
             raise ValueError(f"{op}: `k` must be a whole number of at least 1, got {value}.")
     if not values:
         raise ValueError(f"{op}: `k` must hold at least one number, got an empty list.")
@@ -80,7 +80,10 @@ def cuts(op: str, k: Any, batch: torch.Size, device: torch.device) -> Cuts:
 
 
 def chunks(rows: int, width: int) -> Iterator[slice]:
-    """Slices of the rows, each of at most `BUDGET` entries, `width` per row."""
+    """Slices of the rows, each of at most `BUDGET` entries, `width` per row; all at once for the compiler."""
+    if torch.compiler.is_compiling():  # a loop would fix the number of rows
+        yield slice(None)
+        return
     size = max(BUDGET // max(width, 1), 1)
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))

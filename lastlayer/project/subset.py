@@ -11,7 +11,9 @@ from torch import Tensor
 
 from lastlayer import _check
 from lastlayer._module import FunctionModule
+from lastlayer._ranked import exporting
 from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu, projected
+from lastlayer._threshold.dispatch import transformed
 from lastlayer.project._symmetric import Tree, balance, log_counts, split, tilt
 
 _FEW = 16  # classes of a subset for which the compiled operation divides polynomials
@@ -39,14 +41,31 @@ def sample_subset(logits: Tensor, k: int, *, generator: torch.Generator | None =
         tensor([0, 2])
     """
     x, k = _enter("sample_subset", logits, k)
-    with torch.no_grad():
-        nu = balance(x, k)
-        tilted = tilt(x.detach(), nu)
-        chosen = _draw(Tree(tilted, k, k), k, generator)
-        n = x.shape[-1]
-        rank = torch.where(chosen, n - torch.arange(n, device=x.device), 0)
-        index = n - rank.topk(k, dim=-1).values
-        return torch.where(nu.isnan(), -1, index)
+    if torch.compiler.is_compiling() and not exporting() and generator is None and not transformed():
+        index: Tensor = torch.ops.lastlayer.sample_subset(x.detach(), k)
+        return index
+    return _sample(x.detach(), k, generator)
+
+
+@torch.no_grad()
+def _sample(x: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+    nu = balance(x, k)
+    chosen = _draw(Tree(tilt(x, nu), k, k), k, generator)
+    n = x.shape[-1]
+    rank = torch.where(chosen, n - torch.arange(n, device=x.device), 0)
+    index = n - rank.topk(k, dim=-1).values
+    return torch.where(nu.isnan(), -1, index)
+
+
+# One operator for the compiler, which would make a graph for each depth of the tree. A draw is not to be repeated.
+@torch.library.custom_op("lastlayer::sample_subset", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _sample_op(x: Tensor, k: int) -> Tensor:
+    return _sample(x, k)
+
+
+@_sample_op.register_fake
+def _(x: Tensor, k: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], k), dtype=torch.int64)
 
 
 def subset_marginals(logits: Tensor, k: int) -> Tensor:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._threshold.dispatch import Impl, choose, direct, ordinary, transformed
+from lastlayer._threshold.dispatch import Impl, choose, direct, ordinary, tempered, transformed
 from lastlayer._threshold.search import scores
 from lastlayer.project import weighted
 from lastlayer.project.groups import grouped
-from lastlayer.shard import ClassShard, local_part, replicate, spread, unwrap
+from lastlayer.shard import ClassShard, local_part, replicate, unwrap
 
 Dim = int | tuple[int, ...]
 
@@ -59,11 +59,7 @@ def project_wider(
     x = logits.movedim(place, -1)
     allowed = _check.mask(op, local_part(mask), logits)
     allowed = None if allowed is None else allowed.movedim(place, -1)
-    divisor = _check.temperature(op, temperature)
-    if isinstance(divisor, Tensor):
-        rows = spread(divisor, shard).expand(x.shape[:-1]).unsqueeze(-1).to(x.dtype)
-        finite = x.isfinite()
-        x, divisor = torch.where(finite, torch.where(finite, x, 0) / rows, x), 1.0
+    x, divisor = tempered(op, x, temperature, shard)
     chosen = _choose(op, impl, x, shard, given)
     if given.groups is not None or given.group_limit is not None:
         out = _with_groups(op, kind, scores(x.double(), allowed, divisor), k, given, shard)
@@ -150,6 +146,8 @@ def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: Cla
         raise ValueError(f"{op}: `groups` cannot be combined with `weight`, `lower` or `upper`.")
     if shard is not None:
         raise ValueError(f"{op}: `groups` cannot be combined with `shard`. Gather the classes first.")
+    if not isinstance(k, Tensor):
+        _check.cardinality_of_all(op, k, x.shape[-1], x.shape[-1])
     return grouped(op, x, _size(op, k, x), given.groups, given.group_limit)
 
 
@@ -209,6 +207,8 @@ def _over_dimensions(
     if len(set(places)) != len(places):
         raise ValueError(f"{op}: `dim` must name each dimension once, got {tuple(dim)}.")
     ends = list(range(logits.ndim - len(places), logits.ndim))
+
+    weighted.check(op, logits, *given[:3])  # here, where they have their shape
 
     def flat(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:

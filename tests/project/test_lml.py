@@ -74,6 +74,15 @@ def test_temperature_goes_to_the_hard_top_k_and_to_the_flat_answer():
     )
 
 
+@pytest.mark.parametrize("function", [ll.lml, ll.log_lml, ll.lml_threshold, ll.lml_at_most])
+@pytest.mark.parametrize("options", [{}, {"weight": 1.0}])
+def test_temperatures_of_rows_divide_half_precision_in_float32(function, options):
+    x = normal(3, 40, scale=9).bfloat16()
+    rows = function(x, 3, temperature=torch.full((3,), 0.3), **options)
+    assert rows.dtype == x.dtype
+    assert torch.equal(rows, function(x, 3, temperature=0.3, **options))
+
+
 def test_sigmoid_and_softmax_are_the_neighbours():
     x = normal(6, scale=2)
     torch.testing.assert_close(ll.lml(x, x.sigmoid().sum().item()), x.sigmoid())  # where nu = 0
@@ -386,6 +395,11 @@ def test_nothing_is_printed_and_no_warning_given(recwarn, capfd):
         (lambda x: ll.lml(x, 2, dim=2), ValueError, r"lml: `dim` must be between -2 and 1, got 2"),
         (lambda x: ll.lml(x, 2, dim=0.5), TypeError, r"lml: `dim` must be an integer, got 0.5"),
         (lambda x: ll.lml(x, 2, temperature=0), ValueError, r"lml: `temperature` must be positive and finite, got 0"),
+        (
+            lambda x: ll.lml(x, 2, temperature=torch.ones(7)),
+            ValueError,
+            r"`temperature` must broadcast to .*, got .*7,",
+        ),
         (
             lambda x: ll.lml(x, 2, temperature="1"),
             TypeError,

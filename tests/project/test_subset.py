@@ -292,7 +292,9 @@ def test_messages():
 def test_samples_compile_with_dynamic_shapes():
     torch.compiler.reset()
     compiled = torch.compile(lambda x: sample_subset(x, 2), fullgraph=True, dynamic=True, backend="eager")
-    x = torch.randn(5, 6)
-    found = compiled(x)
-    assert found.shape == (5, 2)
-    assert (found.sort(-1).values.diff(dim=-1) > 0).all()
+    for i, n in enumerate((6, 7, 100)):  # trees of another depth
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            found = compiled(torch.randn(5, n))
+        assert found.shape == (5, 2)
+        assert (found.sort(-1).values.diff(dim=-1) > 0).all()
+        assert ((found >= 0) & (found < n)).all()
