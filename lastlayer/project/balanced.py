@@ -49,7 +49,7 @@ def lml_balanced(
     transport (Sinkhorn) has no such cap: its entries may exceed 1.
 
     Args:
-        logits: The scores :math:`x`, shape ``(..., rows, columns)``; ``-inf`` rules a pair out.
+        logits: The scores :math:`x`, shape ``(..., rows, columns)``; ``-inf`` rules a pair out, ``+inf`` chooses it.
         k: The sum of each row; a number, or a tensor that broadcasts to ``(..., rows)``. Differentiable.
         capacity: The sum of each column; a number, or a tensor that broadcasts to ``(..., columns)``. Differentiable.
             ``None`` shares the sum of `k` equally. The capacities must add up to the sum of `k`, or reach it with
@@ -63,8 +63,8 @@ def lml_balanced(
     Returns:
         The assignment, of the shape and dtype of `logits`. The search runs in float64; on the GPU one matrix of float32
         or less is tried by a kernel first, which is exact to 1e-6 of the sums. A matrix without a solution
-        (sums that do not match, more than a row or column can hold) becomes NaN; other matrices of the batch are
-        unaffected.
+        (sums that do not match, more than a row or column can hold, a nan) becomes NaN; other matrices of the batch
+        are unaffected.
 
     Example:
         >>> lml_balanced(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), k=1)  # both prefer the first column
@@ -153,8 +153,8 @@ def _duals(
     _check_sums(op, k, capacity, rows, columns, at_most, shard)
     x = logits.double()
     if not isinstance(divisor, float):
-        divisor = spread(divisor, shard).double().expand(logits.shape[:-2])[..., None, None]
-    live = logits > -torch.inf if mask is None else mask & (logits > -torch.inf)
+        divisor = _check.temperatures(op, spread(divisor, shard), logits.shape[:-2]).double()[..., None, None]
+    live = logits != -torch.inf if mask is None else mask & (logits != -torch.inf)
     x = torch.where(live, x, 0) / divisor
     sums = _check.cardinality(op, k, logits, shard).double()  # (..., rows, 1)
     limits = _column_sums(op, capacity, sums, logits, shard)
@@ -232,6 +232,8 @@ def _check_sums(
     op: str, k: Any, capacity: Any, rows: int, columns: int, at_most: bool, shard: ClassShard | None
 ) -> None:
     """Refuse what Python numbers already show to have no solution."""
+    if at_most not in (True, False):
+        raise TypeError(f"{op}: `at_most` must be True or False, got {at_most!r}.")
     if capacity is None or isinstance(capacity, Tensor):
         return
     if isinstance(capacity, bool) or not isinstance(capacity, numbers.Real):
@@ -306,11 +308,12 @@ def _solve(
     """
     given, room = sums.sum(-2, keepdim=True), reduce(limits, "sum", shard)
     agree = room >= given * (1 - _ACCEPTED) if at_most else (room - given).abs() <= _ACCEPTED * given
-    fixed, ends, sums, limits = _decide(live, sums, limits, at_most, shard)
+    fixed, ends, sums, limits = _decide(x, live, sums, limits, at_most, shard)
     live = fixed == 0
     if at_most:  # a limit above what a column can take is none
         limits = torch.minimum(limits, live.sum(-2, keepdim=True))
-    possible = agree & _fits(live, sums, limits, at_most, shard)
+    unknown = reduce((x.isnan() & live).to(x.dtype).flatten(-2), "max", shard).unsqueeze(-1) > 0
+    possible = agree & _fits(live, sums, limits, at_most, shard) & ~unknown
     best, nu, mu = _search(x, live, sums, limits, torch.zeros_like(limits), possible, at_most, shard)
     unsolved = possible & (best > _ACCEPTED)
     if bool(unsolved.any()):
@@ -373,14 +376,17 @@ def _search(
 
 
 def _decide(
-    live: Tensor, sums: Tensor, limits: Tensor, at_most: bool, shard: ClassShard | None
+    x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, at_most: bool, shard: ClassShard | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Fix the pairs of rows and columns that take nothing or everything, until none is left.
+    """Fix the pairs at ``+inf``, and those of rows and columns that take nothing or everything, until none is left.
 
     Returns ``fixed`` (1, -1, or 0 for free), the same per row and per column, and what is left of the sums. A dual
     variable of a fixed row is infinite; with two infinities of opposite sign the sum would say nothing.
     """
-    fixed = torch.where(live, 0, -1).to(torch.int8)
+    sure = live & (x == torch.inf)
+    fixed = torch.where(live, sure.to(torch.int8), -1)
+    sums = sums - reduce(sure.to(sums.dtype), "sum", shard)
+    limits = limits - sure.sum(-2, keepdim=True)
     row_end, column_end = torch.zeros_like(sums), torch.zeros_like(limits)
     tiny = 1e-12
     for _ in range(sum(live.shape[-2:]) + 1):

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lastlayer import _check
 
+_SLACK = 1e-6  # how far `k` may be above the limits, which as float32 do not add up exactly
+
 
 def grouped(op: str, x: Tensor, k: Tensor, groups: Any, limit: Any) -> Tensor:
     r"""Return the projection of scores `x` (classes last) on `k` labels with group sums of at most `limit`.
@@ -25,7 +27,9 @@ def grouped(op: str, x: Tensor, k: Tensor, groups: Any, limit: Any) -> Tensor:
     groups, n_groups = _check_groups(op, groups, x.shape[-1])
     groups = groups.to(x.device)
     limits = _check_limit(op, limit, n_groups, x)
-    live = x > -torch.inf
+    live = x != -torch.inf
+    if x.shape[-1] == 0:
+        return lml(x, k.squeeze(-1))
 
     order = groups.argsort(stable=True)
     sizes = torch.bincount(groups, minlength=n_groups)
@@ -48,15 +52,19 @@ def grouped(op: str, x: Tensor, k: Tensor, groups: Any, limit: Any) -> Tensor:
         at = lml_threshold(by_group(x.detach(), 0.0), capped, mask=inside)
         at = torch.where(may_bind, at, torch.inf)
         binds = _binding(x.detach(), live, k, groups, at, limits)
-    rest = k - torch.where(binds, limits, 0).sum(-1, keepdim=True)
     bound = binds[..., groups]
-    rest = torch.where(binds.any(-1, keepdim=True), rest.clamp(min=0), rest)  # rounding of what the groups took
+    rest = k - torch.where(binds, limits, 0).sum(-1, keepdim=True)
+    left = (live & ~bound).sum(-1, keepdim=True).to(k.dtype)
+    near = torch.minimum(rest.clamp(min=0), left)  # rounding of what the groups took
+    rest = torch.where((rest - near).abs() <= _SLACK * k, near, rest)
     free = lml(x, rest.squeeze(-1), mask=live & ~bound)
     back = torch.empty_like(order)
     back[order] = groups[order] * width + column
     y = torch.where(bound, within.flatten(-2)[..., back], free)
-    feasible = (k <= capped.sum(-1, keepdim=True)) & (capped >= 0).all(-1, keepdim=True)
-    return torch.where(feasible, y, torch.nan)
+    room = capped.sum(-1, keepdim=True)
+    feasible = (k <= room * (1 + _SLACK)) & (capped >= 0).all(-1, keepdim=True)
+    sound = ~within.flatten(-2).isnan().any(-1, keepdim=True)  # a nan, or more than the limit at +inf
+    return torch.where(feasible & sound, y, torch.nan)
 
 
 def _binding(x: Tensor, live: Tensor, k: Tensor, groups: Tensor, at: Tensor, limits: Tensor) -> Tensor:
@@ -92,6 +100,8 @@ def _check_groups(op: str, groups: Any, n: int) -> tuple[Tensor, int]:
 def _check_limit(op: str, limit: Any, n_groups: int, x: Tensor) -> Tensor:
     dtype = _check.work_dtype(x)
     if isinstance(limit, Tensor):
+        if limit.is_complex() or limit.dtype == torch.bool:
+            raise TypeError(f"{op}: `group_limit` must be real, got a tensor of {limit.dtype}. Use a float.")
         if limit.shape not in (torch.Size([]), torch.Size([n_groups])):
             raise ValueError(
                 f"{op}: `group_limit` must be a number or one number for each of {n_groups} groups, "

@@ -388,10 +388,10 @@ def _plain_gradients(
 
 
 def _slopes(ctx: Any) -> tuple[Tensor, ...]:
-    """Return the derivatives of the weighted sum: in x over that in nu, nu itself, in weight (but for the part by
-    which that moves the points), lower and upper, and in nu ``(..., 1)``.
+    """Return the share of x in the slope of the sum, nu, and the derivatives in weight, lower, upper and nu.
 
-    The first is a quotient of numbers that may underflow where a row is decided: it is taken relative to the largest.
+    That in the weight is at fixed points: what moves them is the share of x. The share is a quotient of numbers that
+    may underflow where a row is decided, and is taken relative to the largest.
     """
     *given, nu = ctx.saved_tensors
     terms = Terms(*given)

@@ -136,6 +136,25 @@ def test_mask_and_infinite_logits():
     assert y[~mask].eq(0).all()
     torch.testing.assert_close(y.sum(0), torch.full((4,), 2.25, dtype=DOUBLE))
     torch.testing.assert_close(ll.lml_balanced(x.masked_fill(~mask, -torch.inf), 1.5), y)
+    high = x.clone()
+    high[1, 2] = 60.0
+    expected = ll.lml_balanced(high, 1.5)
+    high[1, 2] = torch.inf  # a pair that is chosen for sure
+    y = ll.lml_balanced(high.requires_grad_(), 1.5)
+    torch.testing.assert_close(y, expected)
+    (grad,) = torch.autograd.grad(y.square().sum(), high)
+    assert grad.isfinite().all()
+    assert ll.lml_balanced(x.index_fill(1, torch.tensor([0]), torch.inf), 1.5).isnan().all()  # 6 in a column of 2.25
+
+
+@pytest.mark.parametrize("at_most", [False, True])
+def test_nan_is_not_a_pair_that_is_ruled_out(at_most):
+    x, mask = torch.stack([matrix(6, 4), matrix(6, 4, seed=1)]), torch.ones(6, 4, dtype=torch.bool)
+    x[0, 2, 1], mask[2, 1] = torch.nan, False
+    y = ll.lml_balanced(x, 1.5, 2.25, at_most=at_most)
+    assert y[0].isnan().all()
+    torch.testing.assert_close(y[1], ll.lml_balanced(x[1], 1.5, 2.25, at_most=at_most))
+    assert ll.lml_balanced(x, 1.5, mask=mask).isfinite().all()
 
 
 def test_a_limit_above_what_a_column_can_take_is_no_limit():
@@ -245,6 +264,12 @@ def test_one_column_and_empty_batches():
         ({"k": 1, "capacity": torch.ones(3)}, ValueError, "got shape \\(3,\\). Give one number per column"),
         ({"k": 1, "capacity": torch.ones(4, dtype=torch.bool)}, TypeError, "`capacity` must be real"),
         ({"k": 5}, ValueError, "`k` must be between 0 and n_classes=4, got 5"),
+        ({"k": 1, "at_most": "yes"}, TypeError, "`at_most` must be True or False, got 'yes'"),
+        (
+            {"k": 1, "temperature": torch.ones(3)},
+            ValueError,
+            r"`temperature` must broadcast to the batch shape \(\), got",
+        ),
     ],
 )
 def test_messages(options, error, text):

@@ -278,6 +278,13 @@ def test_masked_and_free_classes():
             "`group_limit` must be at least 0",
         ),
         (
+            {"groups": torch.zeros(4, dtype=torch.long), "group_limit": torch.tensor([True])},
+            TypeError,
+            "`group_limit` must be real, got a tensor of torch.bool",
+        ),
+        ({"weight": torch.ones(7), "dim": (0, 1)}, ValueError, r"`weight` must broadcast to the shape \(2, 4\), got"),
+        ({"weight": 1.0, "temperature": torch.ones(3)}, ValueError, r"`temperature` must broadcast to .* \(2,\), got"),
+        (
             {"groups": torch.zeros(4, dtype=torch.long), "group_limit": 1, "impl": "native"},
             RuntimeError,
             "cannot run here",
@@ -326,6 +333,20 @@ def test_groups():
         limit = torch.full((int(groups.max()) + 1,), 5.0, dtype=DOUBLE)
         limit[0] = bad
         assert ll.lml(x, 2.0, groups=groups, group_limit=limit).isnan().all()
+
+
+def test_groups_with_odd_scores_and_limits():
+    groups, x = torch.tensor([0, 0, 1, 2]), draw(4, 4)
+    x[0, 1], x[1, 1], x[2, :2] = torch.nan, torch.inf, torch.inf
+    y = ll.lml(x, 2, groups=groups, group_limit=1)
+    assert y[[0, 2]].isnan().all()  # nan, and two that are sure of one place
+    assert torch.equal(y[1, :2], torch.tensor([0.0, 1.0], dtype=DOUBLE))
+    torch.testing.assert_close(y[3], ll.lml(x[3], 2, groups=groups, group_limit=1))
+    full = ll.lml(x[3].float(), 0.9, groups=groups, group_limit=0.3)  # 3 * 0.3 is more than 0.9, as is its float32
+    torch.testing.assert_close(groups_of(full, groups, 3), torch.full((3,), 0.3))
+    with pytest.raises(ValueError, match="`k` must be between 0 and n_classes=4, got -1"):
+        ll.lml(x, -1, groups=groups, group_limit=1)
+    assert ll.lml(torch.empty(2, 0), 0, groups=groups[:0], group_limit=1).shape == (2, 0)
 
 
 def test_groups_are_optimal_and_differentiable():
