@@ -17,6 +17,7 @@ one with an infinite score, or one with a wide gap after k classes, is given to 
 from __future__ import annotations
 
 import math
+from types import CodeType
 
 import torch
 from torch import Tensor
@@ -102,10 +103,11 @@ def _sure(x: Tensor, k: float | Tensor, n: int, kind: str, *, loops: bool) -> tu
     high, low = upper / 2, lower / 2
     middle, half = high + low, high - low
     solvable = half < torch.inf
+    first = _first(k, n) if isinstance(k, Tensor) else _first_of_all(k, n)
     k = k if isinstance(k, Tensor) else torch.full((), k, dtype=x.dtype, device=x.device)
     beyond = _beyond(upper, half, k)
     middle, half = torch.where(solvable, middle, 0), torch.where(solvable, half, 0)
-    center = torch.where(solvable, middle - _first(k, n), beyond)
+    center = torch.where(solvable, middle - first, beyond)
     # A gap beyond that is made narrower from both sides: the solution stays where it is, and nothing underflows.
     spare = (half + 2.5 * math.log(torch.finfo(x.dtype).eps)).clamp(min=0)
     depth = torch.maximum(torch.minimum(x - middle, spare), -spare) - (x - center)
@@ -133,7 +135,7 @@ def _neighbours(x: Tensor, k: float | Tensor, n: int) -> tuple[Tensor, Tensor]:
         upper = torch.where(k > n, -torch.inf, torch.where(k > 0, upper, torch.inf))
         return upper, torch.where(k < 0, torch.inf, torch.where(k < n, lower, -torch.inf))
     upper_rank, lower_rank = math.ceil(k), math.floor(k) + 1
-    best = x.topk(min(lower_rank, n), -1).values
+    best = x.topk(lower_rank if k < n else n, -1).values  # the least of both would stay unknown where n is
     upper, lower = best[..., upper_rank - 1 : upper_rank], best[..., lower_rank - 1 : lower_rank]
     beyond = torch.full_like(best[..., :1], torch.inf)
     return upper if k > 0 else beyond, lower if k < n else -beyond
@@ -155,6 +157,16 @@ def _first(k: Tensor, n: int) -> Tensor:
     lower = (k - (k.ceil() - 1)).log() - (n - k).log()
     upper = k.log() - (k.floor() + 1 - k).log()
     return (lower + upper).clamp(-200, 200) / 2  # infinite at both ends, where it is not used
+
+
+def _first_of_all(k: float, n: int) -> float | Tensor:
+    """As `_first`, for one k: a number, or an operator or two where n is variable."""
+    if not 0 < k < n:
+        return 0.0  # not used
+    known = math.log(k) + math.log(k - (math.ceil(k) - 1)) - math.log(math.floor(k) + 1 - k)
+    if isinstance(n, torch.SymInt):
+        return known / 2 - torch.full((), n - k).log() / 2
+    return (known - math.log(n - k)) / 2
 
 
 def _searched(e: Tensor, k: Tensor, solvable: Tensor, *, loops: bool) -> Tensor:
@@ -201,7 +213,20 @@ def _loops() -> bool:
         from torch.onnx._internal.exporter._torchlib.ops import hop
     except ImportError:
         return False
+    if not torch.compiler.is_dynamo_compiling():
+        _forget_shapes()
     return hasattr(hop, "higher_order_while_loop")
+
+
+def _forget_shapes() -> None:
+    """Empty the compiler's caches of torch's own loops and branches.
+
+    An entry with a fixed number of classes, left by an earlier export, would fix a variable one when it is looked at.
+    """
+    for function in (torch.cond, torch._higher_order_ops.while_loop):
+        for code in function.__code__.co_consts:
+            if isinstance(code, CodeType):
+                torch._dynamo.eval_frame.reset_code(code)
 
 
 def _last(e: Tensor, k: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:

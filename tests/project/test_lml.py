@@ -620,6 +620,23 @@ def test_onnx(tmp_path, module, dynamic, most):
         torch.testing.assert_close(torch.as_tensor(found), model(x), equal_nan=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [ll.LML, ll.LogLML])
+def test_onnx_with_any_number_of_classes(tmp_path, module):
+    """Also after an export with a fixed number."""
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    hop = pytest.importorskip("torch.onnx._internal.exporter._torchlib.ops.hop")
+    model, path, any_size = module(3).eval(), str(tmp_path / "model.onnx"), torch.export.Dim.DYNAMIC
+    for shapes in (None, ({0: any_size, 1: any_size},)):
+        torch.onnx.export(model, (torch.randn(4, 12),), path, dynamo=True, verbose=False, dynamic_shapes=shapes)
+    if hasattr(hop, "higher_order_while_loop"):
+        assert nodes(onnx.load(path).graph) <= 150
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for x in (torch.randn(5, 4), 30 * torch.randn(2, 70)):
+        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.as_tensor(found), model(x))
+
+
 def nodes(graph):
     """The number of nodes of a graph and of the graphs within it."""
     inner = (nodes(a.g) for node in graph.node for a in node.attribute if a.HasField("g"))
