@@ -143,7 +143,9 @@ def values(terms: Terms, nu: Tensor) -> Tensor:
 
 def log_values(terms: Terms, nu: Tensor) -> Tensor:
     """Return the logarithm of the values, for bounds from 0."""
-    return torch.where(nu.isnan(), nu, terms.upper.log() + F.logsigmoid(points(terms, nu)))
+    some = terms.upper > 0
+    most = torch.where(some, torch.where(some, terms.upper, 1).log(), -torch.inf)  # a bound of 0 has no slope, not nan
+    return torch.where(nu.isnan(), nu, most + F.logsigmoid(points(terms, nu)))
 
 
 def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:

@@ -247,6 +247,14 @@ def test_the_whole_budget_is_in_reach_however_it_was_added_up(impl):
     assert ll.lml(x, weight.double().sum() * 1.0001, weight=weight, impl=impl).isnan().all()
 
 
+def test_a_class_that_may_take_nothing_has_no_logarithm_and_no_slope():
+    upper = torch.tensor([1.0, 0.0, 0.5], dtype=DOUBLE, requires_grad=True)
+    log_y = ll.log_lml(draw(2, 3), 0.7, upper=upper)
+    assert (log_y[:, 1] == -torch.inf).all()
+    (grad,) = torch.autograd.grad(log_y[:, ::2].sum(), upper)
+    assert grad.isfinite().all()
+
+
 def test_masked_and_free_classes():
     x = draw(5)
     mask = torch.tensor([True, False, True, True, True])
