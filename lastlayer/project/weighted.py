@@ -21,6 +21,7 @@ from lastlayer.shard import ClassShard, reduce
 
 _STEPS = 120  # bounds the search; Newton's steps with halvings in between
 _BIG = 1e300
+_SMALL = 1e-290
 _FLAT = 1e-3  # tails below this part of the sum: its rounding costs three digits, and the tails are balanced instead
 _SLACK = 1e-6  # of the sum: a `k` out of reach by less is taken for the end, as sums of float32 differ by that
 
@@ -410,4 +411,6 @@ def _slopes(ctx: Any) -> tuple[Tensor, ...]:
     slope = torch.where(finite & (slope > 0), slope, torch.inf)
     slope = torch.where(nu.isnan(), nu, slope)
     by_weight = terms.lower + width * y
-    return by_x / slope, nu_or_0, by_weight, terms.weight * other, terms.weight * y, slope * peak.exp()
+    whole = slope * peak.exp()
+    whole = torch.where(whole < _SMALL, torch.inf, whole)  # where derivatives overflow there are none
+    return by_x / slope, nu_or_0, by_weight, terms.weight * other, terms.weight * y, whole

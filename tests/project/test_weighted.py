@@ -214,6 +214,9 @@ def test_a_decided_row_is_as_exact_as_without_weights(gap, impl):
             pairs.append((out.detach(), *torch.autograd.grad(out.sum(), scores)))
         for one, other in zip(*pairs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+        leaves = [torch.full((4,), value, dtype=DOUBLE, requires_grad=True) for value in (1.0, 1.0)]
+        out = function(x, 2, weight=leaves[0], upper=leaves[1], impl=impl)
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
