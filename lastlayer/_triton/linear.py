@@ -26,10 +26,9 @@ from lastlayer._triton.lml_loss import _unseen as unseen
 from lastlayer._triton.lml_loss import scale_rows_ as scale_rows_
 from lastlayer._triton.plan import cdiv, power_of_2
 
-_PROGRAMS = 8192  # warps that fill the chip
+_PROGRAMS = 16384  # warps that fill the chip twice, so that it stays full to the end
 _TILE = 1024  # logits that a warp scans at a time
-_GRAD_BLOCK = 1024  # classes that a program of the gradient takes
-_GRAD_WARPS = 2
+_GRAD_BYTES = 4096  # of logits that a program of the gradient takes
 _LIST = 256  # logits of a list at a time
 _LABELS = 32  # labels at a time, at most
 _COUNTS = tl.constexpr(3)  # of finite, +inf and nan logits, after the sums of powers
@@ -733,9 +732,10 @@ def grad_block(
     """Write the gradient of a block that starts at class `start`, maybe in its place; row numbers are contiguous."""
     tensors = (x, center, delta, log_mass, pull, scale, index, labels, toward, out)
     numbers = (x.shape[1], x.stride(0), out.stride(0), start, index.shape[1], rho)
-    grid = (x.shape[0], cdiv(x.shape[1], _GRAD_BLOCK))
-    options = {"THINNED": rho > 0, "M": _labels_at_a_time(index), "BLOCK": _GRAD_BLOCK}
-    launch(_grad_kernel, grid, *tensors, *numbers, **options, num_warps=_GRAD_WARPS)
+    block = _GRAD_BYTES // x.element_size()
+    options = {"THINNED": rho > 0, "M": _labels_at_a_time(index), "BLOCK": block}
+    grid = (x.shape[0], cdiv(x.shape[1], block))
+    launch(_grad_kernel, grid, *tensors, *numbers, **options, num_warps=block // 512)
     return out
 
 
