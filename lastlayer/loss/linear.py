@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -147,7 +148,7 @@ def linear_lml_loss(
     limit, scan = _largest_rank(k), None
     if negatives is None:  # a GPU computes the first logits while the host looks at the labels
         holds = torch.is_grad_enabled() and weight.requires_grad
-        with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(features.device):
             layer = Layer(features, weight, bias, dtype, divisor, mask)
             scan = Scan(layer, limit, least > 0, _held(layer, holds))
     if cardinality is None:
@@ -216,6 +217,11 @@ def _dot_dtype(features: Tensor) -> torch.dtype:
     if _check.autocast(features.device) and features.dtype != torch.float64:
         return torch.get_autocast_dtype(features.device.type)
     return features.dtype
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Switch autocast off, if it is on: that takes as long as a launch."""
+    return torch.autocast(device.type, enabled=False) if _check.autocast(device) else contextlib.nullcontext()
 
 
 def _index_lists(labels: Labels, wanted: Callable[[Tensor], Tensor]) -> Tensor:
@@ -440,7 +446,7 @@ class _LinearLML(torch.autograd.Function):
             return lambda: begun[0].add(upstream, blocks - 1)
 
         by_kernels = layer.kernels is not None and options["shard"] is None
-        with torch.autocast(features.device.type, enabled=False):
+        with _without_autocast(features.device):
             scan.run(index)
             settle = functools.partial(_settle_by_kernels, meanwhile=meanwhile) if by_kernels else _settle
             found = settle(layer, scan, k, leave=leave, **options)
@@ -503,7 +509,7 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     features, weight, bias, mask, scale, index, *saved = ctx.saved_tensors
     center, delta, log_mass, labels, pull, toward, share, undecided, marked = saved
     temperature = ctx.temperature if scale is None else scale
-    with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+    with torch.no_grad(), _without_autocast(features.device):
         layer = Layer(features, weight, bias, ctx.dtype, temperature, mask)
         wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
         wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
@@ -571,11 +577,9 @@ class _Gradients:
         for name, still in wanted._asdict().items():
             if not still:
                 setattr(self, name, None)
-        if self.features is not None:
-            self.features *= factor
-        for value in (self.weight, self.bias):
+        for value, first in ((self.features, 0), (self.weight, self._first), (self.bias, self._first)):
             if value is not None:
-                self.layer.kernels.scale_rows_(value[self._first :], factor)
+                self.layer.kernels.scale_rows_(value[first:], factor)
 
     def found(self) -> _Wanted:
         return _Wanted(self.features, self.weight, self.bias, self.temperature)
