@@ -426,10 +426,16 @@ class _LinearLML(torch.autograd.Function):
             return _rows.leave("linear_lml_loss", loss, "none", None, dtype), contributes.squeeze(-1), share
 
         begun: list[_Gradients] = []
+        few: tuple[Tensor | None, ...] = (None, None)
 
         def meanwhile(
             rows: Rows, pull: Tensor, toward: Tensor, left: tuple[Tensor, Tensor, Tensor]
         ) -> Callable[[], None]:
+            nonlocal few
+            if scan.classes is not None:
+                few = _few_classes(layer, scan, rows, pull, least)
+                ctx.some_undecided = _soon(few[0].any())
+                return lambda: None
             if begun:  # for another result
                 begun.clear()
                 scan.kept.filled = False
@@ -437,7 +443,7 @@ class _LinearLML(torch.autograd.Function):
             wants_features, wants_weight, wants_bias, _, wants_temperature = ctx.needs_input_grad[:5]
             blocks = min(len(scan.kept.waiting), _AHEAD)
             fits = blocks > 1 and layer.dtype != torch.float16  # which might underflow
-            if not (fits and wants_weight and reduction != "none") or wants_temperature or scan.classes is not None:
+            if not (fits and wants_weight and reduction != "none") or wants_temperature:
                 return lambda: None
             wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
             begun.append(_Gradients(layer, rows, wanted, scan.kept))
@@ -454,7 +460,8 @@ class _LinearLML(torch.autograd.Function):
         ctx.begun = begun
         ctx.held = None if scan.kept.gradient is None else scan.kept
         scale = temperature if isinstance(temperature, Tensor) else None
-        few = _few_classes(layer, scan, rows, pull, least) if scan.classes is not None else (None, None)
+        if scan.classes is not None and not by_kernels:
+            meanwhile(rows, pull, toward, found[3])
         saved = (rows.center, rows.delta, rows.log_mass, rows.labels, pull, toward, share, *few)
         ctx.save_for_backward(features, weight, bias, layer.mask, scale, index, *saved)
         ctx.dtype, ctx.rho, ctx.temperature = layer.dtype, rows.rho, None if scale is not None else temperature
@@ -532,7 +539,8 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         elif marked is None:
             found = _gradients(layer, rows, upstream, wanted, held)
         else:
-            found = _gradients_of_some(layer, rows, upstream, wanted, held, undecided, marked)
+            some = undecided if ctx.some_undecided() else None
+            found = _gradients_of_some(layer, rows, upstream, wanted, held, some, marked)
         if found.features is not None:
             found = found._replace(features=found.features.to(features.dtype))
         if found.temperature is not None:
@@ -632,18 +640,19 @@ def _slope(x: Tensor, rows: Rows, pull: Tensor) -> Tensor:
 
 
 def _gradients_of_some(
-    layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted, held: Held, undecided: Tensor, marked: Tensor
+    layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted, held: Held, undecided: Tensor | None, marked: Tensor
 ) -> _Wanted:
-    """As `_gradients`, where only the marked classes have a gradient in all rows but the undecided ones."""
-    some_undecided, classes = bool(undecided.any()), marked.nonzero().squeeze(-1)
+    """As `_gradients`, where only the marked classes have a gradient in all rows but the undecided ones, if any."""
+    classes = marked.nonzero().squeeze(-1)
     if len(classes) > layer.n // 2:
         return _gradients(layer, rows, upstream, wanted, held)
-    inside = (rows.index >= 0) & (rows.index < layer.n)
-    place = torch.where(inside, (marked.cumsum(0) - 1)[torch.where(inside, rows.index, 0)], -1)
     held.drop()
-    if not some_undecided:
+    if undecided is None:  # a GPU has work from here on
         grad_weight = torch.zeros_like(layer.weight) if held.gradient is None else held.gradient.zero_()
         grad_bias = None if layer.bias is None else torch.zeros_like(layer.bias)
+    inside = (rows.index >= 0) & (rows.index < layer.n)
+    place = torch.where(inside, (marked.cumsum(0) - 1)[torch.where(inside, rows.index, 0)], -1)
+    if undecided is None:
         found = _gradients(layer.of_classes(classes), replace(rows, index=place), upstream, wanted)
         for whole, piece in ((grad_weight, found.weight), (grad_bias, found.bias)):
             if whole is not None and piece is not None:
