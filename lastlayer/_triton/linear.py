@@ -167,7 +167,7 @@ def _scan_kernel(
     hi = tl.minimum(lo + span, n)
     if M > 0:  # noqa: SIM102, which is known when the kernel is compiled
         if part == 0:
-            _take_labels(x_ptr, index_ptr, label_ptr, row, n, stride, labels, start, M, False)
+            _take_labels(x_ptr, index_ptr, label_ptr, row, n, stride, labels, start, M)
     x_ptr += row * stride
     top_ptr += row * room
     fill_ptr += row
@@ -219,26 +219,14 @@ def _scan_kernel(
     tl.store(sums_ptr + TERMS, tl.load(sums_ptr + TERMS) + finite)
 
 
-@triton.jit(do_not_specialize=["n", "stride", "labels", "start"])
-def _labels_kernel(x_ptr, index_ptr, label_ptr, n, stride, labels, start, M: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    _take_labels(x_ptr, index_ptr, label_ptr, row, n, stride, labels, start, M, True)
-
-
 @triton.jit
-def _take_labels(
-    x_ptr, index_ptr, label_ptr, row, n, stride, labels, start, M: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """Take the logits of a row's labels from a block, or from blocks of `stride` classes that lie one after another."""
+def _take_labels(x_ptr, index_ptr, label_ptr, row, n, stride, labels, start, M: tl.constexpr):
+    """Take the logits of a row's labels from a block."""
     for j in range(0, labels, M):
         place = j + tl.arange(0, M)
         col = tl.load(index_ptr + row * labels + place, mask=place < labels, other=-1) - start
         inside = (place < labels) & (col >= 0) & (col < n)
-        here = row * stride + col
-        if PACKED:
-            first = col // stride * stride  # of the block
-            here = first * tl.num_programs(0) + row * tl.minimum(stride, n - first) + (col - first)
-        x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * stride + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(label_ptr + row * labels + place, x, mask=inside)
 
 
@@ -638,12 +626,6 @@ def distinct(index: Tensor) -> Tensor:
     out = torch.empty_like(index)
     launch(_distinct_kernel, (index.numel() // labels,), index, out, labels, M=_labels_at_a_time(index), num_warps=1)
     return out
-
-
-def take_labels(x: Tensor, index: Tensor, labels: Tensor, classes: slice, stride: int) -> None:
-    """Write the logits of the labels among the classes of blocks of `stride` classes, which follow without gaps."""
-    numbers = (classes.stop - classes.start, stride, index.shape[1], classes.start)
-    launch(_labels_kernel, (len(index),), x, index, labels, *numbers, M=_labels_at_a_time(index), num_warps=1)
 
 
 def search(

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,11 @@ PASSES = 10  # bounds the search; a row that needs more is solved from all its l
 STEP = ("y2(1-y)", "y(1-y)2", "y", "bend", "h2")  # what a step of the search sums, by the names of their series
 UNSEEN = ("silent", "leak")  # and with `observed`
 _WHOLE = 1024  # up to this number of classes all logits of a row are kept
-_FIRST = 3  # blocks that a GPU computes while the host prepares the scan; then it scans all that are held
+_FIRST = 8  # blocks that a GPU computes, at most, while the host prepares the scan and looks at the labels
+_MOST = 1 << 30  # logits of a block, at most
+# Classes of a wide block in the backward pass, at least and at most, by the bytes of a logit, found on an H200: long
+# products are faster, above all in float32, but a small block is still in the cache in part when it is used next.
+_WIDE = {2: (0, 32768), 4: (150_000, _MOST)}
 _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
 
@@ -48,6 +53,8 @@ class Layer:
         self.rows, self.n, self.spare = features.shape[0], weight.shape[0], 0  # the last classes may be spare ones
         self.kernels = kernels_for(self.features)
         self.step = max(256, tile(self.features) // max(self.rows, 1) // 256 * 256)
+        plain = weight.dtype == dtype and mask is None and not isinstance(temperature, Tensor)
+        self.wide = self.kernels is not None and plain  # no memory but that of its logits grows with a block
 
     def of_rows(self, rows: Tensor | slice) -> Layer:
         """Return the same layer for some of the rows."""
@@ -66,7 +73,8 @@ class Layer:
         return layer
 
     def logits(self, classes: slice, out: Tensor | None = None) -> Tensor:
-        weight = self.weight[classes].to(self.dtype).T
+        weight = self.weight[classes]
+        weight = (weight if weight.dtype == self.dtype else weight.to(self.dtype)).T
         if self.bias is None:
             x = torch.mm(self.features, weight, out=out)
         else:
@@ -79,26 +87,19 @@ class Layer:
         """Yield the logits block by block; each block overwrites the one before, except those that are held."""
         held = held or Held(self)
         held.filled = True
-        for classes in held.waiting:
-            yield classes, self.logits(classes, held.place(classes))
-        yield from self._dropped(held)
-        for classes in held.last:
+        for classes in held.order:
             yield classes, self.logits(classes, held.place(classes))
 
     def blocks_again(self, held: Held) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield the blocks once more, and memory for their gradients; first those that are held, from the last on."""
-        for classes in reversed(held.waiting + held.last):
+        for classes in (*held.blocks.last, *held.blocks.waiting):
             x = held.place(classes)
             if not held.filled:
                 self.logits(classes, x)
-            yield classes, x, held.block[:, : x.shape[1]]
-        for classes, x in self._dropped(held):
+            yield classes, x, held.out(classes)
+        for classes in held.blocks.again:
+            x = self.logits(classes, held.place(classes))
             yield classes, x, x
-
-    def _dropped(self, held: Held) -> Iterator[tuple[slice, Tensor]]:
-        for start in range(0, held.first, self.step):
-            classes = slice(start, min(start + self.step, held.first))
-            yield classes, self.logits(classes, held.block[:, : classes.stop - start])
 
     def grad(
         self, x: Tensor, first: int, rows: Rows, pull: Tensor, toward: Tensor, scale: Tensor, out: Tensor
@@ -136,31 +137,89 @@ class Held:
 
     They are held in the memory of the gradient of the weight, which takes their place class by class. From the last
     class to the first, the logits of a block are read before any gradient is written over them: the gradient of
-    class j starts at ``j * size``, and the logits of the classes before it end there or earlier.
+    class j starts at ``j * per``, and the logits of the classes before it end there or earlier. The gradient of the
+    logits is written to the memory of the last block, that of a wide block in its place: its logits end before the
+    gradients of its classes start. Logits that are dropped lie in the memory of the last block, too, or, if the block
+    is wide, where none are held yet or any longer.
     """
 
     def __init__(self, layer: Layer, gradient: Tensor | None = None) -> None:
         width = min(layer.step, -(-layer.n // 16) * 16)
         self.gradient, self.block, self.filled = gradient, layer.features.new_empty(layer.rows, width), False
-        last = max(0, layer.n - width)  # the classes from here on stay in the block
-        fit, self.memory = 0, self.block
-        if gradient is not None and min(layer.rows, last) > 0:
+        self.rows, self.per, self.memory = layer.rows, 0, self.block
+        if gradient is not None and min(layer.rows, layer.n - width) > 0:
             self.memory = gradient.view(-1).view(layer.dtype)
-            fit = min(last, last * len(self.memory) // layer.n // layer.rows) // 16 * 16
-        self.first = last - fit
-        self.waiting = [slice(a, min(a + layer.step, last)) for a in range(self.first, last, layer.step)]
-        self.last = [slice(last, layer.n)] if layer.n > 0 else []
+            self.per = self.memory.numel() // layer.n
+        wide = _WIDE[layer.dtype.itemsize] if layer.wide else None
+        self.blocks = split(layer.n, layer.rows, layer.step, self.per, wide)
 
     def drop(self) -> None:
         """Free the memory of the block: its logits are not needed again."""
         self.block = self.memory = self.block.new_empty(0)
 
+    @property
+    def ahead(self) -> list[slice]:
+        """The first blocks of the forward pass, as far as they leave the memory of the last block alone."""
+        return self.blocks.dropped[:1] if self.blocks.inside else self.blocks.waiting
+
+    @property
+    def order(self) -> list[slice]:
+        """The blocks in the order of the forward pass: those that lie where others will be held come first."""
+        _, _, last, waiting, dropped, _, inside = self.blocks
+        return [*dropped, *waiting, *last] if inside else [*waiting, *dropped, *last]
+
     def place(self, classes: slice) -> Tensor:
-        """Return the memory of a block that is held."""
-        rows, width = len(self.block), classes.stop - classes.start
-        if classes in self.last:
+        """Return the memory of a block."""
+        width = classes.stop - classes.start
+        if self.blocks.first <= classes.start < self.blocks.stop:
+            offset = (classes.start - self.blocks.first) * self.rows
+        elif width > self.block.shape[1]:
+            offset = 0
+        else:
             return self.block[:, :width]
-        return self.memory.as_strided((rows, width), (width, 1), (classes.start - self.first) * rows)
+        return self.memory.as_strided((self.rows, width), (-(-width // 16) * 16, 1), offset)
+
+    def out(self, classes: slice) -> Tensor:
+        """Return the memory for the gradient of the logits of a block."""
+        width = classes.stop - classes.start
+        return self.place(classes) if width > self.block.shape[1] else self.block[:, :width]
+
+
+class Blocks(NamedTuple):
+    """How classes are split into blocks; from the last class on, as the backward pass takes them."""
+
+    first: int  # the logits of the classes from here on are held
+    stop: int  # from here on they stay in the block
+    last: list[slice]
+    waiting: list[slice]
+    dropped: list[slice]
+    again: list[slice]  # what is dropped, as the backward pass splits it
+    inside: bool  # the gradient's memory has room for blocks that are dropped
+
+
+@functools.lru_cache(maxsize=64)
+def split(n: int, rows: int, step: int, per: int, wide: tuple[int, int] | None) -> Blocks:
+    """Split n classes into blocks of `step`, or wide ones where the gradient's memory has room.
+
+    `per` is the size of the gradient of a class; `wide` is how many classes a wide block has, at least and at most.
+    """
+    rows, stop = max(rows, 1), max(0, n - min(step, -(-n // 16) * 16))
+    first = stop - min(stop, stop * per // rows) // 16 * 16
+    least, most = wide or (0, 0)
+
+    def parts(start: int, stop: int, least: int, most: int, room: Callable[[int], int]) -> list[slice]:
+        found = []
+        while stop > start:
+            size = min(room(stop), most, _MOST // rows) // 16 * 16
+            found.append(slice(max(start, stop - (size if size >= max(least, step) else step)), stop))
+            stop = found[-1].start
+        return found
+
+    waiting = parts(first, stop, least, most, lambda end: end - -(-(end - first) * rows // per))
+    dropped = parts(0, first, 0, n if wide else 0, lambda end: n * per // rows)
+    again = parts(0, first, least, most, lambda end: end * per // (rows + per))
+    inside = bool(dropped) and dropped[0].stop - dropped[0].start > step
+    return Blocks(first, stop, [slice(stop, n)] if n > 0 else [], waiting, dropped, again, inside)
 
 
 def tile(x: Tensor) -> int:
@@ -229,18 +288,14 @@ class Scan:
     """
 
     def __init__(self, layer: Layer, limit: int, named: bool = False, held: Held | None = None) -> None:
-        """Begin with what needs no labels: the floors, and a scan of the blocks that are held, except the last.
+        """Begin with what needs no labels: the floors, and the first logits.
 
         `named` keeps the classes of the lists too, `held` some of the logits.
         """
         self.layer, self.kept = layer, held or Held(layer)
         self._blocks = layer.blocks(self.kept)
-        first: list[tuple[slice, Tensor]] = []
-
-        def begin() -> None:  # a GPU has work from here on
-            first.extend(itertools.islice(self._blocks, min(len(self.kept.waiting), _FIRST)))
-
-        self.floor, room, self.terms = _floor(layer, limit, self.kept.block, begin)
+        self._begun = list(itertools.islice(self._blocks, min(len(self.kept.ahead), _FIRST)))  # a GPU has work now
+        self.floor, room, self.terms = _floor(layer, limit, self.kept.block)
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
         self.top = self.floor.new_empty(layer.rows, room)
@@ -251,26 +306,18 @@ class Scan:
         else:
             self.sums = layer.features.new_zeros(layer.rows, 1, self.terms + 3, dtype=torch.float64)
             self.fill = torch.zeros(layer.rows, dtype=torch.int32, device=self.floor.device)
-        for classes, x in itertools.chain(first, itertools.islice(self._blocks, len(self.kept.waiting) - len(first))):
-            self._add(x, classes.start)
 
     def run(self, index: Tensor) -> None:
         """Scan all logits, and keep those of the labels."""
         layer, self.index = self.layer, index
         self.labels = torch.full(index.shape, -torch.inf, dtype=layer.work, device=index.device)
-        waiting = self.kept.waiting
-        if layer.kernels is not None and waiting:
-            classes = slice(waiting[0].start, waiting[-1].stop)
-            layer.kernels.take_labels(self.kept.memory, index, self.labels, classes, layer.step)
-        else:
-            for classes in waiting:
-                self._take_labels(self.kept.place(classes), classes)
-        for classes, x in self._blocks:
+        for classes, x in itertools.chain(self._begun, self._blocks):
             if layer.kernels is not None:
                 self._add(x, classes.start, index, self.labels)
             else:
                 self._add(x, classes.start)
                 self._take_labels(x, classes)
+        self._begun = []
 
     def _take_labels(self, x: Tensor, classes: slice) -> None:
         inside, place = within(self.index, classes)
@@ -334,10 +381,10 @@ def list_sizes(n_classes: int, limit: int) -> tuple[int, int, int]:
     return stride, rank, math.ceil((rank + 4 * math.sqrt(rank) + 8) * n_classes / size)
 
 
-def _floor(layer: Layer, limit: int, block: Tensor, meanwhile: Callable[[], None]) -> tuple[Tensor, int, int]:
+def _floor(layer: Layer, limit: int, block: Tensor) -> tuple[Tensor, int, int]:
     """Return the floor of each row's list, the room of the lists, and the number of powers to sum below the floor.
 
-    The sample of logits is computed in the memory of a block. `meanwhile` is called when that has begun.
+    The sample of logits is computed in the memory of a block.
     """
     most = 16 if layer.work == torch.float64 else 8
     if layer.n <= _WHOLE:
@@ -352,8 +399,6 @@ def _floor(layer: Layer, limit: int, block: Tensor, meanwhile: Callable[[], None
         rows = slice(start, min(start + piece, layer.rows))
         place = memory.as_strided((rows.stop - start, size), (size, 1))
         sample = (layer if piece >= layer.rows else layer.of_rows(rows)).logits(slice(0, size * stride, stride), place)
-        if start == 0:
-            meanwhile()
         if layer.kernels is not None:
             floors.append(layer.kernels.floors(sample, rank))
         else:

@@ -441,7 +441,7 @@ class _LinearLML(torch.autograd.Function):
                 scan.kept.filled = False
                 return lambda: None
             wants_features, wants_weight, wants_bias, _, wants_temperature = ctx.needs_input_grad[:5]
-            blocks = min(len(scan.kept.waiting), _AHEAD)
+            blocks = min(len(scan.kept.blocks.waiting), _AHEAD)
             fits = blocks > 1 and layer.dtype != torch.float16  # which might underflow
             if not (fits and wants_weight and reduction != "none") or wants_temperature:
                 return lambda: None

@@ -657,6 +657,52 @@ def test_logits_wait_in_the_memory_of_the_gradient(rows, autocast, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(found[0], found[1], strict=True))
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize(("rows", "n"), [(8, 1500), (30, 3001)])
+def test_wide_blocks_in_the_memory_of_the_gradient(rows, n, monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1. Blocks grow where there is memory for them; the results are the same."""
+    features, target = torch.randn(rows, SIZE, device=DEVICE), torch.randint(-1, n, (rows, 3), device=DEVICE)
+    if _scan.kernels_for(features) is None:
+        pytest.skip("no kernels here")
+    weight, bias = torch.randn(n, SIZE, device=DEVICE), torch.randn(n, device=DEVICE)
+    found, real = [], _scan.split
+    for wide in ((0, n), (400, n), (0, 500), None):
+        monkeypatch.setattr(_scan, "split", lambda *shape, wide=wide: real(*shape[:-1], wide))
+        found.append(results(linear_lml_loss, features, weight, bias, target, 3))
+    *others, narrow = found
+    exact = results(whole, *(t.double() for t in (features, weight, bias)), target, 3)
+    for other in others:
+        for actual, plain, right in zip(other, narrow, exact, strict=True):
+            assert_as_accurate(actual, plain, right)
+
+
+@pytest.mark.parametrize("wide", [None, (0, 1 << 30), (600, 1 << 30), (0, 400)])
+@pytest.mark.parametrize(("rows", "per"), [(1, 4), (40, 12), (24, 12), (12, 12), (11, 12), (100, 12), (13, 12), (5, 0)])
+@pytest.mark.parametrize("n", [0, 1, 255, 1040, 3001, 20_000])
+def test_no_logits_are_overwritten_before_they_are_read(n, rows, per, wide, monkeypatch):
+    """A class's number stands for its logits and, less 1 and negative, for its gradient, in the memory of both."""
+    monkeypatch.setattr(_scan, "_WIDE", {4: wide})
+    layer = SimpleNamespace(n=n, rows=rows, step=256, wide=True, features=torch.empty(rows, 1), dtype=torch.float32)
+    held = _scan.Held(layer, torch.zeros(n, per) if per else None)
+    blocks, number = held.blocks, torch.arange(n, dtype=torch.float32)
+    for classes in held.order:
+        held.place(classes).copy_(number[classes].expand(rows, -1))
+    seen = []
+    for classes in (*blocks.last, *blocks.waiting, *blocks.again):
+        if classes in blocks.again:
+            held.place(classes).copy_(number[classes].expand(rows, -1))
+        out = held.out(classes)
+        out.copy_(held.place(classes).clone())
+        if per:
+            held.gradient[classes] = -1 - number[classes].unsqueeze(-1)
+        assert torch.equal(out, number[classes].expand(rows, -1))
+        seen = [*range(classes.start, classes.stop), *seen]
+    assert seen == list(range(n))
+    assert sorted(i for c in held.order for i in range(c.start, c.stop)) == seen
+    if per:
+        assert torch.equal(held.gradient, -1 - number.unsqueeze(-1).expand(n, per))
+
+
 @pytest.mark.parametrize("tile", [1, 1 << 20])
 def test_a_bias_of_another_dtype(tile, monkeypatch):
     monkeypatch.setattr(_scan, "TILE", {"cpu": tile, "cuda": tile})
