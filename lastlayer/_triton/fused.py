@@ -57,16 +57,16 @@ HELD: dict[str, Any] = {
 _EXTRA = {"logsumexp": 2, "quasibinary": 1, "at_most": 3}  # further numbers per row
 _SUBSETS = ("marginals", "marginals_backward", "smooth_svm")
 _NO_LOSS = ("capped_softmax", "capped_sparsemax", "at_most")  # and their backward passes
-_SEARCHED = ("capped_softmax", "capped_sparsemax", "at_most")  # rows that are reduced most often
+_SEARCHED = ("capped_softmax", "capped_sparsemax", "at_most", "truncated")  # rows that are reduced most often
 _REGISTERS = {
     "capped_softmax": 80,
     "capped_sparsemax": 80,
     "at_most": 96,
     "fenchel_young": 64,
-    "truncated": 64,
+    "truncated": 96,
     "asymmetric": 64,
-    "warp": 40,
-    "marginals": 80,
+    "warp": 56,
+    "marginals": 128,
 }
 
 
@@ -190,6 +190,8 @@ def _subsets(
     rows = x.numel() // n
     held, target, width = _target(labels)
     e, e_row, e_col = _strides(each, x)
+    if first is not None and each is not None and e_col not in (0, 1):
+        e, e_row, e_col = _strides(each.contiguous(), x)
     degrees = _degrees(numbers)
     table = loss = counts = marks = None
     if first is None:
@@ -201,18 +203,19 @@ def _subsets(
     out = torch.empty_like(x) if gradient else None
     given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers))
     args = (x, target, e, None, first, None, loss, out, marks, table, rows, n, width, e_row, e_col, 0, 0, 0, *given)
-    block, warps = _sizes("marginals", n)
+    block, warps = _sizes("marginals", n, rows)
     options = {
         "TARGET": held,
         "HARD": True,
         "GRADIENT": gradient,
         "BLOCK": block,
-        "CHUNK": _chunk(block),
+        "WIDE": 32 * warps,
+        "ONE": n <= block,
         "DEGREES": degrees,
         "num_warps": warps,
         **_limited("marginals", rows, warps),
     }
-    if first is None and is_new((name, x.get_device(), x.dtype, held, block, degrees, gradient)):
+    if first is None and is_new((name, x.get_device(), x.dtype, *options.values())):
         follows: tuple[Launch, ...]
         if loss is not None and marks is not None:
             follows = _ends(loss, marks, out)
@@ -224,14 +227,9 @@ def _subsets(
     return Result(loss, out, counts, table)
 
 
-def _chunk(block: int) -> int:
-    """Return the classes of a row whose polynomials are in registers."""
-    return min(block, 4096)
-
-
 def _degrees(numbers: Sequence[float]) -> int:
-    """Return how many degrees polynomials over subsets may have: more than 3 k + 1."""
-    return 32 if numbers[0] <= 10 else 64
+    """Return how many degrees polynomials over subsets may have: more than 3 k + 2."""
+    return 32 if numbers[0] < 10 else 64
 
 
 def _numbers_of_subsets(degrees: int) -> int:
@@ -343,9 +341,9 @@ def two_way(x: Tensor, labels: Labels, form: Sequence[float], mean: bool) -> tup
         Launch(batch_of.two_way_lines, (shapes.cdiv(n, wide) + rows,), args, lines),
         Launch(batch_of.two_way_total, (1,), (by_row, by_column, total, result, rows, n), both),
     )
-    args = (x, target, total, by_row, by_column, result, x, rows, n, width, *form[:2])
+    args = (x, target, total, by_row, by_column, result, x, rows, n, width, 1, *form[:2])
     options = {"TARGET": held, "BLOCK": block, "num_warps": warps}
-    _take(("two way", x.get_device(), held, block), steps, Launch(batch_of.two_way_backward, (rows,), args, options))
+    _take(("two way", x.get_device(), held, block), steps, Launch(batch_of.two_way_backward, (1,), args, options))
     return total, by_row, by_column, result
 
 
@@ -355,10 +353,10 @@ def two_way_backward(
     """Return the gradient of the loss of `two_way`."""
     n, (held, target, width) = x.shape[-1], _target(labels)
     rows, (block, warps) = x.numel() // n, _sizes("two_way_rows", n)
-    out = torch.empty_like(x)
+    out, per = torch.empty_like(x), 4 if rows >= MANY else 1
     launch(
-        batch_of.two_way_backward, (rows,), x, target, up, by_row, by_column, result, out, rows, n, width,
-        form[0], form[1], TARGET=held, BLOCK=block, num_warps=warps,
+        batch_of.two_way_backward, (shapes.cdiv(rows, per),), x, target, up, by_row, by_column, result, out,
+        rows, n, width, per, form[0], form[1], TARGET=held, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -383,9 +381,13 @@ def _sizes(name: str, n: int, rows: int = 1) -> tuple[int, int]:
     """
     if name == "two_way_columns":
         return 32, 4
-    if name in HELD or name == "marginals":
+    if name == "marginals":  # a row may have several times as many
+        warps = 1 if n <= 256 else 4 if n <= 1024 else 16
+        warps = max(warps // 4, 1) if rows >= MANY else warps
+        return 256 * warps, warps
+    if name in HELD:
         block = next(size for size in (64, 256, 1024, 4096, LONGEST) if n <= size)
-        share = 128 if name == "warp" else 512 if name in _SEARCHED and rows >= MANY else 256
+        share = 512 if name in _SEARCHED and rows >= MANY else 256
         return block, min(max(block // share, 1), 32)
     if n <= 128:
         return 128, 2

@@ -351,42 +351,39 @@ def two_way_total(r_ptr, c_ptr, total_ptr, result_ptr, rows, n, MEAN: tl.constex
     tl.store(result_ptr + 1, count * factor * over)
 
 
-@triton.jit(do_not_specialize=["rows", "n", "width"])
+# A program takes `per` rows, so that it reads the numbers of the columns once for them.
+@triton.jit(do_not_specialize=["rows", "n", "width", "per"])
 def two_way_backward(
-    x_ptr, d_ptr, up_ptr, r_ptr, c_ptr, result_ptr, out_ptr, rows, n, width, warm, cool,
+    x_ptr, d_ptr, up_ptr, r_ptr, c_ptr, result_ptr, out_ptr, rows, n, width, per, warm, cool,
     TARGET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(0) * per
     up = tl.load(up_ptr).to(tl.float32)
     own = tl.load(result_ptr) * up
     shared = tl.load(result_ptr + 1) * up
-    top = tl.load(r_ptr + 2 * rows + row)
-    bottom = tl.load(r_ptr + 3 * rows + row)
-    by = tl.load(r_ptr + 4 * rows + row) * own
-    less = tl.load(r_ptr + 5 * rows + row) * own
-    soft = tl.load(r_ptr + 6 * rows + row)
-    hot = 1 / warm
-    cold = 1 / cool
+    hot = (1 / warm) * LOG2E
+    cold = (1 / cool) * LOG2E
     for j in range(0, n, BLOCK):
         cols = j + tl.arange(0, BLOCK)
         inside = cols < n
-        x, share, live = load_classes(x_ptr, d_ptr, row, n, width, cols, TARGET)
         c_top = tl.load(c_ptr + 2 * n + cols, mask=inside, other=0.0)
         c_bottom = tl.load(c_ptr + 3 * n + cols, mask=inside, other=0.0)
         c_by = tl.load(c_ptr + 4 * n + cols, mask=inside, other=0.0) * shared
         c_less = tl.load(c_ptr + 5 * n + cols, mask=inside, other=0.0) * shared
-        value = tl.zeros((BLOCK,), tl.float32)
-        for side in range(tl.where(soft > 0, 2, 1)):
-            positive, part = _side(share, side)
-            mine = tl.where(positive, -less, by)
-            theirs = tl.where(positive, -c_less, c_by)
-            mine = _moved_by(mine, tl.where(positive, (bottom - x) * hot, (x - top) * cold), part)
-            theirs = _moved_by(theirs, tl.where(positive, (c_bottom - x) * hot, (x - c_top) * cold), part)
-            value += mine + theirs
-        store_row(out_ptr, row, n, cols, tl.where(live, value, 0.0))
-
-
-@triton.jit
-def _moved_by(slope, t, part):
-    """The gradient of a class by a loss with that slope: 0 where that is 0, though the exponential may overflow."""
-    return tl.where((slope == 0) | (part == 0), 0.0, slope * (part * exp(t)))
+        for i in range(begin, tl.minimum(begin + per, rows)):
+            row = tl.full((), 0, tl.int64) + i
+            x, share, live = load_classes(x_ptr, d_ptr, row, n, width, cols, TARGET)
+            top = tl.load(r_ptr + 2 * rows + row)
+            bottom = tl.load(r_ptr + 3 * rows + row)
+            by = tl.load(r_ptr + 4 * rows + row) * own
+            less = tl.load(r_ptr + 5 * rows + row) * own
+            soft = tl.load(r_ptr + 6 * rows + row)
+            value = tl.zeros((BLOCK,), tl.float32)
+            for side in range(tl.where(soft > 0, 2, 1)):
+                positive, part = _side(share, side)
+                scale = tl.where(positive, hot, cold)
+                # No score is beyond the peaks, but where a row or a column has no part in the loss.
+                mine = exp2(tl.minimum(tl.where(positive, bottom - x, x - top) * scale, 0.0))
+                theirs = exp2(tl.minimum(tl.where(positive, c_bottom - x, x - c_top) * scale, 0.0))
+                value += part * (tl.where(positive, -less, by) * mine + tl.where(positive, -c_less, c_by) * theirs)
+            store_row(out_ptr, row, n, cols, tl.where(live, value, 0.0))

@@ -49,48 +49,34 @@ def size_of(size, f_ptr, row, f_row):
 
 
 @triton.jit
-def _add_least_most(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, tl.minimum(a1, b1), tl.maximum(a2, b2)
-
-
-@triton.jit
-def range_of(key):
-    """The number of keys above LEAST, the least of them, and the greatest; one reduction costs the barriers of one."""
-    live = (key > LEAST).to(tl.int32)
-    least = tl.where(key > LEAST, key, MOST)
-    if COMPILED:
-        return tl.reduce((live, least, key), 0, _add_least_most)
-    else:
-        return tl.sum(live, 0), tl.min(least, 0), tl.max(key, 0)
-
-
-@triton.jit
 def _pivot(lo, hi, quarters, by_value):
     """A key above `lo` and no greater than `hi`: so many quarters of the way, by scores if these can tell."""
-    key = lo + ((hi - lo) * quarters + 3) // 4
-    low = of_key(lo.to(tl.int32))
-    value = low + (of_key(hi.to(tl.int32)) / 4 - low / 4) * quarters
-    at = key_of(tl.where(is_finite(value), value, 0.0)).to(tl.int64)
+    apart = (hi - lo).to(tl.uint32, bitcast=True)
+    key = lo + ((apart >> 2) * quarters + (((apart & 3) * quarters + 3) >> 2)).to(tl.int32, bitcast=True)
+    low = of_key(lo)
+    value = low + (of_key(hi) / 4 - low / 4) * quarters
+    at = key_of(tl.where(is_finite(value), value, 0.0))
     return tl.where(by_value & is_finite(value) & (at > lo) & (at <= hi), at, key)
 
 
 @triton.jit
-def kth(key, rank, live, lowest, highest):
-    """The key of a rank, 1 for the largest; LEAST where there are fewer keys above it. There are less than 2^15 keys.
+def at_rank(key, rank, live, lowest, highest):
+    """A number that as many keys reach as a rank says, 1 for the largest, or more if some are equal.
 
-    Given are the number of keys above LEAST, the least of them, and the greatest. An interval is cut in four by its
-    scores, which takes few steps where these are spread evenly, then by its keys.
+    Given are the number of keys above LEAST, at least the rank, the least of them, and the greatest. An interval is cut
+    in four by its scores, which takes few steps where these are spread evenly, then by its keys. There are less than
+    2^15 keys.
     """
     # At least `rank` keys are no less than lo, and fewer are above hi.
-    lo = lowest.to(tl.int64)
-    hi = tl.where(live >= rank, highest, lowest).to(tl.int64)
+    lo = lowest
+    hi = tl.where(live >= rank, highest, lowest)
     tries = 0
     while lo < hi:
         first = _pivot(lo, hi, 1, tries < 16)
         second = _pivot(lo, hi, 2, tries < 16)
         third = _pivot(lo, hi, 3, tries < 16)
-        two = (key >= first.to(tl.int32)).to(tl.int32) + tl.where(key >= second.to(tl.int32), 1 << 16, 0)
-        two, count3 = sum2(two, (key >= third.to(tl.int32)).to(tl.int32), 0)
+        two = (key >= first).to(tl.int32) + tl.where(key >= second, 1 << 16, 0)
+        two, count3 = sum2(two, (key >= third).to(tl.int32), 0)
         count1 = two & 0xFFFF
         count2 = two >> 16
         above = tl.where(count1 < rank, first, tl.where(count2 < rank, second, tl.where(count3 < rank, third, hi + 1)))
@@ -98,7 +84,14 @@ def kth(key, rank, live, lowest, highest):
         found = (count1 == rank) | (count2 == rank) | (count3 == rank)
         hi = tl.where(found, lo, above - 1)
         tries += 1
-    return tl.where(live >= rank, tl.min(tl.where(key >= lo.to(tl.int32), key, MOST), 0), LEAST)
+    return lo
+
+
+@triton.jit
+def kth(key, rank, live, lowest, highest):
+    """The key of a rank, as `at_rank` finds it; LEAST where there are fewer keys above that."""
+    lo = at_rank(key, rank, live, lowest, highest)
+    return tl.where(live >= rank, tl.min(tl.where(key >= lo, key, MOST), 0), LEAST)
 
 
 @triton.jit
@@ -230,24 +223,26 @@ def threshold(
     that of `device.sweep`, from the center of a row of normal scores.
     """
     k = k - n_top
-    center = tl.full((), 0.0, tl.float32)
-    delta = tl.where(k == 0, float("-inf"), tl.where(k == live, float("inf"), float("nan")))
-    delta = tl.where(n_bad > 0, float("nan"), delta)
-    if (k > 0) & (k < live) & (n_bad == 0):
-        center = start(s, q, shift_of(x_ptr, row, n, temperature), live, k, None)
-        x = tl.where(is_finite(x), x, float("-inf"))
-        lost = ~is_finite(center)
-        left = tl.where(lost, 0, PASSES)
-        while left > 0:
-            f, above, s1, s2, h2 = sum5(*sweep_terms(x, center), 0)
-            step, _, near, lost = sweep_step(f, above, s1, s2, h2, k, NEAR)
-            delta = step
-            left -= 1
-            lost = lost | ((left == 0) & ~near)
-            left = tl.where(lost | near, 0, left)
-            center = tl.where(near, center, center - step)
-        if lost:
-            center, delta = _from_order(x_ptr, d_ptr, m_ptr, row, m_row, m_col, n, temperature, k, live, TARGET, BLOCK)
+    ended = tl.where(k == 0, float("-inf"), tl.where(k == live, float("inf"), float("nan")))
+    ended = tl.where(n_bad > 0, float("nan"), ended)
+    # No branch around the loops: Triton visits what is in one twice.
+    solvable = (k > 0) & (k < live) & (n_bad == 0)
+    center = tl.where(solvable, start(s, q, shift_of(x_ptr, row, n, temperature), live, k, None), 0.0)
+    delta = tl.full((), 0.0, tl.float32)
+    x = tl.where(is_finite(x), x, float("-inf"))
+    lost = ~is_finite(center)
+    left = tl.where(lost | ~solvable, 0, PASSES)
+    while left > 0:
+        f, above, s1, s2, h2 = sum5(*sweep_terms(x, center), 0)
+        step, _, near, lost = sweep_step(f, above, s1, s2, h2, k, NEAR)
+        delta = step
+        left -= 1
+        lost = lost | ((left == 0) & ~near)
+        left = tl.where(lost | near, 0, left)
+        center = tl.where(near, center, center - step)
+    if lost:
+        center, delta = _from_order(x_ptr, d_ptr, m_ptr, row, m_row, m_col, n, temperature, k, live, TARGET, BLOCK)
+    delta = tl.where(solvable, delta, ended)
     return center, delta
 
 

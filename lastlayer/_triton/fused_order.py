@@ -8,8 +8,8 @@ Order statistics are found by bisection of keys, integers in the order of the sc
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import COMPILED, exp, is_finite, key_of, of_key, sum2, sum3, sum4
-from lastlayer._triton.fused_lml import LEAST, MOST, kth, masked_scores, number_of, range_of, size_of, two_ranks
+from lastlayer._triton.device import COMPILED, exp, is_finite, key_of, of_key, sum2, sum4
+from lastlayer._triton.fused_lml import LEAST, MOST, at_rank, kth, masked_scores, number_of, size_of, two_ranks
 from lastlayer._triton.fused_rows import (
     load_classes,
     load_scores,
@@ -23,17 +23,35 @@ PASSES = tl.constexpr(24)  # as in `lastlayer.project.capped`
 
 
 @triton.jit
-def _add_add_most(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, tl.maximum(a2, b2)
+def _join_range(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, tl.minimum(a4, b4), tl.maximum(a5, b5)
 
 
 @triton.jit
-def _sums_and_most(a, b, value):
-    """Two sums and a maximum; one reduction of all costs the barriers of one."""
+def _sums_and_range(a, b, c, key):
+    """Three sums, the number of keys above LEAST, the least of them, and the greatest.
+
+    One reduction of all costs the barriers of one.
+    """
+    live = (key > LEAST).to(tl.int32)
+    least = tl.where(key > LEAST, key, MOST)
     if COMPILED:
-        return tl.reduce((a, b, value), 0, _add_add_most)
+        return tl.reduce((a, b, c, live, least, key), 0, _join_range)
     else:
-        return tl.sum(a, 0), tl.sum(b, 0), tl.max(value, 0)
+        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(live, 0), tl.min(least, 0), tl.max(key, 0)
+
+
+@triton.jit
+def _join_most(a0, a1, b0, b1):
+    return a0 + b0, tl.maximum(a1, b1)
+
+
+@triton.jit
+def _sum_and_most(a, value):
+    if COMPILED:
+        return tl.reduce((a, value), 0, _join_most)
+    else:
+        return tl.sum(a, 0), tl.max(value, 0)
 
 
 @triton.jit
@@ -58,20 +76,19 @@ def truncated(
     label = share > 0
     rival = (x != float("-inf")) & (share == 0)
     weight = tl.where(label, share, 0.0) * load_weight(e_ptr, row, e_row, e_col, n, cols)
-    labels, own, pull = sum3(label.to(tl.float32), tl.where(label, x, 0.0), weight, 0)
-    spared = (number_of(number0) - labels).to(tl.int32)
     key = tl.where(rival, tl.where(x == x, key_of(tl.where(x == x, x, 0.0)), MOST), LEAST)
+    labels, own, pull, live, least, most = _sums_and_range(label.to(tl.float32), tl.where(label, x, 0.0), weight, key)
+    spared = (number_of(number0) - labels).to(tl.int32)
     limit = tl.full((), MOST, tl.int32)
     if (spared > 0) & (labels > 0):
-        limit = kth(key, spared, *range_of(key))
-    above, ties, peak = _sums_and_most(
-        (key > limit).to(tl.int32), (key == limit).to(tl.int32), tl.where(rival & (key < limit), x, float("-inf"))
-    )
+        limit = tl.where(live >= spared, at_rank(key, spared, live, least, most), LEAST)
+    reached, peak = _sum_and_most((key >= limit).to(tl.int32), tl.where(rival & (key < limit), x, float("-inf")))
     if (spared > 0) & (labels > 0):
         kept = key < limit
-        if above + ties > spared:  # of rivals with the same score the first are spared
+        if reached > spared:  # of rivals with the same score the first are spared
+            limit = tl.min(tl.where(kept, MOST, key), 0)
             tie = (key == limit).to(tl.int32)
-            kept = kept | ((tie > 0) & (tl.cumsum(tie, 0) > spared - above))
+            kept = kept | ((tie > 0) & (tl.cumsum(tie, 0) > spared - (reached - tl.sum(tie, 0))))
             score = of_key(limit)
             peak = tl.where(score > peak, score, peak)
         rival = rival & kept

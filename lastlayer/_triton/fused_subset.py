@@ -2,19 +2,19 @@
 
 About a threshold nu at which the probabilities of the classes sum to about k, let e = exp(-|x + nu|) for each class.
 The weights of the subsets by their size are the coefficients of a product: of 1 + e z for a class below the threshold,
-which is small, and of z + e for one above it, of which there are at most 2 k. Newton's identities give the polynomial
-of the first from their power sums; the others are listed, and multiplied one by one. With S of the small classes up to
-degree k and E of the others, all of it in float64,
+which is small, and of z + e for one above it, of which there are at most 2 k + 1. Newton's identities give the product
+S of the first, and the product E of 1 + e z for the others, from their power sums. In float64
 
-    G_j = sum over a <= k of S_a E_(L - j + a)        for L classes above the threshold,
+    G_j = sum over a <= k of S_a E_(L - j + a)        for L classes above the threshold
 
 is the weight of j classes for j <= k. The rest of the G_j are what the division by z + e needs. A class below the
 threshold has the marginal v = e (G_(k-1) - e G_(k-2) + e^2 G_(k-3) - ...) / G_k, and one above it 1 - v with
-v = e (G_(k+1) - e G_(k+2) + ...) / G_k. No step takes more than k numbers per class.
+v = e (G_(k+1) - e G_(k+2) + ...) / G_k. By Horner's rule all steps of that are weights of other classes over G_k, at
+most about 1, so that float32 is enough. No step takes more than 2 k numbers per class.
 
 A row is taken by one program, both ways. Polynomials are vectors that every warp holds, so that a step from one degree
 to the next waits for no other warp. What one thread leaves to others, or a forward to a backward pass, is in a table:
-for each row the numbers of `HEAD`, then the vectors `SMALL` to `CHANGE`.
+for each row the numbers of `HEAD`, then the vectors `SMALL` to `CHANGES`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -22,17 +22,32 @@ for each row the numbers of `HEAD`, then the vectors `SMALL` to `CHANGE`.
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import COMPILED, LOG2E, exp, exp2, is_finite, rcp, scaled, sum2, sum5
+from lastlayer._triton.device import COMPILED, LN2, LOG2E, LOG2E_LOW, exp2, is_finite, log2, rcp, scaled, sum2, sum5
 from lastlayer._triton.fused_lml import number_of
-from lastlayer._triton.fused_rows import load_scores, load_shares, load_weight, logistics, store_row
+from lastlayer._triton.fused_rows import load_scores, load_shares, logistics, store_row
 
 HEAD = tl.constexpr(4)  # center and delta, whose difference is nu; the number of classes above it; and one to spare
 SMALL = tl.constexpr(0)  # S / G_k
-ABOVE = tl.constexpr(1)  # e of the classes above the threshold
+ABOVE = tl.constexpr(1)  # E
 WHOLE = tl.constexpr(2)  # G / G_k
-RISE = tl.constexpr(3)  # the changes of ABOVE along the upstream gradient
-CHANGE = tl.constexpr(4)  # those of WHOLE
+FACTORS = tl.constexpr(3)  # in float32: G / G_k from k - 1 down, as long again from k + 1 up
+CHANGES = tl.constexpr(4)  # their changes along the upstream gradient
 VECTORS = tl.constexpr(5)
+
+
+@triton.jit
+def _tile(first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK classes in rows of WIDE, one of each row per thread: sums over the first dimension stay in it."""
+    return first + tl.arange(0, BLOCK // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+
+
+@triton.jit
+def _end(n, BLOCK: tl.constexpr, ONE: tl.constexpr):
+    """Where tiles end: with ONE tile per row there is no loop, and the compiler reads the row once."""
+    if ONE:
+        return BLOCK
+    else:
+        return n
 
 
 @triton.jit
@@ -41,13 +56,8 @@ def _join_counts(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
 
 
 @triton.jit
-def _counts(x, finite):
-    """How many scores are finite, +inf and nan, and the largest and the smallest of the finite ones."""
-    live = finite.to(tl.float32)
-    full = (x == float("inf")).to(tl.float32)
-    bad = (x != x).to(tl.float32)
-    high = tl.where(finite, x, float("-inf"))
-    low = tl.where(finite, x, float("inf"))
+def _join(live, full, bad, high, low):
+    """Three sums, a maximum and a minimum over the first dimension."""
     if COMPILED:
         return tl.reduce((live, full, bad, high, low), 0, _join_counts)
     else:
@@ -55,122 +65,279 @@ def _counts(x, finite):
 
 
 @triton.jit
-def _tilt(x, k):
-    """Return (center, delta) of a row in registers at which the probabilities of finite scores sum to about k.
+def _counts(
+    held, x_ptr, d_ptr, row, n, width, label,
+    TARGET: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """How many scores are finite, +inf and nan, and the largest and the smallest of the finite ones."""
+    live = tl.zeros((WIDE,), tl.float32)
+    full = tl.zeros((WIDE,), tl.float32)
+    bad = tl.zeros((WIDE,), tl.float32)
+    high = tl.full((WIDE,), float("-inf"), tl.float32)
+    low = tl.full((WIDE,), float("inf"), tl.float32)
+    for j in range(0, _end(n, BLOCK, ONE), BLOCK):
+        x = _scores(held, x_ptr, d_ptr, row, n, width, label, _tile(j, WIDE, BLOCK), TARGET, ONE)
+        finite = is_finite(x)
+        a, b, c, d, e = _join(
+            finite.to(tl.float32),
+            (x == float("inf")).to(tl.float32),
+            (x != x).to(tl.float32),
+            tl.where(finite, x, float("-inf")),
+            tl.where(finite, x, float("inf")),
+        )
+        live += a
+        full += b
+        bad += c
+        high = tl.maximum(high, d)
+        low = tl.minimum(low, e)
+    return _join(live, full, bad, high, low)
+
+
+@triton.jit
+def _scores(held, x_ptr, d_ptr, row, n, width, label, cols, TARGET: tl.constexpr, ONE: tl.constexpr):
+    """The scores of classes; -inf for the label, and where labels are unknown. With ONE tile per row it is held."""
+    if ONE:
+        return held
+    else:
+        return _load_scores(x_ptr, d_ptr, row, n, width, label, cols, TARGET)
+
+
+@triton.jit
+def _load_scores(x_ptr, d_ptr, row, n, width, label, cols, TARGET: tl.constexpr):
+    x = load_scores(x_ptr, row, n, cols)
+    if TARGET != "none":
+        x = tl.where(cols == label, float("-inf"), x)
+        if TARGET == "dense":
+            x = tl.where(load_shares(d_ptr, row, n, width, cols, TARGET) >= 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _point(x, pivot, over, TARGET: tl.constexpr):
+    """Scores of the polynomials: less a pivot and over k tau where there are labels; -inf where they are infinite."""
+    if TARGET != "none":
+        x = tl.where(is_finite(x), scaled(x - pivot, over), x)
+    return tl.where(is_finite(x), x, float("-inf"))
+
+
+@triton.jit
+def _tilt(
+    held, x_ptr, d_ptr, row, n, width, label, pivot, over, k, live, n_top, n_bad, top, bottom,
+    TARGET: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Return (center, delta) of a row at which the probabilities of finite scores sum to about k.
 
     What is computed from them does not depend on them, but its digits do. Delta is infinite where k is used up or
     takes every class that is left, and nan where k is infeasible.
     """
-    finite = is_finite(x)
-    n, n_top, n_bad, top, bottom = _counts(x, finite)
     k = k - n_top
-    nu = tl.full((), 0.0, tl.float32)
-    delta = tl.where(k == 0, float("-inf"), tl.where(k == n, float("inf"), float("nan")))
-    delta = tl.where(n_bad > 0, float("nan"), delta)
-    if (k > 0) & (k < n) & (n_bad == 0):
-        delta = tl.full((), 0.0, tl.float32)
-        x = tl.where(finite, x, float("-inf"))
-        even = tl.log(k) - tl.log(n - k)
-        lo = even - top
-        hi = even - bottom
-        # Where every probability is small, it is an exponential.
-        sparse = (tl.log(k) - tl.log(tl.sum(exp2((x - top) * LOG2E), 0))) - top
-        nu = tl.where((sparse >= lo) & (hi - lo < float("inf")), sparse, lo / 2 + hi / 2)
-        lo = lo - nu
-        hi = hi - nu
-        left = 152  # halvings of the largest interval; one or two steps are the rule, of which the first are Newton's
-        while left > 0:
-            y = rcp(1 + exp2(((x + nu) + delta) * -LOG2E))
-            total, mass = sum2(y, y * (1 - y), 0)
-            lo = tl.where(total < k, 0.0, lo)
-            hi = tl.where(total > k, 0.0, hi)
-            step = total / mass * (tl.log(k) - tl.log(total))  # exact in the tail of the sigmoid
-            step = tl.where((step > lo) & (step < hi) & (left % 3 != 0), step, lo / 2 + hi / 2)
-            close = (tl.abs(total - k) < tl.minimum(k, 2.0) / 8) | (lo >= hi)
-            step = tl.where(close, 0.0, step)
-            moved = nu + (delta + step)
-            delta = (delta + step) - (moved - nu)
-            nu = moved
-            lo = lo - step
-            hi = hi - step
-            left = tl.where(close, 0, left - 1)
-    return -nu, delta
+    ended = tl.where(k == 0, float("-inf"), tl.where(k == live, float("inf"), float("nan")))
+    ended = tl.where(n_bad > 0, float("nan"), ended)
+    # No branch around the loops: Triton visits what is in one twice.
+    solvable = (k > 0) & (k < live) & (n_bad == 0)
+    delta = tl.full((), 0.0, tl.float32)
+    even = (log2(k) - log2(live - k)) * LN2
+    lo = even - top
+    hi = even - bottom
+    # The probabilities are e / (1 + e) of exponentials; for 1 + e the mean is taken that these have as weights.
+    total = tl.zeros((WIDE,), tl.float32)
+    square = tl.zeros((WIDE,), tl.float32)
+    for j in range(0, _end(n, BLOCK, ONE), BLOCK):
+        x = _scores(held, x_ptr, d_ptr, row, n, width, label, _tile(j, WIDE, BLOCK), TARGET, ONE)
+        w = exp2((_point(x, pivot, over, TARGET) - top) * LOG2E)
+        a, b = sum2(w, w * w, 0)
+        total += a
+        square += b
+    mass, squares = sum2(total, square, 0)
+    lost = tl.minimum(k * squares / mass, 0.75 * mass)
+    sparse = (log2(k) - log2(mass - lost)) * LN2 - top
+    good = (sparse >= lo) & (hi - lo < float("inf"))
+    nu = tl.where(good, sparse, lo / 2 + hi / 2)
+    lo = lo - nu
+    hi = hi - nu
+    # The sum is at least k, and less than that of the exponentials. Else as many halvings as the largest interval
+    # needs; one or two steps are the rule, of which the first are Newton's.
+    slack = tl.minimum(k, 2.0) * 0.5
+    left = tl.where(solvable & ~(good & (k * lost < slack * (mass - lost))), 152, 0)
+    while left > 0:
+        total = tl.zeros((WIDE,), tl.float32)
+        square = tl.zeros((WIDE,), tl.float32)
+        for j in range(0, _end(n, BLOCK, ONE), BLOCK):
+            x = _scores(held, x_ptr, d_ptr, row, n, width, label, _tile(j, WIDE, BLOCK), TARGET, ONE)
+            y = rcp(1 + exp2(((_point(x, pivot, over, TARGET) + nu) + delta) * -LOG2E))
+            a, b = sum2(y, y * y, 0)
+            total += a
+            square += b
+        mass, squares = sum2(total, square, 0)
+        lo = tl.where(mass < k, 0.0, lo)
+        hi = tl.where(mass > k, 0.0, hi)
+        step = mass / (mass - squares) * ((log2(k) - log2(mass)) * LN2)  # exact in the tail of the sigmoid
+        step = tl.where((step > lo) & (step < hi) & (left % 3 != 0), step, lo / 2 + hi / 2)
+        close = (tl.abs(mass - k) < slack) | (lo >= hi)
+        step = tl.where(close, 0.0, step)
+        moved = nu + (delta + step)
+        delta = (delta + step) - (moved - nu)
+        nu = moved
+        lo = lo - step
+        hi = hi - step
+        left = tl.where(close, 0, left - 1)
+    return tl.where(solvable, -nu, 0.0), tl.where(solvable, delta, ended)
 
 
 @triton.jit
-def _over_k(x, pivot, number0, number1):
-    """Scores less the pivot over k tau in float64; as `_own` has rounded them where that has moved them far."""
-    k = number_of(number0)
-    value = (x.to(tl.float64) - pivot) * (1.0 / (k.to(tl.float64) * number1))
-    rounded = scaled(x - pivot.to(tl.float32), 1.0 / (k * number1)).to(tl.float64)
-    return tl.where(tl.abs(value - rounded) < 0.01, value, rounded)
+def _over_k(x, pivot, over, rest):
+    """Scores less the pivot, times over + rest, which is 1 / (k tau): as `_point` rounds them, and what that has lost.
+
+    Where rounding has moved them far, it has lost nothing.
+    """
+    d = x - pivot
+    back = d - x
+    lost = (x - (d - back)) - (pivot + back)  # d + lost is x - pivot
+    value = scaled(d, over)
+    low = tl.fma(d, over, -value) + (d * rest + lost * over)
+    return value, tl.where(tl.abs(low) < 0.01, low, 0.0)
 
 
 @triton.jit
-def _add_add_add_most(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, tl.maximum(a3, b3)
-
-
-@triton.jit
-def _own(x, share, weight, cols, BLOCK: tl.constexpr):
-    """The first label of a row (BLOCK: none), its score and weight, the others, their number, and the largest score."""
-    label = tl.min(tl.where(share > 0, cols, BLOCK), 0)
-    own = cols == label
-    rest = tl.where(own | (share < 0), float("-inf"), x)
-    score = tl.where(own, x, 0.0)
-    weight = tl.where(own, weight, 0.0)
-    others = (rest != float("-inf")).to(tl.float32)
-    pivot = tl.where(is_finite(rest), rest, float("-inf"))
-    if COMPILED:
-        score, weight, others, pivot = tl.reduce((score, weight, others, pivot), 0, _add_add_add_most)
+def _first_label(
+    d_ptr, row, n, width, TARGET: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr
+):  # fmt: skip
+    """The first label of a row; n where there is none."""
+    if TARGET == "dense":
+        first = tl.zeros((WIDE,), tl.int32) + n
+        for j in range(0, _end(n, BLOCK, ONE), BLOCK):
+            cols = _tile(j, WIDE, BLOCK)
+            share = load_shares(d_ptr, row, n, width, cols, TARGET)
+            first = tl.minimum(first, tl.min(tl.where(share > 0, cols, n), 0))
+        return tl.min(first, 0)
     else:
-        score, weight, others, pivot = tl.sum(score, 0), tl.sum(weight, 0), tl.sum(others, 0), tl.max(pivot, 0)
-    return label, score, weight, rest, others, tl.where(is_finite(pivot), pivot, 0.0)
+        first = tl.full((), 0, tl.int32) + n
+        for i in range(width):
+            label = tl.load(d_ptr + row * width + i).to(tl.int32)
+            first = tl.where((label >= 0) & (label < first), label, first)
+        return first
 
 
 @triton.jit
 def _distances(
-    x_ptr, d_ptr, row, n, width, center, delta, label, pivot, number0, number1, cols, TARGET: tl.constexpr
+    held, x_ptr, d_ptr, row, n, width, center, delta, label, pivot, over, rest, cols, TARGET: tl.constexpr,
+    ONE: tl.constexpr,
 ):  # fmt: skip
-    """exp(-|x + nu|) of classes in float64, which of them are above the threshold, and which scores are finite.
+    """exp(-|x + nu|) of classes, which of them are above the threshold, and which scores are finite.
 
     Every pass has the same numbers, and rounding does what a change of the scores in their last digit would do.
     """
-    x = load_scores(x_ptr, row, n, cols)
+    x = _scores(held, x_ptr, d_ptr, row, n, width, label, cols, TARGET, ONE)
+    delta = tl.maximum(tl.minimum(delta, 3e38), -3e38)  # an infinite score keeps its sign against it
     if TARGET == "none":
         z = (x - center) + delta
     else:
-        x = tl.where(cols == label, float("-inf"), x)
-        if TARGET == "dense":
-            x = tl.where(load_shares(d_ptr, row, n, width, cols, TARGET) >= 0, x, float("-inf"))
-        z = ((_over_k(x, pivot.to(tl.float64), number0, number1) - center) + delta).to(tl.float32)
-    z = tl.where(tl.abs(x) == float("inf"), x, z)
-    return exp(-tl.abs(z)).to(tl.float64), z > 0, is_finite(x)
+        value, low = _over_k(x, pivot, over, rest)
+        z = ((value - center) + delta) + low
+        z = tl.where(tl.abs(x) == float("inf"), x, z)
+    t = tl.maximum(-tl.abs(z), -200.0)
+    whole = t * LOG2E
+    low = tl.fma(t, LOG2E, -whole) + t * LOG2E_LOW
+    e = exp2(whole)
+    return e + e * (low * LN2), z > 0, is_finite(x)
 
 
 @triton.jit
-def _add_powers(sums, place, e, term, k):
-    """Add to a vector the sums of terms times powers of e, five at a time."""
-    for m in range(1, k + 1, 5):
-        second = term * e
-        third = second * e
-        fourth = third * e
-        fifth = fourth * e
-        a, b, c, d, f = sum5(term, second, third, fourth, fifth, 0)
-        at = place - m
-        later = tl.where(at == 2, c, tl.where(at == 3, d, tl.where(at == 4, f, 0.0)))
-        sums += tl.where(at == 0, a, tl.where(at == 1, b, later))
-        term = fifth * e
-    return sums
+def _inverse(value):
+    """1 / value in float64 but for the last digits, of numbers that float32 has too."""
+    r = rcp(value.to(tl.float32)).to(tl.float64)
+    r = r * (2.0 - value * r)
+    return r * (2.0 - value * r)
 
 
 @triton.jit
-def _list(into_ptr, above, value, many, room):
-    """Write the values of classes above the threshold one after another, after `many`; return how many there are."""
-    count = above.to(tl.int32)
-    at = many + tl.cumsum(count, 0) - 1
-    tl.store(into_ptr + at, value, mask=above & (at < room))
-    return many + tl.sum(count, 0)
+def _upstream(u_ptr, row, u_row, u_col, n, cols):
+    """The upstream gradient of classes: one per class, or one for all of them where their distance is 0.
+
+    A distance that is known to be 1 leaves the tile as it is; another kernel for 0 would have to be compiled.
+    """
+    same = tl.load(u_ptr + row * u_row).to(tl.float32)
+    many = tl.where(u_col != 0, n, 0)
+    return tl.load(u_ptr + (row * u_row + cols), mask=cols < many, other=same).to(tl.float32)
+
+
+@triton.jit
+def _powers(m, e, factor):
+    """Five powers of e times a factor, from e^m on."""
+    square = e * e
+    t0 = e * factor
+    if m > 1:
+        for _ in range(1, m, 5):
+            t0 = t0 * (square * square * e)
+    t1 = t0 * e
+    t2 = t0 * square
+    return t0, t1, t2, t1 * square, t2 * square
+
+
+@triton.jit
+def _five(place, m, a, b, c, d, e):
+    """A vector with five numbers from place m on, elsewhere 0."""
+    at = place - m
+    later = tl.where(at == 2, c, tl.where(at == 3, d, tl.where(at == 4, e, 0.0)))
+    return tl.where(at == 0, a, tl.where(at == 1, b, later))
+
+
+@triton.jit
+def _power_sums(
+    held, x_ptr, d_ptr, u_ptr, row, n, width, u_row, u_col, center, delta, label, pivot, over, rest, place, m,
+    some,
+    TARGET: tl.constexpr, UPSTREAM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Five power sums of a row from e^m on as vectors, below and above the threshold; and how many are above it.
+
+    Where `some` is false, there are none of these: the rule, which takes half of the time.
+    """
+    a0 = tl.zeros((WIDE,), tl.float64)
+    a1 = a0
+    a2 = a0
+    a3 = a0
+    a4 = a0
+    b0 = a0
+    b1 = a0
+    b2 = a0
+    b3 = a0
+    b4 = a0
+    many = tl.zeros((WIDE,), tl.int32)
+    for j in range(0, _end(n, BLOCK, ONE), BLOCK):
+        cols = _tile(j, WIDE, BLOCK)
+        e, above, finite = _distances(
+            held, x_ptr, d_ptr, row, n, width, center, delta, label, pivot, over, rest, cols, TARGET, ONE
+        )
+        factor = tl.full((), 1.0, tl.float64)
+        if UPSTREAM:
+            factor = tl.where(finite, _upstream(u_ptr, row, u_row, u_col, n, cols), 0.0).to(tl.float64)
+        t0, t1, t2, t3, t4 = _powers(m, e.to(tl.float64), factor)
+        c0, c1, c2, c3, c4 = sum5(t0, t1, t2, t3, t4, 0)
+        a0 += c0
+        a1 += c1
+        a2 += c2
+        a3 += c3
+        a4 += c4
+        if some:
+            zero = tl.zeros_like(t0)
+            c0, c1, c2, c3, c4 = sum5(
+                tl.where(above, t0, zero), tl.where(above, t1, zero), tl.where(above, t2, zero),
+                tl.where(above, t3, zero), tl.where(above, t4, zero), 0,
+            )  # fmt: skip
+            b0 += c0
+            b1 += c1
+            b2 += c2
+            b3 += c3
+            b4 += c4
+            many += tl.sum(above.to(tl.int32), 0)
+    low = _five(place, m, *sum5(a0, a1, a2, a3, a4, 0))
+    high = tl.zeros_like(low)
+    count = tl.full((), 0, tl.int32)
+    if some:
+        high = _five(place, m, *sum5(b0, b1, b2, b3, b4, 0))
+        count = tl.sum(many, 0)
+        low -= high
+    return low, high, count
 
 
 @triton.jit
@@ -187,41 +354,47 @@ def _signed(place, value):
 
 
 @triton.jit
-def _expand(sums, listed, place, most, DEGREES: tl.constexpr):
-    """The polynomials of the small classes, by Newton's identities from their power sums, and of the listed others."""
-    over = 1.0 / tl.maximum(place, 1).to(tl.float64)
-    sums = _signed(place, sums)
-    low = sums
-    high = tl.where(place == 0, 1.0, 0.0).to(tl.float64)
-    for j in range(1, most + 1):
-        a = tl.gather(low * over, place * 0 + j, 0)
-        low = tl.where(place == j, a, low + a * _pick(sums, place - j, DEGREES))
-        high += tl.gather(listed, place * 0 + (j - 1), 0) * _pick(high, place - 1, DEGREES)
-    return tl.where(place == 0, 1.0, low), high
+def _same(value, at):
+    """The number of a vector at one place, in all places."""
+    return tl.gather(value, tl.zeros_like(value).to(tl.int32) + at, 0)
 
 
 @triton.jit
-def _change(sums, low, listed, rises, place, k, most, DEGREES: tl.constexpr):
-    """The changes of the polynomials of `_expand`, from power sums with weights; between them the second of these."""
-    value = tl.zeros_like(low)
-    high = tl.where(place == 0, 1.0, 0.0).to(tl.float64)
-    rise = tl.zeros_like(low)
-    sums = _signed(place, sums)
-    for j in range(1, most + 1):
-        value += tl.gather(sums, place * 0 + j, 0) * _pick(low, place - j, DEGREES)
-        e = tl.gather(listed, place * 0 + (j - 1), 0)
-        before = _pick(high, place - 1, DEGREES)
-        rise += e * _pick(rise, place - 1, DEGREES) + tl.gather(rises, place * 0 + (j - 1), 0) * before
-        high += e * before
-    return tl.where(place <= k, value, 0.0), high, rise
+def _expand(low, high, place, k, many, DEGREES: tl.constexpr):
+    """Polynomials of degrees k and `many` by Newton's identities from their power sums."""
+    over = _inverse(tl.maximum(place, 1).to(tl.float64))
+    low_sums = _signed(place, low)
+    high_sums = _signed(place, high)
+    low = low_sums
+    high = high_sums
+    for j in range(1, tl.maximum(k, many) + 1):
+        a = _same(low * over, j)
+        b = _same(high * over, j)
+        low = tl.where(place == j, a, low + a * _pick(low_sums, place - j, DEGREES))
+        high = tl.where(place == j, b, high + b * _pick(high_sums, place - j, DEGREES))
+    low = tl.where(place == 0, 1.0, tl.where(place <= k, low, 0.0))
+    return low, tl.where(place == 0, 1.0, tl.where(place <= many, high, 0.0))
+
+
+@triton.jit
+def _change(low_sums, high_sums, low, high, place, k, many, DEGREES: tl.constexpr):
+    """The changes of the polynomials of `_expand`, from power sums with the changes of the logarithms as weights."""
+    low_change = tl.zeros_like(low)
+    high_change = tl.zeros_like(low)
+    low_sums = _signed(place, low_sums)
+    high_sums = _signed(place, high_sums)
+    for j in range(1, tl.maximum(k, many) + 1):
+        low_change += _same(low_sums, j) * _pick(low, place - j, DEGREES)
+        high_change += _same(high_sums, j) * _pick(high, place - j, DEGREES)
+    return low_change, tl.where(place <= many, high_change, 0.0)
 
 
 @triton.jit
 def _joined(low, high, place, many, last, DEGREES: tl.constexpr):
     """The sum over a <= last of S_a E_(many - place + a)."""
     value = tl.zeros_like(low)
-    for a in range(0, last + 1):
-        value += tl.gather(low, place * 0 + a, 0) * _pick(high, many - place + a, DEGREES)
+    for j in range(0, many + 1):  # a is place - many + j
+        value += _same(high, j) * _pick(low, tl.where(place - many + j <= last, place - many + j, -1), DEGREES)
     return value
 
 
@@ -238,122 +411,164 @@ def marginals(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, DEGREES: tl.constexpr,
+    WIDE: tl.constexpr, ONE: tl.constexpr, DEGREES: tl.constexpr,
 ):  # fmt: skip
     """The probability of each class in subsets of k; with labels the smooth top-k SVM loss and its gradient."""
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    x = load_scores(x_ptr, row, n, cols)
     size = number_of(number0)
     k = size.to(tl.int32)
     label = tl.full((), -1, tl.int32)
     pivot = tl.full((), 0.0, tl.float32)
     if TARGET != "none":
-        share = load_shares(d_ptr, row, n, width, cols, TARGET)
-        weight = load_weight(e_ptr, row, e_row, e_col, n, cols)
-        label, score, weight, x, others, pivot = _own(x, share, weight, cols, BLOCK)
-        x = scaled(x - pivot, 1.0 / (size * number1))
+        label = _first_label(d_ptr, row, n, width, TARGET, WIDE, BLOCK, ONE)
+    held = pivot
+    if ONE:
+        held = _load_scores(x_ptr, d_ptr, row, n, width, label, _tile(0, WIDE, BLOCK), TARGET)
+    live, n_top, n_bad, top, bottom = _counts(held, x_ptr, d_ptr, row, n, width, label, TARGET, WIDE, BLOCK, ONE)
+    over = 1.0 / (size * number1)
+    rest = (1.0 / (size.to(tl.float64) * number1) - over).to(tl.float32)
+    if TARGET != "none":
         size = size - 0.5
-    center, delta = _tilt(x, size)
+        pivot = tl.where(is_finite(top), top, 0.0)
+        top = scaled(top - pivot, over)
+        bottom = scaled(bottom - pivot, over)
+    center, delta = _tilt(
+        held, x_ptr, d_ptr, row, n, width, label, pivot, over, size, live, n_top, n_bad, top, bottom,
+        TARGET, WIDE, BLOCK, ONE,
+    )  # fmt: skip
 
     place = tl.arange(0, DEGREES)
     here = extra_ptr + row * (HEAD + VECTORS * DEGREES)
     vectors = here + HEAD
-    room = k * 2 + 1  # for classes above the threshold
-    sums = tl.zeros((DEGREES,), tl.float64)
+    low = tl.zeros((DEGREES,), tl.float64)
+    high = tl.zeros((DEGREES,), tl.float64)
+    some = (n_top > 0) | ((top - center) + delta > 0)
+    m = 1
     many = tl.full((), 0, tl.int32)
-    if BLOCK > CHUNK:
-        for j in range(0, n, CHUNK):
-            at = j + tl.arange(0, CHUNK)
-            e, above, _ = _distances(
-                x_ptr, d_ptr, row, n, width, center, delta, label, pivot, number0, number1, at, TARGET
-            )
-            sums = _add_powers(sums, place, e, tl.where(above, 0.0, e), k)
-            many = _list(vectors + ABOVE * DEGREES, above, e, many, room)
-    else:
-        e, above, finite = _distances(
-            x_ptr, d_ptr, row, n, width, center, delta, label, pivot, number0, number1, cols, TARGET
-        )
-        sums = _add_powers(sums, place, e, tl.where(above, 0.0, e), k)
-        many = _list(vectors + ABOVE * DEGREES, above, e, many, room)
-    many = tl.minimum(many, room)
-    most = tl.maximum(many, k)
-    tl.debug_barrier()  # other threads have written
-    listed = tl.load(vectors + ABOVE * DEGREES + place, mask=place < many, other=0.0)
-    low, high = _expand(sums, listed, place, most, DEGREES)
+    most = k
+    while m <= most:
+        a, b, many = _power_sums(
+            held, x_ptr, d_ptr, e_ptr, row, n, width, 0, 0, center, delta, label, pivot, over, rest, place, m,
+            some, TARGET, False, WIDE, BLOCK, ONE,
+        )  # fmt: skip
+        low += a
+        high += b
+        many = tl.minimum(many, k * 2 + 2)
+        most = tl.maximum(many, k)
+        m += 5
+    low, high = _expand(low, high, place, k, many, DEGREES)
     value = _joined(low, high, place, many, k, DEGREES)
-    whole = _at(value, place, k)
-    over = 1.0 / whole
-    value = value * over
+    whole = _same(value, k)
+    inverse = _inverse(whole)
+    value = value * inverse
     slope = tl.full((), 0.0, tl.float64)
+    score = pivot
     if TARGET == "none":
         tl.store(here, center.to(tl.float64))
         tl.store(here + 1, delta.to(tl.float64))
         tl.store(here + 2, many.to(tl.float64))
-        tl.store(vectors + SMALL * DEGREES + place, low * over, mask=place <= k)
-        score = pivot
+        tl.store(vectors + SMALL * DEGREES + place, low * inverse)
+        tl.store(vectors + ABOVE * DEGREES + place, high)
+        tl.store(vectors + WHOLE * DEGREES + place, value)
     else:
         # The marginals in subsets of k classes less those in subsets of k - 1.
         fewer = _joined(low, high, place - 1, many, k - 1, DEGREES)
-        over = 1.0 / _at(fewer, place, k)
-        value -= fewer * over
-        labelled = label < BLOCK
-        active = labelled & (others >= k) & (score != float("inf"))  # next to which there are no others
+        inverse = _inverse(_same(fewer, k))
+        value -= fewer * inverse
+        labelled = label < n
+        score = tl.load(x_ptr + (row * n + label), mask=labelled, other=0.0).to(tl.float32)
+        weight = tl.full((), 1.0, tl.float32)
+        if e_ptr is not None:
+            weight = tl.load(e_ptr + (row * e_row + label * e_col), mask=labelled, other=0).to(tl.float32)
+        # Next to a label at +inf there are no others.
+        active = labelled & (live + n_top + n_bad >= k) & (score != float("inf"))
+        ratio = _at(whole * inverse, place, k)
         loss, slope = _svm_loss(
-            whole * over, center, delta, score, tl.where(active, weight, 0.0), pivot, number0, number1, number2
+            ratio, center, delta, score, tl.where(active, weight, 0.0), pivot, over, rest, number0, number1, number2
         )
         loss = tl.where(active, loss, 0.0)
         slope = tl.where(active, slope, 0.0)
         tl.store(loss_ptr + row, loss.to(tl.float32))
         tl.store(counts_ptr + row, labelled.to(tl.int8))
     if GRADIENT:
-        factors = vectors + WHOLE * DEGREES
-        tl.store(factors + place, value, mask=place <= k + many)
-        tl.debug_barrier()  # other threads read it
-        if BLOCK > CHUNK:
-            for j in range(0, n, CHUNK):
-                at = j + tl.arange(0, CHUNK)
-                e, above, finite = _distances(
-                    x_ptr, d_ptr, row, n, width, center, delta, label, pivot, number0, number1, at, TARGET
-                )
-                _store_marginals(
-                    out_ptr, factors, row, n, at, e, above, finite, k, many, delta, slope, score, label, TARGET
-                )
-        else:
-            _store_marginals(
-                out_ptr, factors, row, n, cols, e, above, finite, k, many, delta, slope, score, label, TARGET
+        table = _floats(vectors + FACTORS * DEGREES)
+        below, beyond = _factors(table, value, place, k, DEGREES, ONE)
+        for j in range(0, _end(n, BLOCK, ONE), BLOCK):
+            at = _tile(j, WIDE, BLOCK)
+            e, above, finite = _distances(
+                held, x_ptr, d_ptr, row, n, width, center, delta, label, pivot, over, rest, at, TARGET, ONE
             )
+            y = _horner(table, below, place, e, k, ONE)
+            if many > 0:
+                other = _horner(table + DEGREES, beyond, place, e, many, ONE)
+                y = tl.where(above, 1 - other if TARGET == "none" else -other, y)
+            if TARGET == "none":
+                y = tl.where(y < 0, 0.0, tl.where(y > 1, 1.0, y))
+                y = tl.where(delta == delta, y, float("nan"))
+            else:
+                fall = slope.to(tl.float32)
+                y = tl.where(finite, fall * y, 0.0)
+                y = tl.where(at == label, tl.where(tl.abs(score) < float("inf"), -fall, 0.0), y)
+                y = tl.where(fall == 0, 0.0, y)
+            store_row(out_ptr, row, n, at, y)
 
 
 @triton.jit
-def _store_marginals(
-    out_ptr, factors, row, n, at, e, above, finite, k, many, delta, slope, score, label, TARGET: tl.constexpr
-):  # fmt: skip
-    """Write the probabilities of classes, or the gradient of the SVM loss, from the factors of the powers of e."""
-    y = tl.zeros_like(e)
-    most = tl.maximum(k, many)
-    for i in range(1, most + 1):
-        m = most - i
-        below = tl.load(factors + (k - 1 - m), mask=m < k, other=0.0)
-        over = tl.load(factors + (k + 1 + m), mask=m < many, other=0.0)
-        y = tl.where(above, over, below) - y * e
-    y = y * e
-    if TARGET == "none":
-        y = tl.where(above, 1 - y, y)
-        y = tl.where(y < 0, 0.0, tl.where(y > 1, 1.0, y))
-        store_row(out_ptr, row, n, at, tl.where(delta == delta, y, float("nan")))
+def _floats(ptr):
+    return ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit
+def _factors(table, value, place, k, DEGREES: tl.constexpr, ONE: tl.constexpr):
+    """The numbers of a vector below degree k, from the largest down, and those above it, in float32.
+
+    Where a row has several tiles, they are written for all threads: to pass them on takes longer than to read them.
+    """
+    below = _pick(value, (k - 1) - place, DEGREES).to(tl.float32)
+    beyond = _pick(value, (k + 1) + place, DEGREES).to(tl.float32)
+    if not ONE:
+        tl.store(table + place, below)
+        tl.store(table + (DEGREES + place), beyond)
+        tl.debug_barrier()
+    return below, beyond
+
+
+@triton.jit
+def _next_five(table, vector, place, m, ONE: tl.constexpr):
+    """Five factors from place m on, as numbers."""
+    if ONE:
+        at = place - m
+        return sum5(
+            tl.where(at == 0, vector, 0.0), tl.where(at == 1, vector, 0.0), tl.where(at == 2, vector, 0.0),
+            tl.where(at == 3, vector, 0.0), tl.where(at == 4, vector, 0.0), 0,
+        )  # fmt: skip
     else:
-        y = tl.where(finite, slope * tl.where(above, -y, y), 0.0)
-        y = tl.where(at == label, tl.where(tl.abs(score) < float("inf"), -slope, 0.0), y)
-        store_row(out_ptr, row, n, at, tl.where(slope == 0, 0.0, y))
+        here = table + m
+        return tl.load(here), tl.load(here + 1), tl.load(here + 2), tl.load(here + 3), tl.load(here + 4)
 
 
 @triton.jit
-def _svm_loss(ratio, center, delta, score, weight, pivot, number0, number1, number2):
+def _horner(table, vector, place, e, count, ONE: tl.constexpr):
+    """The product of e and the alternating polynomial of e that has so many factors; after them there are zeros."""
+    y = tl.zeros_like(e)
+    m = (count - 1) // 5 * 5
+    while m >= 0:
+        a, b, c, d, f = _next_five(table, vector, place, m, ONE)
+        y = d - (f - y * e) * e
+        y = a - (b - (c - y * e) * e) * e
+        m -= 5
+    return y * e
+
+
+@triton.jit
+def _svm_loss(ratio, center, delta, score, weight, pivot, over, rest, number0, number1, number2):
     """The loss tau softplus(alpha / tau + log e_k - log e_(k-1) - x_y / (k tau)), and its slope by x_y / k."""
     k = number_of(number0).to(tl.float64)
     tau = number_of(number1).to(tl.float64)
-    z = (tl.log(ratio) - delta) + (center - _over_k(score, pivot.to(tl.float64), number0, number1))
+    near = ratio.to(tl.float32)
+    log = tl.log(near).to(tl.float64) + (ratio - near) / near  # what rounding has lost is small
+    value, low = _over_k(score, pivot, over, rest)
+    z = (log - delta) + ((center.to(tl.float64) - value) - low)
     z += number_of(number2).to(tl.float64) / tau
     soft, _, p, _ = logistics(z.to(tl.float32))
     return weight * tau * soft, weight * p / k
@@ -365,7 +580,7 @@ def marginals_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, DEGREES: tl.constexpr,
+    WIDE: tl.constexpr, ONE: tl.constexpr, DEGREES: tl.constexpr,
 ):  # fmt: skip
     """The derivative of the probabilities along the upstream gradient: their matrix of derivatives is symmetric."""
     row = tl.program_id(0).to(tl.int64)
@@ -376,70 +591,61 @@ def marginals_backward(
     center = tl.load(here).to(tl.float32)
     delta = tl.load(here + 1).to(tl.float32)
     many = tl.load(here + 2).to(tl.int32)
-    # What was not written is read too, since to wait for `many` would take longer.
-    low = tl.where(place <= k, tl.load(vectors + SMALL * DEGREES + place), 0.0)
-    listed = tl.where(place < many, tl.load(vectors + ABOVE * DEGREES + place), 0.0)
-    old = tl.where(place <= k + many, tl.load(vectors + WHOLE * DEGREES + place), 0.0)
-    sums = tl.zeros((DEGREES,), tl.float64)
-    # A score that grows makes e larger below the threshold, and smaller above it.
-    if BLOCK > CHUNK:
-        count = tl.full((), 0, tl.int32)
-        for j in range(0, n, CHUNK):
-            at = j + tl.arange(0, CHUNK)
-            e, above, finite, u = _with_upstream(
-                x_ptr, d_ptr, e_ptr, row, n, width, e_row, e_col, center, delta, at, TARGET
-            )
-            sums = _add_powers(sums, place, e, tl.where(above, 0.0, e * u), k)
-            count = _list(vectors + RISE * DEGREES, above, -(e * u), count, many)
-    else:
-        cols = tl.arange(0, BLOCK)
-        e, above, finite, u = _with_upstream(
-            x_ptr, d_ptr, e_ptr, row, n, width, e_row, e_col, center, delta, cols, TARGET
-        )
-        sums = _add_powers(sums, place, e, tl.where(above, 0.0, e * u), k)
-        _list(vectors + RISE * DEGREES, above, -(e * u), 0, many)
-    tl.debug_barrier()  # other threads have written
-    rises = tl.load(vectors + RISE * DEGREES + place, mask=place < many, other=0.0)
-    change, high, rise = _change(sums, low, listed, rises, place, k, tl.maximum(many, k), DEGREES)
-    value = _joined(change, high, place, many, k, DEGREES) + _joined(low, rise, place, many, k, DEGREES)
+    low = tl.load(vectors + SMALL * DEGREES + place)
+    high = tl.load(vectors + ABOVE * DEGREES + place)
+    old = tl.load(vectors + WHOLE * DEGREES + place)
+    held = center
+    if ONE:
+        held = _load_scores(x_ptr, d_ptr, row, n, width, 0, _tile(0, WIDE, BLOCK), TARGET)
+    low_sums = tl.zeros((DEGREES,), tl.float64)
+    high_sums = tl.zeros((DEGREES,), tl.float64)
+    for m in range(1, tl.maximum(many, k) + 1, 5):
+        a, b, _ = _power_sums(
+            held, x_ptr, d_ptr, e_ptr, row, n, width, e_row, e_col, center, delta, 0, 0.0, 1.0, 1.0, place, m,
+            many > 0, TARGET, True, WIDE, BLOCK, ONE,
+        )  # fmt: skip
+        low_sums += a
+        high_sums -= b  # a score that grows makes e larger below the threshold, and smaller above it
+    low_change, high_change = _change(low_sums, high_sums, low, high, place, k, many, DEGREES)
+    value = _joined(low_change, high, place, many, k, DEGREES) + _joined(low, high_change, place, many, k, DEGREES)
     # The factors are divided by the one of degree k, which changes too.
-    value -= old * _at(value, place, k)
-    tl.store(vectors + CHANGE * DEGREES + place, value, mask=place <= k + many)
-    tl.debug_barrier()  # other threads read it
-    factors = vectors + WHOLE * DEGREES
-    if BLOCK > CHUNK:
-        for j in range(0, n, CHUNK):
-            at = j + tl.arange(0, CHUNK)
-            e, above, finite, u = _with_upstream(
-                x_ptr, d_ptr, e_ptr, row, n, width, e_row, e_col, center, delta, at, TARGET
-            )
-            _store_change(out_ptr, factors, row, n, at, e, above, finite, u, k, many, delta, DEGREES)
-    else:
-        _store_change(out_ptr, factors, row, n, cols, e, above, finite, u, k, many, delta, DEGREES)
+    value -= old * _same(value, k)
+    table = _floats(vectors + FACTORS * DEGREES)
+    changes = _floats(vectors + CHANGES * DEGREES)
+    below, beyond = _factors(table, old, place, k, DEGREES, ONE)
+    rise, fall = _factors(changes, value, place, k, DEGREES, ONE)
+    for j in range(0, _end(n, BLOCK, ONE), BLOCK):
+        at = _tile(j, WIDE, BLOCK)
+        e, above, finite = _distances(
+            held, x_ptr, d_ptr, row, n, width, center, delta, 0, 0.0, 1.0, 1.0, at, TARGET, ONE
+        )
+        u = tl.where(finite, _upstream(e_ptr, row, e_row, e_col, n, at), 0.0)
+        y = _horner_change(table, below, changes, rise, place, e, u * e, k, ONE)
+        if many > 0:
+            other = _horner_change(table + DEGREES, beyond, changes + DEGREES, fall, place, e, -u * e, many, ONE)
+            y = tl.where(above, -other, y)
+        y = tl.where(finite, tl.where(delta == delta, y, float("nan")), 0.0)
+        store_row(out_ptr, row, n, at, y)
 
 
 @triton.jit
-def _with_upstream(
-    x_ptr, d_ptr, u_ptr, row, n, width, u_row, u_col, center, delta, at, TARGET: tl.constexpr
-):  # fmt: skip
-    """What `_distances` finds, and the upstream gradient of finite scores."""
-    e, above, finite = _distances(x_ptr, d_ptr, row, n, width, center, delta, 0, 0.0, 1.0, 1.0, at, TARGET)
-    return e, above, finite, tl.where(finite, load_weight(u_ptr, row, u_row, u_col, n, at), 0.0).to(tl.float64)
-
-
-@triton.jit
-def _store_change(out_ptr, factors, row, n, at, e, above, finite, u, k, many, delta, DEGREES: tl.constexpr):
-    """Write the changes of probabilities, from the factors of the powers of e and their changes, DEGREES * 2 on."""
+def _horner_change(table, vector, changes, change, place, e, rise, count, ONE: tl.constexpr):
+    """The change of `_horner`, from those of e and of the factors."""
     y = tl.zeros_like(e)
-    most = tl.maximum(k, many)
-    for i in range(1, most + 1):
-        m = most - i
-        below = factors + (k - 1 - m)
-        over = factors + (k + 1 + m)
-        a = tl.load(below, mask=m < k, other=0.0) * (m + 1)
-        b = tl.load(over, mask=m < many, other=0.0) * (m + 1)
-        c = tl.load(below + 2 * DEGREES, mask=m < k, other=0.0)
-        d = tl.load(over + 2 * DEGREES, mask=m < many, other=0.0)
-        y = (u * tl.where(above, b, a) + tl.where(above, -d, c)) - y * e
-    y = tl.where(delta == delta, y * e, float("nan"))
-    store_row(out_ptr, row, n, at, tl.where(finite, y, 0.0))
+    dy = tl.zeros_like(e)
+    m = (count - 1) // 5 * 5
+    while m >= 0:
+        a0, a1, a2, a3, a4 = _next_five(table, vector, place, m, ONE)
+        b0, b1, b2, b3, b4 = _next_five(changes, change, place, m, ONE)
+        dy = (b4 - rise * y) - dy * e
+        y = a4 - y * e
+        dy = (b3 - rise * y) - dy * e
+        y = a3 - y * e
+        dy = (b2 - rise * y) - dy * e
+        y = a2 - y * e
+        dy = (b1 - rise * y) - dy * e
+        y = a1 - y * e
+        dy = (b0 - rise * y) - dy * e
+        y = a0 - y * e
+        m -= 5
+    return rise * y + dy * e

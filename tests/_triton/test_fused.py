@@ -197,17 +197,27 @@ def test_rows_longer_than_a_block(monkeypatch, watched):
 
 
 @pytest.mark.slow
-def test_subsets_of_rows_longer_than_registers(monkeypatch, watched):
+def test_two_way_gradients_of_many_rows(monkeypatch):
     from lastlayer._triton import fused
 
-    monkeypatch.setattr(fused, "_chunk", lambda block: 32)
+    monkeypatch.setattr(fused, "MANY", 2)
+    for kind, scale, reduction in (("hard", "wide", "mean"), ("soft", "offset", "sum")):
+        given = case(ll.two_way_loss, {}, 6, 20, scale, kind, reduction)
+        check_as_accurate(*three(monkeypatch, ll.two_way_loss, *given), f"{kind}, {scale}")
+
+
+@pytest.mark.slow
+def test_subsets_of_rows_longer_than_a_tile(monkeypatch, watched):
+    from lastlayer._triton import fused
+
+    monkeypatch.setattr(fused, "MANY", 2)
     for name in ("marginals 5", "svm 5"):
         function, options = (LOSSES | PROJECTIONS)[name]
         if name in PROJECTIONS:
-            x = scores(3, 200, "normal").to(DEVICE)
+            x = scores(3, 600, "normal").to(DEVICE)
             given = x, (), options, torch.randn(x.shape).to(DEVICE)
         else:
-            given = case(function, options, 3, 200, "normal", "unknown")
+            given = case(function, options, 3, 600, "normal", "unknown")
         check_as_accurate(*three(monkeypatch, function, *given), name)
     assert all(done for _, done in watched), watched
 
