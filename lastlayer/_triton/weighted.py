@@ -14,15 +14,17 @@ from torch import Tensor
 from lastlayer._threshold.budget import Budget
 from lastlayer._triton import INTERPRETED
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.launch import launch
+from lastlayer._triton.ahead import Launch, launch_all
 from lastlayer._triton.weighted_gradients import gradients
 from lastlayer._triton.weighted_long import backward_row, forward_row
+from lastlayer._triton.weighted_rare import rare
 from lastlayer._triton.weighted_resident import resident
 from lastlayer._triton.weighted_settle import settle
 from lastlayer._triton.weighted_shared import shared
 
 LONGEST = 16384  # classes of a row held in registers, with their weights
 MOST = 1 << 22  # classes of a row; one program takes longer for more of them than plain torch
+SETTLE = {"GROUP": 256, "C": 512, "num_warps": 8}  # rows at a time that the last kernel looks at, and classes of one
 STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
 LONG: dict[int, dict[str, int]] = {  # the same for its values; a row of float32 has a multiprocessor to itself
     4: {"W": 2, "C": 4096, "num_warps": 32},
@@ -37,6 +39,10 @@ SHARED: dict[int, shapes.Table] = {
     4: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
     2: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
 }
+UNBOUNDED: dict[int, shapes.Table] = {  # with nothing but weights to hold
+    4: SHARED[4],
+    2: ((256, 32), (768, 16), (8192, 64), (LONGEST, 40)),
+}
 BACKWARD: dict[int, shapes.Table] = {
     4: ((8192, 8), (LONGEST, 20)),
     2: ((8192, 8), (LONGEST, 20)),
@@ -44,7 +50,8 @@ BACKWARD: dict[int, shapes.Table] = {
 HELD = 8192  # classes up to which a thread holds their weights; those of longer rows are read again from the cache
 MOST_REGISTERS = 255  # of a thread
 REGISTERS = 128  # of a thread where they are not held, so that a multiprocessor has two rows at once
-WARPS = 32  # per multiprocessor, where programs take rows in turn
+# Of the last step: what the values follow to float32 rounding, or need not follow.
+TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.002, torch.float16: 0.0005}
 
 
 def unfit(x: Tensor, *terms: Tensor | None) -> str:
@@ -58,7 +65,7 @@ def unfit(x: Tensor, *terms: Tensor | None) -> str:
 
 
 @functools.cache
-def _programs(device: int) -> int:
+def _processors(device: int) -> int:
     return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -74,18 +81,26 @@ def _lines(plan: shapes.Plan, x: Tensor) -> int:
 def _registers(n: int, itemsize: int, bounded: bool, warps: int) -> int:
     """Registers per thread of `shared`, the fastest that were tried: spilled ones take long to come back.
 
-    A row of 8,193 to 10,240 classes has a multiprocessor to itself, and registers for the scores of the next.
+    A row of 8,193 to 10,240 classes of float32 has a multiprocessor to itself, and registers for the next one's scores.
     """
     if n > HELD:
         wanted = MOST_REGISTERS if itemsize == 4 or bounded else REGISTERS
+    elif itemsize == 2 and not bounded and n > 768:
+        wanted = 248
     else:
         wanted = 168 if bounded or n <= 1024 else REGISTERS
     return min(wanted, 65536 // (32 * warps) // 8 * 8)
 
 
-def _skip(plan: shapes.Plan, n: int) -> int:
+def _programs(device: int, registers: int, warps: int) -> int:
+    """Programs that run at once. A warp has its registers in one of the four parts of a multiprocessor."""
+    return _processors(device) * min(32, max(1, 16384 // (32 * registers) * 4 // warps))
+
+
+def _skip(plan: shapes.Plan, n: int, itemsize: int) -> int:
     """The first guess of `shared` is made of one class in so many, which are neighbours of one thread."""
-    return min(1 if n < 1000 else 2 if n < 2048 else 4, plan.tiles["C"] // (plan.warps * 32 // plan.rows))
+    wanted = 1 if n < 1000 else 2 if n < 2048 and itemsize == 4 else 4
+    return min(wanted, plan.tiles["C"] // (plan.warps * 32 // plan.rows))
 
 
 def _float32(value: float) -> float:
@@ -97,7 +112,7 @@ class _Given:
     """Scores, weights and bounds as the kernels take them."""
 
     def __init__(self, budget: Budget) -> None:
-        x, terms, mask, temperature, _ = budget
+        x, terms, mask, temperature, at_most = budget
         self.n = x.shape[-1]
         self.rows = x.numel() // self.n
         self.x = x.contiguous().view(self.rows, self.n)
@@ -107,6 +122,9 @@ class _Given:
         held = [_term_of(t, x) for t in terms]
         self.pointers = [self.x if t is None else t for t, _ in held]
         self.given = {name: kind for name, (_, kind) in zip(("WEIGHT", "LOWER", "UPPER"), held, strict=True)}
+        self.bounded = self.given["LOWER"] + self.given["UPPER"] > 0
+        self.at_most = at_most
+        self.constants = {"MASKED": self.masked, **self.given, "AT_MOST": at_most}
 
 
 def _term_of(value: Tensor | None, x: Tensor) -> tuple[Tensor | None, int]:
@@ -118,9 +136,12 @@ def _term_of(value: Tensor | None, x: Tensor) -> tuple[Tensor | None, int]:
     return value.expand(x.shape).contiguous(), 2
 
 
-def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Return y and nu, in float64 ``(..., 1)``; `k` is one number, or float64, ``(..., 1)``."""
-    logits, at_most = budget.logits, budget.at_most
+def forward(budget: Budget, k: Tensor | float, wanted: tuple[bool, ...] | None = None) -> tuple[Tensor, Tensor]:
+    """Return y and nu, in float64 ``(..., 1)``; `k` is one number, or float64, ``(..., 1)``.
+
+    `wanted` is that of the backward pass, if there will be one: on a first call it is compiled meanwhile.
+    """
+    logits = budget.logits
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     nu = logits.new_empty((*logits.shape[:-1], 1), dtype=torch.float64)
     if logits.numel() == 0:
@@ -133,44 +154,69 @@ def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
     else:
         high = _float32(k)
         k, k_row = high, (0, k - high)
-    constants = {"MASKED": g.masked, **g.given, "AT_MOST": at_most}
-    tolerance = 0.0052 if logits.dtype == torch.float32 else 0.05  # of r: the error in nu is at most 0.42 r^3
-    if g.n > LONGEST:
-        align = shapes.alignment(g.n)
-        launch(
-            forward_row, (g.rows,), g.x, g.m, k, *g.pointers, out, nu, g.n // align, *g.m_strides, *k_row,
-            g.inv_t, ALIGN=align, **constants, TOL=tolerance, **LONG[logits.element_size()],
-        )  # fmt: skip
-    elif not g.masked and max(g.given.values()) < 2:
-        p = shapes.plan(g.n, SHARED, logits.element_size())
-        registers = _registers(g.n, logits.element_size(), g.given["LOWER"] + g.given["UPPER"] > 0, p.warps)
-        programs = _programs(logits.get_device()) * max(1, 4 * (512 // registers) // p.warps)  # as many as fit
-        launch(
-            shared, (min(programs, shapes.cdiv(g.rows, p.rows)),), g.x, k, *g.pointers, out, nu, g.rows,
-            g.n // p.align, *k_row, g.inv_t, **_tiles(p), **g.given, AT_MOST=at_most,
-            TOL=0.002 if logits.dtype == torch.float32 else 0.02, PREFETCH=1 if registers == MOST_REGISTERS else 2,
-            LINES=_lines(p, g.x), N=g.n if p.align == shapes.alignment(g.n) else 0, SKIP=_skip(p, g.n),
-            num_warps=p.warps, **({} if INTERPRETED else {"maxnreg": registers}),
-        )  # fmt: skip
-    else:
-        p = shapes.plan(g.n, FORWARD, logits.element_size())
-        few = g.n > HELD and p.warps * REGISTERS <= 1024 and not INTERPRETED
-        options = {"maxnreg": REGISTERS} if few else {}
-        launch(
-            resident, (shapes.cdiv(g.rows, p.rows),), g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n // p.align,
-            *g.m_strides, *k_row, g.inv_t, **_tiles(p), **constants, TOL=tolerance, HELD=g.n <= HELD,
-            num_warps=p.warps, **options,
-        )  # fmt: skip
-    group = min(256, max(1, shapes.power_of_2(g.rows // 2048 + 1)))
-    launch(
-        settle, (shapes.cdiv(g.rows, group),), g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n, *g.m_strides,
-        *k_row, g.inv_t, GROUP=group, C=min(max(32, shapes.power_of_2(g.n)), 1024), **constants, num_warps=4,
+    each = shapes.cdiv(g.rows, 2 * _processors(g.x.get_device()))  # rows per program: all of them run at once
+    last = Launch(
+        settle, (shapes.cdiv(g.rows, each),),
+        (g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n, each, *g.m_strides, *k_row, g.inv_t),
+        {**SETTLE, **g.constants},
     )  # fmt: skip
+    general = None if g.n > LONGEST else shapes.shared(g.n)
+
+    def later() -> list[Launch]:
+        others = [nu.new_empty(4, dtype=torch.float32) if asked else None for asked in wanted or ()]
+        return [_backward(g, general, nu, out, out, nu, others)]
+
+    launch_all([_forward(g, general, k, k_row, out, nu), last], None if wanted is None else later)
     return out, nu
 
 
+def _forward(
+    g: _Given, general: shapes.Plan | None, k: Tensor | float, k_row: tuple[int, float | None], out: Tensor, nu: Tensor
+) -> Launch:
+    """The kernel that solves most rows: for long ones, for a length that is rarely met, for shared weights, or any."""
+    pointers, strides = (g.x, g.m, k, *g.pointers, out, nu), (*g.m_strides, *k_row, g.inv_t)
+    tolerance = 0.0052 if out.dtype == torch.float32 else 0.05  # of r: the error in nu is at most 0.42 r^3
+    constants = {**g.constants, "TOL": tolerance}
+    if general is None:
+        align = shapes.alignment(g.n)
+        constants |= {"ALIGN": align, **LONG[out.element_size()]}
+        return Launch(forward_row, (g.rows,), (*pointers, g.n // align, *strides), constants)
+    together = not g.masked and max(g.given.values()) < 2
+    table = FORWARD if not together else SHARED if g.bounded else UNBOUNDED
+    p = shapes.plan(g.n, table, out.element_size())
+    grid = (shapes.cdiv(g.rows, p.rows),)
+    if p is general:
+        constants |= {"R": p.rows, "C": p.tiles["C"], "W": p.tiles["WA"], "num_warps": p.warps}
+        return Launch(rare, grid, (*pointers, g.rows, g.n, *strides), constants)
+    if together:
+        return _shared(g, p, k, k_row, out, nu)
+    few = g.n > HELD and p.warps * REGISTERS <= 1024 and not INTERPRETED
+    constants |= {**_tiles(p), "HELD": g.n <= HELD, "num_warps": p.warps, **({"maxnreg": REGISTERS} if few else {})}
+    return Launch(resident, grid, (*pointers, g.rows, g.n // p.align, *strides), constants)
+
+
+def _shared(
+    g: _Given, p: shapes.Plan, k: Tensor | float, k_row: tuple[int, float | None], out: Tensor, nu: Tensor
+) -> Launch:
+    """Rows that share their weights and bounds: as many programs as fit, which take the same number of rows each."""
+    registers = _registers(g.n, out.element_size(), g.bounded, p.warps)
+    tiles = {name: p.tiles[name] for name in ("R", "C", "WA", "WB", "WC", "FULL")}
+    blocks = shapes.cdiv(g.rows, p.rows)
+    most = _programs(out.get_device(), registers, p.warps)
+    return Launch(
+        shared, (shapes.cdiv(blocks, shapes.cdiv(blocks, most)),),
+        (g.x, k, *g.pointers, out, nu, g.rows, *k_row, g.inv_t),
+        {
+            **tiles, **g.given, "AT_MOST": g.at_most, "TOL": TOLERANCE[out.dtype], "LIGHT": out.dtype != torch.float32,
+            "AHEAD": registers == MOST_REGISTERS, "LINES": _lines(p, g.x), "N": g.n,
+            "SKIP": _skip(p, g.n, out.element_size()), "num_warps": p.warps,
+            **({} if INTERPRETED else {"maxnreg": registers}),
+        },
+    )  # fmt: skip
+
+
 def backward(
-    budget: Budget, nu: Tensor, grad: Tensor, wanted: tuple[bool, bool, bool]
+    budget: Budget, nu: Tensor, grad: Tensor, wanted: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return the gradients of logits, k, and of those of weight, lower and upper that are wanted."""
     logits = budget.logits
@@ -179,22 +225,27 @@ def backward(
     if logits.numel() == 0:
         return grad_x, grad_k.zero_(), others
     g = _Given(budget)
-    arguments = (
-        g.x, g.m, *g.pointers, nu, grad.contiguous(), grad_x, grad_k, *(grad_x if o is None else o for o in others),
-    )  # fmt: skip
-    constants = {"MASKED": g.masked, **g.given, "AT_MOST": budget.at_most}
-    constants |= dict(zip(("BY_W", "BY_L", "BY_U"), wanted, strict=True))
-    if g.n > LONGEST:
-        align = shapes.alignment(g.n)
-        launch(
-            backward_row, (g.rows,), *arguments, g.n // align, *g.m_strides, g.inv_t, ALIGN=align, **constants, **STREAM
-        )
-    else:
-        p = shapes.plan(g.n, BACKWARD, logits.element_size())
-        # With a few registers more, a multiprocessor has one row of 16 warps at a time instead of two.
-        few = p.warps == 16 and g.n <= HELD and not any(wanted) and not INTERPRETED
-        launch(
-            gradients, (shapes.cdiv(g.rows, p.rows),), *arguments, g.rows, g.n // p.align, *g.m_strides, g.inv_t,
-            **_tiles(p), **constants, num_warps=p.warps, **({"maxnreg": 64} if few else {}),
-        )  # fmt: skip
+    p = None if g.n > LONGEST else shapes.plan(g.n, BACKWARD, logits.element_size())
+    launch_all([_backward(g, p, nu, grad.contiguous(), grad_x, grad_k, others)])
     return grad_x, grad_k, others
+
+
+def _backward(
+    g: _Given, p: shapes.Plan | None, nu: Tensor, grad: Tensor, grad_x: Tensor, grad_k: Tensor,
+    others: list[Tensor | None],
+) -> Launch:  # fmt: skip
+    """Launch the gradients of rows that programs hold by a plan, or of longer ones."""
+    wanted = [other is not None for other in others]
+    pointers = (
+        g.x, g.m, *g.pointers, nu, grad, grad_x, grad_k, *(grad_x if other is None else other for other in others),
+    )  # fmt: skip
+    constants = g.constants | dict(zip(("BY_W", "BY_L", "BY_U"), wanted, strict=True))
+    if p is None:
+        align = shapes.alignment(g.n)
+        sizes = (g.n // align, *g.m_strides, g.inv_t)
+        return Launch(backward_row, (g.rows,), (*pointers, *sizes), {"ALIGN": align, **constants, **STREAM})
+    # With a few registers more, a multiprocessor has one row of 16 warps at a time instead of two.
+    few = p.warps == 16 and g.n <= HELD and p is not shapes.shared(g.n) and not any(wanted) and not INTERPRETED
+    options = {**_tiles(p), **constants, "num_warps": p.warps, **({"maxnreg": 64} if few else {})}
+    sizes = (g.rows, g.n // p.align, *g.m_strides, g.inv_t)
+    return Launch(gradients, (shapes.cdiv(g.rows, p.rows),), (*pointers, *sizes), options)

@@ -47,7 +47,7 @@ def _max2(a0, a1, b0, b1):
 
 
 @triton.jit
-def _largest2(a, b, axis: tl.constexpr):
+def largest2(a, b, axis: tl.constexpr):
     if COMPILED:
         return tl.reduce((a, b), axis, _max2)
     else:
@@ -55,7 +55,7 @@ def _largest2(a, b, axis: tl.constexpr):
 
 
 @triton.jit
-def _max_w(tile):
+def max_w(tile):
     """The largest over w: shape (R, C)."""
     if ROWS_FIRST:
         return tl.max(tile, 1)
@@ -102,7 +102,7 @@ def _load_pairs(
 def _sides(w_ptr, row, n, first, W, C, FULL: tl.constexpr, WEIGHT: tl.constexpr):
     """The largest weight of either sign of a tile, over its w."""
     weight = term_tile(w_ptr, row, n, first, W, C, FULL, WEIGHT, 1.0)
-    return _max_w(weight), _max_w(-weight)
+    return max_w(weight), max_w(-weight)
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _unit_of(
         q0, q1 = _sides(w_ptr, row, n, (WA + WB) * C, WC, C, FULL, WEIGHT)
         up = tl.maximum(up, q0)
         down = tl.maximum(down, q1)
-    up, down = _largest2(up, down, 1)
+    up, down = largest2(up, down, 1)
     return unit_above(tl.maximum(up, down)), down > 0
 
 
@@ -156,11 +156,11 @@ def _shape(
 @triton.jit
 def _narrowest(da, db, dc, WB: tl.constexpr, WC: tl.constexpr):
     """The largest of the negative widths of each row: positive if a bound is on the wrong side."""
-    wrong = _max_w(-da)
+    wrong = max_w(-da)
     if WB > 0:
-        wrong = tl.maximum(wrong, _max_w(-db))
+        wrong = tl.maximum(wrong, max_w(-db))
     if WC > 0:
-        wrong = tl.maximum(wrong, _max_w(-dc))
+        wrong = tl.maximum(wrong, max_w(-dc))
     return tl.max(wrong, 1)
 
 

@@ -42,8 +42,9 @@ from lastlayer._triton.weighted_parts import (
     term,
     term_tile,
     two_floats,
+    unit_above,
 )
-from lastlayer._triton.weighted_resident import SPREAD, _load_pairs, _narrowest, _shape, _unit_of
+from lastlayer._triton.weighted_resident import SPREAD, largest2, max_w
 
 FAR = tl.constexpr(1.2)  # of a goal's logarithm: how far away the step from a guess may be the only one
 NEAR = tl.constexpr(0.3)  # the longest step that values can follow
@@ -138,22 +139,29 @@ def _finite_guess(
 
 
 @triton.jit
-def _limits(
-    w_ptr, l_ptr, u_ptr, row, n, C: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr
+def _terms(
+    w_ptr, l_ptr, u_ptr, row, n, first, W, C, FULL: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
 ):  # fmt: skip
-    """What the classes are certain to give, and what they can give beyond it, in float64, for finite scores."""
-    row = row[:, None]
-    sure = tl.zeros(row.shape, tl.float64)
-    total = tl.zeros(row.shape, tl.float64)
-    for start in range(0, n, C):
-        cols = start + tl.arange(0, C)[None, :]
-        weight = term(w_ptr, row, 0, cols, n, WEIGHT > 0, 1.0).to(tl.float64)
-        lower = term(l_ptr, row, 0, cols, n, LOWER > 0, 0.0).to(tl.float64)
-        upper = term(u_ptr, row, 0, cols, n, UPPER > 0, 1.0).to(tl.float64)
-        weight = tl.where(cols < n, weight, 0.0)
-        sure += tl.sum(weight * tl.where(weight < 0, upper, lower), 1)[:, None]
-        total += tl.sum(tl.abs(weight) * (upper - lower), 1)[:, None]
-    return tl.sum(sure, 1), tl.sum(total, 1)
+    """Weights and bounds of a tile, 0 beyond the row."""
+    weight = term_tile(w_ptr, row, n, first, W, C, FULL, WEIGHT, 1.0)
+    lower = term_tile(l_ptr, row, n, first, W, C, FULL, LOWER, 0.0)
+    return weight, lower, term_tile(u_ptr, row, n, first, W, C, FULL, UPPER, 1.0)
+
+
+@triton.jit
+def _largest(weight):
+    """The largest weight of either sign of a tile, over its w."""
+    return max_w(weight), max_w(-weight)
+
+
+@triton.jit
+def _limits(weight, lower, upper):
+    """What a tile is certain to give, and what it can give beyond it, in float64, for finite scores; over its w."""
+    weight = weight.to(tl.float64)
+    lower = lower.to(tl.float64)
+    upper = upper.to(tl.float64)
+    return sum_w(weight * tl.where(weight < 0, upper, lower)), sum_w(tl.abs(weight) * (upper - lower))
 
 
 @triton.jit
@@ -167,13 +175,6 @@ def _some(tile, SKIP: tl.constexpr):
         if SKIP > 2:
             tile, _ = tl.split(tl.reshape(tile, (A, B, C // 4, 2)))
     return tile
-
-
-@triton.jit
-def _moment_tile(z, w, a):
-    """Sums of a z, a z^2 and a w z, over a tile's w."""
-    az = a * z
-    return sum_w(az), sum_w(az * z), sum_w(az * w)
 
 
 @triton.jit
@@ -211,22 +212,69 @@ def _sums3(e, w, a):
 
 
 @triton.jit
-def _moved(e, w, move):
-    """The values of a tile after a step."""
-    return rcp(tl.fma(e, exp2(w * by_row(move)), 1.0))
-
-
-@triton.jit
-def _moved_again(y, w, move):
-    """The same from the values; a value near 1 bears short steps only."""
-    return y * rcp(tl.fma(1 - y, exp2(w * by_row(move)), y))
-
-
-@triton.jit
-def _sums2(y, w, a):
-    """The terms of the sum and of its derivative, over a tile's w."""
+def _sums2(y, w, a, LIGHT: tl.constexpr):
+    """The terms of the sum and of its derivative, over a tile's w; LIGHT: of the sum alone."""
     ay = a * y
-    return sum_w(ay), sum_w(ay * tl.fma(w * -1.0, y, w))
+    if LIGHT:
+        return sum_w(ay), sum_w(ay)
+    else:
+        return sum_w(ay), sum_w(ay * tl.fma(w * -1.0, y, w))
+
+
+@triton.jit
+def _normed(weight, lower, upper, inv_unit, BOUNDED: tl.constexpr):
+    """The weights w of a tile without their signs and divided by the unit, and a, the same times widths."""
+    w = tl.abs(weight) * by_row(inv_unit)
+    a = w
+    if BOUNDED:
+        a = w * (upper - lower)
+    return w, a
+
+
+@triton.jit
+def _shape(lower, upper, w, a, SKIP: tl.constexpr):
+    """Sums of a w, of a w^2 and of every SKIPth a, over a tile's w; and the least width."""
+    return sum_w(a * w), sum_w(a * w * w), sum_w(_some(a, SKIP)), tl.min(-max_w(lower - upper), 1)
+
+
+@triton.jit
+def _moments(z, w, a, SKIP: tl.constexpr):
+    """Sums of a z, a z^2 and a w z of every SKIPth class, over a tile's w."""
+    z = _some(z, SKIP)
+    az = _some(a, SKIP) * z
+    return sum_w(az), sum_w(az * z), sum_w(az * _some(w, SKIP))
+
+
+@triton.jit
+def _first_pass(z, w, a, side, center):
+    """(1 - y) / y of a tile at the center, and its sums."""
+    e = _odds(z, w, side, center)
+    f, s1, s2 = _sums3(e, w, a)
+    return e, f, s1, s2
+
+
+@triton.jit
+def _next_pass(e, w, a, move):
+    """The same after a long step."""
+    e = e * exp2(w * by_row(move))
+    f, s1, s2 = _sums3(e, w, a)
+    return e, f, s1, s2
+
+
+@triton.jit
+def _moved(e, w, a, move, LIGHT: tl.constexpr):
+    """The values of a tile after a step, and their sums."""
+    y = rcp(tl.fma(e, exp2(w * by_row(move)), 1.0))
+    f, mass = _sums2(y, w, a, LIGHT)
+    return y, f, mass
+
+
+@triton.jit
+def _moved_again(y, w, a, move):
+    """The same from the values; a value near 1 bears short steps only."""
+    y = y * rcp(tl.fma(1 - y, exp2(w * by_row(move)), y))
+    f, mass = _sums2(y, w, a, False)
+    return y, f, mass
 
 
 @triton.jit
@@ -269,10 +317,15 @@ def _second(f, f0, mass, s1, s2, step):
 @triton.jit
 def _write_tile(
     y, w, out_ptr, l_ptr, u_ptr, row, n, step, first, W, C, FULL: tl.constexpr, LOWER: tl.constexpr,
-    UPPER: tl.constexpr,
+    UPPER: tl.constexpr, LIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of a tile after the last step: what first order leaves out is below the rounding of float32."""
-    out = tl.fma(w * by_row(step), tl.fma(y * -1.0, y, y), y)
+    """Write the values of a tile after the last step: what first order leaves out is below the rounding of float32.
+
+    LIGHT: as they are, since the step is too short to be seen.
+    """
+    out = y
+    if not LIGHT:
+        out = tl.fma(w * by_row(step), tl.fma(y * -1.0, y, y), y)
     if LOWER + UPPER > 0:
         upper = term_tile(u_ptr, row * 0, n, first, W, C, FULL, UPPER, 1.0)
         if LOWER > 0:
@@ -306,72 +359,91 @@ def _write_again(
         tl.store(out_ptr + row * n + cols, out.to(out_ptr.dtype.element_ty), mask=(cols < n) & (row >= 0))
 
 
-@triton.jit(do_not_specialize=["rows", "units"])
+@triton.jit(do_not_specialize=["rows"])
 def shared(
-    x_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, units, k_row, k_low, inv_t,
-    ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
-    FULL: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    AT_MOST: tl.constexpr, TOL: tl.constexpr, PREFETCH: tl.constexpr, LINES: tl.constexpr, N: tl.constexpr,
-    SKIP: tl.constexpr,
+    x_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, k_row, k_low, inv_t,
+    R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr, FULL: tl.constexpr,
+    WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr, TOL: tl.constexpr,
+    LIGHT: tl.constexpr, AHEAD: tl.constexpr, LINES: tl.constexpr, N: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """R rows at a time per program, which reads the weights and bounds once.
 
-    A row that is not solved has a nu of nan, and nothing else is written that stays.
+    A row that is not solved has a nu of nan, and nothing else is written that stays. LIGHT: a last step shorter than
+    TOL is not followed by the values. AHEAD: the scores of the next rows are loaded before they are needed, not only
+    brought into the cache.
     """
-    n = N if N > 0 else units * ALIGN
+    n: tl.constexpr = N
     BOUNDED: tl.constexpr = LOWER + UPPER > 0
     FULL_A: tl.constexpr = FULL or WB > 0
     FULL_B: tl.constexpr = FULL or WC > 0
     AT_B: tl.constexpr = WA * C
     AT_C: tl.constexpr = (WA + WB) * C
-    LEFT: tl.constexpr = 4 * TOL * TOL * TOL  # the error in nu that a last step may leave
+    LEFT: tl.constexpr = 1.0 if LIGHT else 4 * TOL * TOL * TOL  # the error in nu that a last step may leave
     blocks = (rows + R - 1) // R
     some = tl.arange(0, R).to(tl.int64)
     any_row = some * 0
-    unit, down = _unit_of(w_ptr, any_row, n, WA, WB, WC, C, FULL, WEIGHT)
-    inv_unit = 1 / unit
-    turned = tl.max(down.to(tl.int32), 0) > 0
-    wa, da, wb, db, wc, dc = _load_pairs(
-        w_ptr, l_ptr, u_ptr, any_row, n, inv_unit, WA, WB, WC, C, FULL, WEIGHT, LOWER, UPPER
-    )
-    total, w1, w2 = _shape(wa, wa, da, wb, wb, db, wc, wc, dc, WB, WC, BOUNDED, False)
-    sound = is_finite(total + w1 + w2)
-    if BOUNDED:
-        sound = sound & (_narrowest(da, db, dc, WB, WC) <= 0)
-        da = wa * da
-        db = wb * db
-        dc = wc * dc
-    else:
-        da = wa
-        db = wb
-        dc = wc
-    bad = tl.where(sound, 0.0, 1.0)
-    sure, room = _limits(w_ptr, l_ptr, u_ptr, any_row, n, C, WEIGHT, LOWER, UPPER)
+    _fetch(x_ptr, rows, n, tl.program_id(0), R, LINES)
+    va, la, ua = _terms(w_ptr, l_ptr, u_ptr, any_row, n, 0, WA, C, FULL_A, WEIGHT, LOWER, UPPER)
+    vb, lb, ub, vc, lc, uc = va, la, ua, va, la, ua
+    up, down = _largest(va)
+    sure, room = _limits(va, la, ua)
+    if WB > 0:
+        vb, lb, ub = _terms(w_ptr, l_ptr, u_ptr, any_row, n, AT_B, WB, C, FULL_B, WEIGHT, LOWER, UPPER)
+        up_too, down_too = _largest(vb)
+        up = tl.maximum(up, up_too)
+        down = tl.maximum(down, down_too)
+        sure_too, room_too = _limits(vb, lb, ub)
+        sure += sure_too
+        room += room_too
+    if WC > 0:
+        vc, lc, uc = _terms(w_ptr, l_ptr, u_ptr, any_row, n, AT_C, WC, C, FULL, WEIGHT, LOWER, UPPER)
+        up_too, down_too = _largest(vc)
+        up = tl.maximum(up, up_too)
+        down = tl.maximum(down, down_too)
+        sure_too, room_too = _limits(vc, lc, uc)
+        sure += sure_too
+        room += room_too
+    sure, room = sum2(sure, room, 1)
+    up, down = largest2(up, down, 1)
+    inv_unit = 1 / unit_above(tl.maximum(up, down))
+    turned = tl.max((down > 0).to(tl.int32), 0) > 0
+    wa, da = _normed(va, la, ua, inv_unit, BOUNDED)
+    wb, db, wc, dc = wa, da, wa, da
+    w1, w2, part, least = _shape(la, ua, wa, da, SKIP)
+    if WB > 0:
+        wb, db = _normed(vb, lb, ub, inv_unit, BOUNDED)
+        w1_too, w2_too, part_too, least_too = _shape(lb, ub, wb, db, SKIP)
+        w1 += w1_too
+        w2 += w2_too
+        part += part_too
+        least = tl.minimum(least, least_too)
+    if WC > 0:
+        wc, dc = _normed(vc, lc, uc, inv_unit, BOUNDED)
+        w1_too, w2_too, part_too, least_too = _shape(lc, uc, wc, dc, SKIP)
+        w1 += w1_too
+        w2 += w2_too
+        part += part_too
+        least = tl.minimum(least, least_too)
+    w1, w2 = sum2(w1, w2, 1)
+    over = rcp(tl.sum(part, 1))
+    bad = tl.where(is_finite(room) & is_finite(w1 + w2) & (least >= 0), 0.0, 1.0)
     scale = inv_unit.to(tl.float64)
     if k_low is not None:  # one budget for all rows
         certain = budget_of(k_ptr, k_low, any_row, 0) - sure
         c, goal, side, searched, met, logit, mean, square, c0, c1, c2, c3 = _aim(
             certain, room - certain, scale, bad, w1, w2
         )
-    some_total = sum_w(_some(da, SKIP))
-    if WB > 0:
-        some_total += sum_w(_some(db, SKIP))
-    if WC > 0:
-        some_total += sum_w(_some(dc, SKIP))
-    over = rcp(tl.sum(some_total, 1))
     row = tl.minimum(some + tl.program_id(0) * R, rows - 1)
     xa = _raw_tile(x_ptr, row, n, 0, WA, C, FULL_A)
-    xb = xa
-    xc = xa
+    xb, xc = xa, xa
     if WB > 0:
         xb = _raw_tile(x_ptr, row, n, AT_B, WB, C, FULL_B)
     if WC > 0:
         xc = _raw_tile(x_ptr, row, n, AT_C, WC, C, FULL)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         row = tl.minimum(some + block * R, rows - 1)
-        if PREFETCH == 2:
+        if not AHEAD:
             _fetch(x_ptr, rows, n, block + tl.num_programs(0), R, LINES)
-        if PREFETCH != 1:
             xa = _raw_tile(x_ptr, row, n, 0, WA, C, FULL_A)
             if WB > 0:
                 xb = _raw_tile(x_ptr, row, n, AT_B, WB, C, FULL_B)
@@ -384,7 +456,7 @@ def shared(
             zb = scaled(xb.to(tl.float32), inv_t)
         if WC > 0:
             zc = scaled(xc.to(tl.float32), inv_t)
-        if PREFETCH == 1:
+        if AHEAD:
             then = tl.minimum(some + (block + tl.num_programs(0)) * R, rows - 1)
             xa = _raw_tile(x_ptr, then, n, 0, WA, C, FULL_A)
             if WB > 0:
@@ -397,14 +469,14 @@ def shared(
                 zb = _turn(zb, w_ptr, any_row, n, AT_B, WB, C, FULL_B, WEIGHT)
             if WC > 0:
                 zc = _turn(zc, w_ptr, any_row, n, AT_C, WC, C, FULL, WEIGHT)
-        z1, z2, zw = _moment_tile(_some(za, SKIP), _some(wa, SKIP), _some(da, SKIP))
+        z1, z2, zw = _moments(za, wa, da, SKIP)
         if WB > 0:
-            m0, m1, m2 = _moment_tile(_some(zb, SKIP), _some(wb, SKIP), _some(db, SKIP))
+            m0, m1, m2 = _moments(zb, wb, db, SKIP)
             z1 += m0
             z2 += m1
             zw += m2
         if WC > 0:
-            m0, m1, m2 = _moment_tile(_some(zc, SKIP), _some(wc, SKIP), _some(dc, SKIP))
+            m0, m1, m2 = _moments(zc, wc, dc, SKIP)
             z1 += m0
             z2 += m1
             zw += m2
@@ -425,92 +497,85 @@ def shared(
             center = tl.where(tl.abs(center) < 1e30, center, finite)
         open_ = searched & (tl.abs(center) < 1e30)
         center = tl.where(open_, center, 0.0)
-        ea = _odds(za, wa, side, center)
+        ea, f0, s1, s2 = _first_pass(za, wa, da, side, center)
         eb = ea
         ec = ea
         if WB > 0:
-            eb = _odds(zb, wb, side, center)
+            eb, q0, q1, q2 = _first_pass(zb, wb, db, side, center)
+            f0 += q0
+            s1 += q1
+            s2 += q2
         if WC > 0:
-            ec = _odds(zc, wc, side, center)
-
-        delta = center * 0.0
+            ec, q0, q1, q2 = _first_pass(zc, wc, dc, side, center)
+            f0 += q0
+            s1 += q1
+            s2 += q2
+        f0, s1, s2 = sum3(f0, s1, s2, 1)
+        delta, far = _log_step(f0, goal, s1, s2)
+        lost = ~(open_ & (tl.abs(delta) < SPREAD))  # also nan
+        delta = tl.where(lost, 0.0, delta)
         step = delta
-        f0 = delta
-        s1 = delta
-        s2 = delta
-        lost = ~open_
-        worst = tl.max(open_.to(tl.float32), 0) * 9
+        worst = tl.max(tl.where(lost, 0.0, far), 0)
         left = PASSES
-        while (worst > FAR) & (left > 0):
-            if left < PASSES:  # the step before was a long one
-                move = step * -LOG2E
-                ea = ea * exp2(wa * by_row(move))
-                if WB > 0:
-                    eb = eb * exp2(wb * by_row(move))
-                if WC > 0:
-                    ec = ec * exp2(wc * by_row(move))
-            f0, s1, s2 = _sums3(ea, wa, da)
+        while (worst > FAR) & (left > 0):  # the step before was a long one
+            move = step * -LOG2E
+            ea, f0, s1, s2 = _next_pass(ea, wa, da, move)
             if WB > 0:
-                q0, q1, q2 = _sums3(eb, wb, db)
+                eb, q0, q1, q2 = _next_pass(eb, wb, db, move)
                 f0 += q0
                 s1 += q1
                 s2 += q2
             if WC > 0:
-                q0, q1, q2 = _sums3(ec, wc, dc)
+                ec, q0, q1, q2 = _next_pass(ec, wc, dc, move)
                 f0 += q0
                 s1 += q1
                 s2 += q2
             f0, s1, s2 = sum3(f0, s1, s2, 1)
             step, far = _log_step(f0, goal, s1, s2)
-            size = tl.where(open_, far, 0.0)
-            worst = tl.max(tl.where(size == size, size, 0.0), 0)
-            lost = lost | (open_ & ~(tl.abs(delta + step) < SPREAD))  # also nan
-            open_ = open_ & ~lost
-            step = tl.where(open_, step, 0.0)
+            lost = lost | ~(tl.abs(delta + step) < SPREAD)
+            step = tl.where(lost, 0.0, step)
+            worst = tl.max(tl.where(lost, 0.0, far), 0)
             delta = delta + step
             left -= 1
         left = tl.where(worst > FAR, 0, left)
         move = step * -LOG2E
-        ya = _moved(ea, wa, move)
+        ya, f, mass = _moved(ea, wa, da, move, LIGHT)
         yb = ya
         yc = ya
         if WB > 0:
-            yb = _moved(eb, wb, move)
-        if WC > 0:
-            yc = _moved(ec, wc, move)
-        f, mass = _sums2(ya, wa, da)
-        if WB > 0:
-            q0, q1 = _sums2(yb, wb, db)
+            yb, q0, q1 = _moved(eb, wb, db, move, LIGHT)
             f += q0
             mass += q1
         if WC > 0:
-            q0, q1 = _sums2(yc, wc, dc)
+            yc, q0, q1 = _moved(ec, wc, dc, move, LIGHT)
             f += q0
             mass += q1
-        f, mass = sum2(f, mass, 1)
-        s2, unsure = _second(f, f0, mass, s1, s2, step)
+        if LIGHT:
+            f = tl.sum(f, 1)
+            mass = s1 * exp2(step * s2 * rcp(s1) * LOG2E)
+            s2 = s2 * 0.0
+            unsure = s2
+        else:
+            f, mass = sum2(f, mass, 1)
+            s2, unsure = _second(f, f0, mass, s1, s2, step)
         over_mass = rcp(mass)
         r = (f - goal) * over_mass
-        size = tl.where(open_, tl.where(r * r * unsure > mass * LEFT, 1.0, tl.abs(r)), 0.0)
+        size = tl.where(lost, 0.0, tl.where(r * r * unsure > mass * LEFT, 1.0, tl.abs(r)))
         worst = tl.max(tl.where(size == size, size, 1.0), 0)
-        step = tl.where(open_, -r * (1 + 0.5 * r * s2 * over_mass), 0.0)  # Chebyshev's
+        step = tl.where(lost, 0.0, -r * (1 + 0.5 * r * s2 * over_mass))  # Chebyshev's
         while (worst > TOL) & (left > 0):
-            lost = lost | (open_ & ~(tl.abs(step) < NEAR))
-            open_ = open_ & ~lost
-            step = tl.where(open_, step, 0.0)
+            lost = lost | ~(tl.abs(step) < NEAR)
+            step = tl.where(lost, 0.0, step)
             delta = delta + step
             move = step * -LOG2E
             s1 = mass
-            ya = _moved_again(ya, wa, move)
-            f, mass = _sums2(ya, wa, da)
+            ya, f, mass = _moved_again(ya, wa, da, move)
             if WB > 0:
-                yb = _moved_again(yb, wb, move)
-                q0, q1 = _sums2(yb, wb, db)
+                yb, q0, q1 = _moved_again(yb, wb, db, move)
                 f += q0
                 mass += q1
             if WC > 0:
-                yc = _moved_again(yc, wc, move)
-                q0, q1 = _sums2(yc, wc, dc)
+                yc, q0, q1 = _moved_again(yc, wc, dc, move)
                 f += q0
                 mass += q1
             f, mass = sum2(f, mass, 1)
@@ -519,13 +584,13 @@ def shared(
             unsure = mass * tl.where(tl.abs(step) > 1e-3, tl.abs(step), 1.0)
             over_mass = rcp(mass)
             r = (f - goal) * over_mass
-            size = tl.where(open_, tl.where(r * r * unsure > mass * LEFT, 1.0, tl.abs(r)), 0.0)
+            size = tl.where(lost, 0.0, tl.where(r * r * unsure > mass * LEFT, 1.0, tl.abs(r)))
             worst = tl.max(tl.where(size == size, size, 1.0), 0)
-            step = tl.where(open_, -r * (1 + 0.5 * r * s2 * over_mass), 0.0)
+            step = tl.where(lost, 0.0, -r * (1 + 0.5 * r * s2 * over_mass))
             left -= 1
-        lost = lost | ~((size <= TOL) & (mass > digits) & (tl.abs(delta + step) < SPREAD))
         delta = delta + step
-        if TOL > SHORT:  # noqa: SIM102, since the first is a constant
+        lost = lost | ~((size <= TOL) & (mass > digits) & (tl.abs(delta) < SPREAD))
+        if not LIGHT:  # noqa: SIM102, since the first is a constant
             if worst > SHORT:
                 ya = _followed(ya, wa, step)
                 if WB > 0:
@@ -544,9 +609,9 @@ def shared(
         if again:
             _write_again(x_ptr, w_ptr, l_ptr, u_ptr, out_ptr, row, nu, n, inv_t, C, WEIGHT, LOWER, UPPER)
         else:
-            _write_tile(ya, wa, out_ptr, l_ptr, u_ptr, row, n, step, 0, WA, C, FULL_A, LOWER, UPPER)
+            _write_tile(ya, wa, out_ptr, l_ptr, u_ptr, row, n, step, 0, WA, C, FULL_A, LOWER, UPPER, LIGHT)
             if WB > 0:
-                _write_tile(yb, wb, out_ptr, l_ptr, u_ptr, row, n, step, AT_B, WB, C, FULL_B, LOWER, UPPER)
+                _write_tile(yb, wb, out_ptr, l_ptr, u_ptr, row, n, step, AT_B, WB, C, FULL_B, LOWER, UPPER, LIGHT)
             if WC > 0:
-                _write_tile(yc, wc, out_ptr, l_ptr, u_ptr, row, n, step, AT_C, WC, C, FULL, LOWER, UPPER)
+                _write_tile(yc, wc, out_ptr, l_ptr, u_ptr, row, n, step, AT_C, WC, C, FULL, LOWER, UPPER, LIGHT)
         tl.store(nu_ptr + row, tl.where(lost, float("nan"), nu))

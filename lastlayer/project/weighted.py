@@ -355,7 +355,8 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         logits, k, *given, mask, temperature, at_most, impl = inputs
-        out, nu = kernels(impl).forward(Budget(logits, given, mask, temperature, at_most), k)
+        wanted = {"wanted": tuple(ctx.needs_input_grad[2:5])} if impl == "triton" else {}
+        out, nu = kernels(impl).forward(Budget(logits, given, mask, temperature, at_most), k, **wanted)
         ctx.number = k if isinstance(k, float) else None
         ctx.save_for_backward(logits, None if isinstance(k, float) else k, *given, mask, nu)
         ctx.temperature, ctx.at_most, ctx.impl = temperature, at_most, impl

@@ -60,6 +60,28 @@ def test_agrees_with_plain_torch(kind, rows, n, per_row, scale):
 
 
 @pytest.mark.parametrize("kind", ["positive", "signs", "wide"])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_rarely_met_lengths(kind, per_row, monkeypatch):
+    from lastlayer._triton import plan
+
+    monkeypatch.setattr(plan, "PATIENCE", plan.OFTEN)
+    x, k, options = problem(6, 90, kind, 2.0, per_row)
+    x[1, 3], x[2, 4] = -torch.inf, torch.inf
+    k[2] += options["weight"].expand(6, 90)[2, 4].clamp(max=0).double()
+    k[5] = 1e-4
+    mask = torch.rand(6, 90, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE) > 0.1
+    wide = {name: None if value is None else value.double() for name, value in options.items()}
+    for function, more in ((ll.lml, {}), (ll.lml_at_most, {"temperature": 0.7}), (ll.lml, {"mask": mask})):
+        if "mask" in more:  # where a row without a solution has other gradients
+            x, k = x.clamp(-9, 9), torch.full_like(k, 0.3)
+        found = results(function, x, k, options, "triton", **more)
+        exact = results(function, x.double(), k, wide, "torch", **more)
+        for value, expected in zip(found, exact, strict=True):
+            room = 2e-5 * float(1 + expected.abs().nan_to_num().max())
+            torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=room, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["positive", "signs", "wide"])
 def test_long_rows(kind, monkeypatch):
     from lastlayer._triton import weighted
 
@@ -101,8 +123,27 @@ def test_rows_at_their_ends():
     assert y[2].isnan().all()
     y[[0, 1, 3]].sum().backward()
     assert leaf.grad[:3].eq(0).all()
+    positive = weight.abs()
+    for k, end in ((4 * (1 + 1e-7), 1), (-4e-7, 0)):  # out of reach by rounding alone
+        assert ll.lml(x, torch.tensor(k, dtype=DOUBLE), weight=positive, impl="triton").eq(end).all()
     free = ll.lml(x, 0.0, weight=torch.zeros(3, device=DEVICE), impl="triton")
     torch.testing.assert_close(free, torch.full_like(x, 0.5))
+
+
+@pytest.mark.parametrize("gap", [30.0, 100.0, 600.0])
+def test_rows_that_are_decided(gap):
+    """The classes above the gap add up to k: the sum is flat, and the tails on both sides say where nu is."""
+    x = torch.tensor([[1.0, -2.0, 0.5, 3.0, 0.0, -1.0], [0.0, 1.0, 2.0, -0.5, 0.3, 2.0]], device=DEVICE)
+    x[:, [1, 4, 5]] += gap
+    upper = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 0.25], device=DEVICE)
+    for weight in (torch.ones(6, device=DEVICE), torch.tensor([1.0, 2.0, 3.0, 1.5, 0.5, 4.0], device=DEVICE)):
+        for options in ({"weight": weight, "upper": None}, {"weight": weight, "upper": upper}):
+            share = weight if options["upper"] is None else weight * upper
+            k = share.double()[[1, 4, 5]].sum().expand(2).clone()
+            wide = {name: None if value is None else value.double() for name, value in options.items()}
+            exact = results(ll.lml, x.double(), k, wide, "torch")
+            for value, expected in zip(results(ll.lml, x, k, options, "triton"), exact, strict=True):
+                torch.testing.assert_close(value.double(), expected, rtol=1e-3, atol=2e-6)  # points of 300 in float32
 
 
 def test_bad_values_inside_a_tensor_make_their_row_nan():
