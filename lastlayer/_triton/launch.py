@@ -125,9 +125,9 @@ def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...],
     if not loaded.takes(options):
         return None
     with contextlib.suppress(Exception):  # the driver may be too old for it, or Triton tell arguments otherwise
-        one = loaded.stored(device, kernel, args, options)
-        if one is not None:
-            return loaded.load_stored(one, device)
+        stored = loaded.stored_key(device, kernel, args, options)
+        if stored is not None:
+            return loaded.load_stored(kernel, stored, device)
     with contextlib.suppress(
         Exception
     ):  # versions of Triton or torch that do it otherwise; or Triton will raise it again
@@ -148,7 +148,7 @@ def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
     if loaded.takes(options):
         constants = {name: value for name, value in options.items() if name != "num_warps"}
         key, _ = case_of(kernel, device, args, options["num_warps"], constants)
-        if loaded.stored(device, kernel, args, options) is None:
+        if loaded.stored_key(device, kernel, args, options) is None:
             wait_for_start()
             _early[key] = loaded.compile_for(loaded.target_of(device), kernel, args, options)
         return

@@ -68,15 +68,19 @@ def load(compiled: Any, device: int) -> Loaded:
     return Loaded(described(compiled), str(path), device, compiled)
 
 
-def stored(device: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> store.Kernel | None:
-    """Return the kernel for arguments and constants that comes with the package, if there is one."""
+def stored_key(device: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> str | None:
+    """Return the key of the kernel for arguments and constants that comes with the package, if there is one."""
     if torch.cuda.get_device_capability(device) < store.LEAST:
         return None
-    return store.find(kernel, key_of(target_of(device), kernel, args, options))
+    key = key_of(target_of(device), kernel, args, options)
+    return None if store.find(kernel, key) is None else key
 
 
-def load_stored(one: store.Kernel, device: int) -> Loaded:
-    """Load a kernel that comes with the package."""
+@functools.cache
+def load_stored(kernel: Any, key: str, device: int) -> Loaded:
+    """Load a kernel that comes with the package; once, though it may serve several patterns of arguments."""
+    one = store.find(kernel, key)
+    assert one is not None
     with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
         file.write(one.ptx)
         file.flush()

@@ -160,7 +160,7 @@ def torch_loads(kernel, monkeypatch):
     monkeypatch.setattr(loaded, "_launcher", found)
     monkeypatch.setattr(loaded, "compile_for", compile_for)
     monkeypatch.setattr(loaded, "target_of", lambda device: "target")
-    monkeypatch.setattr(loaded, "stored", lambda *given: None)
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: None)
     monkeypatch.setattr(launcher, "_early", {})
     return found, compiled, said
 
@@ -211,13 +211,18 @@ def test_what_comes_with_the_package_is_not_compiled(kernel, torch_loads, monkey
     found, compiled, _ = torch_loads
     types = ("*fp32", "constexpr", "i32", "fp32", "constexpr", "constexpr", "scratch")
     one = loaded.store.Kernel("name", 4, 80, types, b"text")
-    monkeypatch.setattr(loaded, "stored", lambda *given: one)
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: "key")
+    monkeypatch.setattr(loaded.store, "find", lambda kernel, key: one)
+    loaded.load_stored.cache_clear()
     x = torch.zeros(8)
     launcher.compile_early(kernel, (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})
     call(kernel, x)
+    call(kernel, x, n=16)  # another pattern, by the same kernel
     assert not compiled
     assert not launcher._early
-    assert found.launched == [(77, 3, 1, 1, 4, 80, "OifO", (x.data_ptr(), 5, 0.5, None), "stream")]
+    assert len(found.loaded) == 1
+    one, other = ((77, 3, 1, 1, 4, 80, "OifO", (x.data_ptr(), n, 0.5, None), "stream") for n in (5, 16))
+    assert found.launched == [one, other]
 
 
 def test_triton_launches_programs_that_wait_for_each_other(kernel, torch_loads):
@@ -243,15 +248,16 @@ def test_a_kernel_is_made_stored_and_found(monkeypatch, tmp_path):
     assert made.types[:3] == ("*fp32", "i32", "constexpr")
     assert made.ptx.startswith(b".version 8.0\n.target sm_80")
     weight = torch.zeros(96)
-    assert loaded.stored(0, kernel, (weight, 96), options) is None
+    assert loaded.stored_key(0, kernel, (weight, 96), options) is None
     key = loaded.key_of(build.TARGET, kernel, (weight, 64), options)
     store.write(store.file_of(kernel), {key: made})
     store.read.cache_clear()
-    assert loaded.stored(0, kernel, (weight, 96), options) == made
-    assert loaded.stored(0, kernel, (weight[1:], 96), options) is None  # starts at no multiple of 16 bytes
-    assert loaded.stored(0, kernel, (weight, 96), {**options, "num_warps": 4}) is None
+    assert store.find(kernel, key) == made
+    assert loaded.stored_key(0, kernel, (weight, 96), options) == key
+    assert loaded.stored_key(0, kernel, (weight[1:], 96), options) is None  # starts at no multiple of 16 bytes
+    assert loaded.stored_key(0, kernel, (weight, 96), {**options, "num_warps": 4}) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert loaded.stored(0, kernel, (weight, 96), options) is None
+    assert loaded.stored_key(0, kernel, (weight, 96), options) is None
     store.read.cache_clear()
     loaded.target_of.cache_clear()
 
