@@ -89,7 +89,7 @@ def filled(page: str, pattern: re.Pattern[str], sizes: set[int] | None, results:
 
 
 def felt(results: Path = RESULTS) -> str:
-    """Tables of what ``python -m benchmarks.felt`` measured: wall time per call, and lengths of rows that vary."""
+    """Tables of what ``python -m benchmarks.felt`` measured: wall time per call, lengths of rows that vary, and first calls."""
     out: list[str] = []
     for path in sorted(results.glob("felt_*.json")):
         data = json.loads(path.read_text("utf-8"))
@@ -110,10 +110,14 @@ def felt(results: Path = RESULTS) -> str:
         if varied:
             out += [
                 "",
-                "| rows of varying length, both ways | type | seconds | kernels compiled |",
+                "| rows of varying length, both ways | type | seconds | kernels compiled or loaded |",
                 "| --- | --- | ---: | ---: |",
             ]
             out += [f"| {row['name']} | {row['dtype']} | {row['s']} | {row['kernels']} |" for row in varied]
+        first = [row for row in data["rows"] if row["name"].startswith("first call")]
+        if first:
+            out += ["", "| with nothing cached | rows x n | type | seconds |", "| --- | --- | --- | ---: |"]
+            out += [f"| {row['name']} | {row['rows']} x {row['n']} | {row['dtype']} | {row['s']} |" for row in first]
     return "\n".join([*out, "", ""])
 
 
