@@ -57,10 +57,9 @@ def start_driver() -> None:
 
 
 def wait_for_start() -> None:
-    """Wait until Triton has its driver and its hash."""
-    while _starting:
-        with contextlib.suppress(IndexError):  # another thread has waited
-            _starting.pop().join()
+    """Wait until Triton has its hash and, where it was started, its driver; several threads may wait."""
+    for thread in list(_starting):
+        thread.join()
 
 
 if not INTERPRETED and torch.cuda.is_available():
@@ -128,9 +127,7 @@ def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...],
         stored = loaded.stored_key(device, kernel, args, options)
         if stored is not None:
             return loaded.load_stored(kernel, stored, device)
-    with contextlib.suppress(
-        Exception
-    ):  # versions of Triton or torch that do it otherwise; or Triton will raise it again
+    with contextlib.suppress(Exception):  # other versions of Triton or torch; or Triton will raise it again
         wait_for_start()
         compiled = _early.pop(key, None) or loaded.compile_for(loaded.target_of(device), kernel, args, options)
         return loaded.load(compiled, device)
@@ -162,15 +159,18 @@ def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[An
     """As ``compiled[grid](*given)``, which asks for the device and prepares the kernel each time."""
     stream = _stream(device)
     enter, leave, metadata = _runtime.launch_enter_hook, _runtime.launch_exit_hook, None
-    if (enter is None or not getattr(enter, "calls", True)) and (leave is None or not getattr(leave, "calls", True)):
-        if type(compiled) is Loaded:
+    told = (enter is not None and getattr(enter, "calls", True)) or (
+        leave is not None and getattr(leave, "calls", True)
+    )
+    if type(compiled) is Loaded:
+        if not told or compiled.compiled is None:  # of a kernel of the package there is nothing to tell
             compiled.launch(grid, stream, given)
             return
-        enter = leave = None  # no profiler is to be told; chains of hooks are there when they are empty too
-    else:
-        if type(compiled) is Loaded:
-            compiled = compiled.compiled
+        compiled = compiled.compiled
+    if told:
         metadata = compiled.launch_metadata(grid, stream, *given)
+    else:
+        enter = leave = None  # no profiler is to be told; chains of hooks are there when they are empty too
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *given)
 
 
