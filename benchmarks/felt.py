@@ -5,9 +5,10 @@
 The parts: `eager`, `half`, `others`, `compiled`; on a GPU `first` and `many` (first calls and 500 lengths of rows), and
 `beginning` and `lengths`, the same for the other projections and losses, with `kernels`, the time of the device.
 
-`benchmarks.run` measures the device; here the clock on the wall counts, with everything that Python does around it.
-On the CPU both functions are called in turn, each after another operation on torch's threads, as in training, where
-these threads spin. A round counts with its median; `worst` is the largest ratio of five rounds.
+`benchmarks.run` measures the device, and then these parts as rows ``felt/PART``; here the clock on the wall counts, with
+everything that Python does around it. On the CPU both functions are called in turn, each after another operation on
+torch's threads, as in training, where these threads spin. A round counts with its median; `worst` is the largest ratio of
+five rounds.
 """
 
 from __future__ import annotations
@@ -387,22 +388,16 @@ def kernels(launch: Any) -> int:
     return len({id(found[0]) for found in launch._compiled.values()})
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parts", default="", metavar="PATTERN", help="only the parts whose name matches")
-    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
-    options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-        "eager": lambda: eager(device, options.seconds, False),
-        "half": lambda: half(device, options.seconds),
-        "others": lambda: others(device, options.seconds),
-        "compiled": lambda: eager(device, options.seconds, True),
+def parts(device: torch.device, seconds: float) -> dict[str, Callable[[], Iterator[dict[str, Any]]]]:
+    """Return what is measured on a device, by the name of the part."""
+    found: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "eager": lambda: eager(device, seconds, False),
+        "half": lambda: half(device, seconds),
+        "others": lambda: others(device, seconds),
+        "compiled": lambda: eager(device, seconds, True),
     }
     if device.type == "cuda":
-        parts |= {
+        found |= {
             "events": lambda: events(device),
             "kernels": lambda: itertools.chain(on_device(256, device), on_device(8192, device)),
             "first": first_calls,
@@ -411,13 +406,24 @@ def main(argv: list[str] | None = None) -> int:
             "lengths": lambda: many_sizes(device, True),
         }
     else:
-        parts |= {
-            "every_k": lambda: every_k(device, options.seconds),
-            "step": lambda: training_step(device, options.seconds),
-            "onnx": lambda: in_onnxruntime(options.seconds),
+        found |= {
+            "every_k": lambda: every_k(device, seconds),
+            "step": lambda: training_step(device, seconds),
+            "onnx": lambda: in_onnxruntime(seconds),
         }
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", default="", metavar="PATTERN", help="only the parts whose name matches")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per measurement")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    options = parser.parse_args(argv)
+    device = torch.device(options.device)
     found: list[dict[str, Any]] = []
-    for name, part in parts.items():
+    for name, part in parts(device, options.seconds).items():
         if re.search(options.parts, name):
             for line in part():
                 found.append(line)

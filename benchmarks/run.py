@@ -1,6 +1,9 @@
 """The benchmark: a table of cases, each with its time and its ratio to the time of the matching torch operation.
 
 ``python -m benchmarks.run [--rows PATTERN] [--json FILE] [--device cpu|cuda] [--original PATH]``
+
+The cases are times of the device. The rows ``felt/...`` after them are those of `benchmarks.felt`: what calls take on
+the wall, first calls, and lengths of rows that vary.
 """
 
 from __future__ import annotations
@@ -370,10 +373,30 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def write(path: Path, device: torch.device, rows: list[dict[str, Any]], complete: bool) -> None:
-    """Write what has been measured; the file is whole at any time."""
+def felt(device: torch.device, pattern: str) -> Iterator[dict[str, Any]]:
+    """Measure the parts of `benchmarks.felt` whose name, ``felt/PART``, matches, and print their rows."""
+    from benchmarks.felt import parts
+
+    for part, rows in parts(device, seconds=0.5).items():
+        for row in rows() if re.search(pattern, f"felt/{part}") else ():
+            size = f", {row['rows']} x {row['n']}" if "rows" in row else ""
+            size += f", {row['dtype']}" if "dtype" in row else ""
+            ratio = f"{row['ratio']:.2f} times {row['against']}" if "ratio" in row else f"{row['s']:.2f} s"
+            print(f"felt/{part}: {row['name']}{size}: {ratio}", flush=True)
+            yield row
+
+
+def write(
+    path: Path,
+    device: torch.device,
+    rows: list[dict[str, Any]],
+    complete: bool,
+    calls: list[dict[str, Any]] | None = None,
+) -> None:
+    """Write what has been measured, the rows that are felt apart; the file is whole at any time."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"complete": complete, "machine": machine(device), "rows": rows}, indent=1) + "\n")
+    told = {"complete": complete, "machine": machine(device), "rows": rows, **({"felt": calls} if calls else {})}
+    part.write_text(json.dumps(told, indent=1) + "\n")
     part.replace(path)
 
 
@@ -400,6 +423,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         if options.json:
             write(Path(options.json), device, found, complete=len(found) == len(chosen))
+    calls: list[dict[str, Any]] = []
+    for row in felt(device, options.rows):
+        calls.append(row)
+        if options.json:
+            write(Path(options.json), device, found, complete=True, calls=calls)
     return 0
 
 

@@ -86,3 +86,17 @@ def test_the_path_of_a_call_stays_short(name, limits):
     """Two thirds of what it was in version 0.1 at most: 41 calls in 6 files for `lml`, 60 in 8 for `lml_loss`."""
     found = call_path.counts(call_path.visits(call_path.operations()[name]))
     assert all(count <= limit for count, limit in zip(found.values(), limits, strict=True)), found
+
+
+def test_rows_that_are_felt_follow_those_of_the_device(monkeypatch, tmp_path, capsys):
+    felt = pytest.importorskip("benchmarks.felt")
+    call = {"name": "lml", "rows": 2, "n": 3, "us": 2.0, "against_us": 1.0, "ratio": 2.0, "against": "softmax"}
+    first = {"name": "first call, lml", "rows": 2, "n": 3, "dtype": "float32", "s": 0.5}
+    parts = {"eager": lambda: iter([call]), "first": lambda: iter([first]), "half": lambda: iter([call])}
+    monkeypatch.setattr(felt, "parts", lambda device, seconds: parts)
+    run.main(["--device", "cpu", "--rows", "felt/(eager|first)", "--json", str(tmp_path / "found.json")])
+    assert json.loads((tmp_path / "found.json").read_text())["felt"] == [call, first]
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "felt/eager: lml, 2 x 3: 2.00 times softmax",
+        "felt/first: first call, lml, 2 x 3, float32: 0.50 s",
+    ]

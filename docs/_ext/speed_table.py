@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKS = re.compile(r"(<!-- speed -->\n).*?(<!-- end speed -->)", re.S)
 FELT = re.compile(r"(<!-- felt -->\n).*?(<!-- end felt -->)", re.S)
+SHORT = re.compile(r"(<!-- felt in short -->\n).*?(<!-- end felt in short -->)", re.S)
 CORE = re.compile(r"(lml|lml_backward|lml_loss)/")
 OTHER = re.compile(r"(k|peer|original|original_backward)/")  # the chart of docs/kernels.md has the core
 PAGES = {  # which cases a page shows, and for which numbers of classes
@@ -89,7 +90,7 @@ def filled(page: str, pattern: re.Pattern[str], sizes: set[int] | None, results:
 
 
 def felt(results: Path = RESULTS) -> str:
-    """Tables of what ``python -m benchmarks.felt`` measured: wall time per call, lengths of rows that vary, and first calls."""
+    """Tables of ``python -m benchmarks.felt``: wall time per call, lengths of rows that vary, and first calls."""
     out: list[str] = []
     for path in sorted(results.glob("felt_*.json")):
         data = json.loads(path.read_text("utf-8"))
@@ -121,10 +122,47 @@ def felt(results: Path = RESULTS) -> str:
     return "\n".join([*out, "", ""])
 
 
+def between(values: list[float]) -> str:
+    """The least and the largest of some numbers."""
+    return f"{min(values)} to {max(values)}" if len(values) > 1 else str(values[0])
+
+
+def felt_in_short(results: Path = RESULTS) -> str:
+    """A table of the common calls on the wall, with first calls and lengths of rows that vary."""
+    columns = [
+        ("felt_cpu.json", "CPU", 256, 1000),
+        ("felt_h200.json", "H200", 32, 100),
+        ("felt_h200.json", "H200", 256, 1000),
+    ]
+    data = {name: json.loads((results / name).read_text("utf-8"))["rows"] for name, *_ in columns}
+    calls = ["lml", "lml, both ways", "lml_loss, both ways", "lml_loss multi-hot, both ways"]
+    heads = [f"{place}, {rows} x {n}" for _, place, rows, n in columns]
+    out = [
+        "",
+        "| on the wall | compared with | " + " | ".join(heads) + " |",
+        "| --- | --- |" + " ---: |" * len(columns),
+    ]
+    for call in calls:
+        found = [
+            next(r for r in data[f] if (r["name"], r.get("rows"), r.get("n")) == (call, m, n)) for f, _, m, n in columns
+        ]
+        out.append(f"| {call} | {found[0]['against']} | " + " | ".join(str(row["ratio"]) for row in found) + " |")
+    out += ["", "| on the H200, with nothing cached | seconds |", "| --- | ---: |"]
+    rows = data["felt_h200.json"]
+    for name in calls[1:]:
+        seconds = [row["s"] for row in rows if row["name"] == f"first call, {name}"]
+        out.append(f"| first call, {name} | {between(seconds)} |")
+    for name in ("lml", "lml_loss"):
+        seconds = [row["s"] for row in rows if row["name"] == f"500 sizes, {name}"]
+        out.append(f"| 500 lengths of rows, {name}, both ways | {between(seconds)} |")
+    return "\n".join([*out, "", ""])
+
+
 def page_of(path: Path) -> str:
     """A page with all its tables, from the results."""
     text = filled(path.read_text("utf-8"), *PAGES[path])
-    return FELT.sub(lambda found: found[1] + felt() + found[2], text)
+    text = FELT.sub(lambda found: found[1] + felt() + found[2], text)
+    return SHORT.sub(lambda found: found[1] + felt_in_short() + found[2], text)
 
 
 def main() -> None:
