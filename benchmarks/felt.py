@@ -5,10 +5,10 @@
 The parts: `eager`, `half`, `others`, `compiled`; on a GPU `first` and `many` (first calls and 500 lengths of rows), and
 `beginning` and `lengths`, the same for the other projections and losses, with `kernels`, the time of the device.
 
-`benchmarks.run` measures the device, and then these parts as rows ``felt/PART``; here the clock on the wall counts, with
-everything that Python does around it. On the CPU both functions are called in turn, each after another operation on
-torch's threads, as in training, where these threads spin. A round counts with its median; `worst` is the largest ratio of
-five rounds.
+`benchmarks.run` measures the device, and then these parts as rows ``felt/PART``. Here the clock on the wall counts,
+with everything that Python does around it. On the CPU both functions are called in turn, each after another operation
+on torch's threads, as in training, where these threads spin. A round counts with its median; `worst` is the largest
+ratio of five rounds.
 """
 
 from __future__ import annotations
