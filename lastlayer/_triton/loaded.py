@@ -19,10 +19,7 @@ from lastlayer._triton import INTERPRETED, store
 
 _launcher: Any = getattr(torch._C, "_StaticCudaLauncher", None)  # since torch 2.7, in builds with CUDA
 _TYPES = {"i1": "i", "i8": "b", "i16": "h", "i32": "i", "i64": "l", "u32": "I", "u64": "K", "fp32": "f", "fp64": "d"}
-_SCRATCH = (
-    "global_scratch_size",
-    "profile_scratch_size",
-)  # memory for which a kernel has a parameter, if they are known
+_SCRATCH = ("global_scratch_size", "profile_scratch_size")  # a kernel has a parameter for each that is known
 AVAILABLE = _launcher is not None and not INTERPRETED and torch.version.hip is None
 
 
