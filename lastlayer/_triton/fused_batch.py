@@ -268,7 +268,8 @@ def _two_way_row(
         x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
         for side in range(tl.where(soft > 0, 2, 1)):
             positive, part = _side(share, side)
-            part = tl.where(live, part * _near(tl.where(positive, (bottom - x) * hot, (x - top) * cold)), 0.0)
+            e = _near(tl.where(positive, (bottom - x) * hot, (x - top) * cold))
+            part = tl.where(live & (part > 0), part * e, 0.0)  # what has no part on a side may be far beyond its peak
             above += tl.where(positive, 0.0, part)
             below += tl.where(positive, part, 0.0)
     above, below = sum2(above, below, 0)

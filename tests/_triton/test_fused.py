@@ -206,6 +206,25 @@ def test_two_way_gradients_of_many_rows(monkeypatch):
         check_as_accurate(*three(monkeypatch, ll.two_way_loss, *given), f"{kind}, {scale}")
 
 
+def test_two_way_columns_whose_first_rows_tell_little(monkeypatch):
+    """Sums about a score of the first rows are right where others are far from it, or none of the first is a rival."""
+    from lastlayer._triton import fused
+
+    monkeypatch.setattr(fused, "STRIP", (4, 8))
+    torch.manual_seed(0)
+    x, target = torch.randn(12, 10).to(DEVICE), (torch.rand(12, 10) < 0.3).float().to(DEVICE)
+    x[:4, 0], x[8:, 1], x[4:, 2], x[:, 3] = -90.0, 60.0, -1e4, 80 * torch.randn(12).to(DEVICE)
+    target[:4, 4], x[4:, 4] = 1.0, x[4:, 4] - 200  # the first rows have no rival
+    target[:, 5], target[:, 6], x[:, 7], x[:4, 8] = 1.0, 0.0, 1e4 + x[:, 7], -torch.inf
+    target[9, 0] = target[9, 3] = 1.0
+    target[:, 9] = 0.25
+    for given in (target, target[:, :9].contiguous(), target.bool()):
+        scores = x[:, : given.shape[1]].contiguous()
+        check_as_accurate(
+            *three(monkeypatch, ll.two_way_loss, scores, (given,), {}, torch.tensor(1.0, device=DEVICE)), f"{given.dtype}"
+        )
+
+
 @pytest.mark.slow
 def test_subsets_of_rows_longer_than_a_tile(monkeypatch, watched):
     from lastlayer._triton import fused
