@@ -334,7 +334,8 @@ def two_way(x: Tensor, labels: Labels, form: Sequence[float], mean: bool) -> tup
     by_column = torch.empty((6, n), dtype=torch.float32, device=x.device)
     result, total = torch.empty(2, dtype=torch.float32, device=x.device), _number(x)
     long, wide = STRIP
-    lines = {"TARGET": held, "BLOCK": min(block, 1024), "LONG": long, "WIDE": wide, "num_warps": 4, "maxnreg": 64}
+    lines = {"TARGET": held, "BLOCK": min(block, 1024), "LONG": long, "WIDE": wide, "ONE": n <= min(block, 1024)}
+    lines |= {"num_warps": 4, "maxnreg": 64}
     both = {"MEAN": mean, **_summing(max(rows, n))}
     args: tuple[Any, ...] = (x, target, by_row, by_column, rows, n, width, *form)
     steps = (

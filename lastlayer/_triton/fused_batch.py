@@ -12,6 +12,8 @@ from lastlayer._triton.device import COMPILED, LOG2E, exp, exp2, log1p_part, sum
 from lastlayer._triton.fused_rows import load_classes, store_row
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # no score but -inf is below it
+DISTANT = tl.constexpr(16.0)  # powers of two that a score may be away from the point of its sum
+MOST_POWER = tl.constexpr(126.0)  # of two, so that a factor of 0 makes it 0
 
 
 @triton.jit
@@ -242,38 +244,105 @@ def _store_line(numbers_ptr, line, lines, top, bottom, above, below, odd, warm, 
 
 
 @triton.jit
+def _row_peaks(x, share, live, high, low, odd, soft):
+    """Add classes to the peaks of negatives and positives, and to what tells unusual scores and soft labels."""
+    positive, negative, strange = _sides(x, share, live)
+    x = tl.where(x == x, x, 0.0)
+    high = tl.maximum(high, tl.where(negative, x, LOWEST))
+    low = tl.minimum(low, tl.where(positive, x, -LOWEST))
+    return high, low, odd + strange, soft + share * (1 - share)
+
+
+@triton.jit
+def _row_sums(x, share, live, top, bottom, soft, hot, cold, above, below):
+    """Add the exponentials of classes about the peaks to the sums of negatives and of positives."""
+    for side in range(tl.where(soft > 0, 2, 1)):
+        positive, part = _side(share, side)
+        e = _near(tl.where(positive, (bottom - x) * hot, (x - top) * cold))
+        part = tl.where(live & (part > 0), part * e, 0.0)  # what has no part on a side may be far beyond its peak
+        above += tl.where(positive, 0.0, part)
+        below += tl.where(positive, part, 0.0)
+    return above, below
+
+
+@triton.jit
 def _two_way_row(
-    x_ptr, d_ptr, numbers_ptr, row, rows, n, width, warm, cool, margin, TARGET: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, d_ptr, numbers_ptr, row, rows, n, width, warm, cool, margin, TARGET: tl.constexpr, BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
 ):  # fmt: skip
-    """The two-way loss of one row, which is read twice."""
+    """The two-way loss of one row, which is read twice, unless it is ONE block that stays in registers."""
     hot = 1 / warm
     cold = 1 / cool
     high = tl.full((BLOCK,), LOWEST, tl.float32)
     low = tl.full((BLOCK,), -LOWEST, tl.float32)
     odd = tl.zeros((BLOCK,), tl.float32)
     soft = tl.zeros((BLOCK,), tl.float32)
-    for j in range(0, n, BLOCK):
-        x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
-        soft += share * (1 - share)
-        positive, negative, strange = _sides(x, share, live)
-        x = tl.where(x == x, x, 0.0)
-        high = tl.maximum(high, tl.where(negative, x, LOWEST))
-        low = tl.minimum(low, tl.where(positive, x, -LOWEST))
-        odd += strange
-    top, bottom, odd, soft = _peaks(high, low, odd, soft)
-    tl.store(numbers_ptr + 6 * rows + row, soft)
     above = tl.zeros((BLOCK,), tl.float32)
     below = tl.zeros((BLOCK,), tl.float32)
-    for j in range(0, n, BLOCK):
-        x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
-        for side in range(tl.where(soft > 0, 2, 1)):
-            positive, part = _side(share, side)
-            e = _near(tl.where(positive, (bottom - x) * hot, (x - top) * cold))
-            part = tl.where(live & (part > 0), part * e, 0.0)  # what has no part on a side may be far beyond its peak
-            above += tl.where(positive, 0.0, part)
-            below += tl.where(positive, part, 0.0)
+    if ONE:
+        x, share, live = load_classes(x_ptr, d_ptr, row, n, width, tl.arange(0, BLOCK), TARGET)
+        top, bottom, odd, soft = _peaks(*_row_peaks(x, share, live, high, low, odd, soft))
+        above, below = _row_sums(x, share, live, top, bottom, soft, hot, cold, above, below)
+    else:
+        for j in range(0, n, BLOCK):
+            x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
+            high, low, odd, soft = _row_peaks(x, share, live, high, low, odd, soft)
+        top, bottom, odd, soft = _peaks(high, low, odd, soft)
+        for j in range(0, n, BLOCK):
+            x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
+            above, below = _row_sums(x, share, live, top, bottom, soft, hot, cold, above, below)
+    tl.store(numbers_ptr + 6 * rows + row, soft)
     above, below = sum2(above, below, 0)
     _store_line(numbers_ptr, row, rows, top, bottom, above, below, odd, warm, cool, margin)
+
+
+@triton.jit
+def _load_strip(x_ptr, d_ptr, first, col, rows, n, width, TARGET: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr):
+    """Scores, shares and participation of LONG rows and WIDE columns."""
+    row = (first + tl.arange(0, LONG)).to(tl.int64)[:, None]
+    inside = (row < rows) & (col < n)
+    at = row * n + col
+    x = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    share = tl.zeros((LONG, WIDE), tl.float32)
+    if TARGET == "dense":
+        given = tl.load(d_ptr + at, mask=inside, other=0).to(tl.float32)
+        share = tl.where(given >= 0, tl.minimum(given, 1.0), -1.0)
+    if TARGET == "lists":
+        for j in range(width):
+            label = tl.load(d_ptr + row * width + j, mask=row < rows, other=-1)
+            share = tl.where(col == label, 1.0, share)
+    return x, share, (x != float("-inf")) & (share >= 0)
+
+
+@triton.jit
+def _about_one_point(
+    x_ptr, d_ptr, col, rows, n, width, hot, cold, TARGET: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr
+):
+    """The sums of exponentials of columns about one point each, a peak of their first scores; and that point.
+
+    The last is positive where these are not the sums: for soft labels, and scores that are far from the point.
+    """
+    x, share, live = _load_strip(x_ptr, d_ptr, 0, col, rows, n, width, TARGET, LONG, WIDE)
+    point = tl.max(tl.where(live & (share < 1) & (tl.abs(x) < float("inf")), x, LOWEST), 0)
+    found = (point > LOWEST)[None, :]
+    point = tl.where(point > LOWEST, point, 0.0)
+    above = tl.zeros((LONG, WIDE), tl.float32)
+    below = tl.zeros((LONG, WIDE), tl.float32)
+    wrong = tl.zeros((LONG, WIDE), tl.int32)
+    for i in range(0, rows, LONG):
+        x, share, live = _load_strip(x_ptr, d_ptr, i, col, rows, n, width, TARGET, LONG, WIDE)
+        positive = share > 0.5
+        t = (x - point[None, :]) * tl.where(positive, -hot, cold)
+        # A negative far below the point has nothing to add, if the point is one; a positive may be the only one.
+        near = (t < DISTANT) & ((t > -DISTANT) | (found & (positive == 0)))
+        if TARGET == "dense":
+            near = near & ((share == 0) | (share == 1))
+        wrong |= (live & (near == 0)).to(tl.int32)
+        e = tl.where(live, exp2(t), 0.0)
+        above += tl.where(positive, 0.0, e)
+        below += tl.where(positive, e, 0.0)
+    above, below = sum2(above, below, 0)
+    return above, below, point, tl.max(wrong, 0)
 
 
 @triton.jit
@@ -285,25 +354,30 @@ def _two_way_columns(
     hot = 1 / warm
     cold = 1 / cool
     col = first + tl.arange(0, WIDE)[None, :]
+    above, below, point, wrong = _about_one_point(
+        x_ptr, d_ptr, col, rows, n, width, hot * LOG2E, cold * LOG2E, TARGET, LONG, WIDE
+    )
+    top = tl.where(above > 0, point, LOWEST)
+    bottom = tl.where(below > 0, point, -LOWEST)
+    odd = above * 0.0
+    if tl.max(wrong, 0) > 0:
+        top, bottom, above, below, odd = _about_peaks(x_ptr, d_ptr, col, rows, n, width, hot, cold, TARGET, LONG, WIDE)
+    line = first + tl.arange(0, WIDE)
+    _store_line(numbers_ptr, line, n, top, bottom, above, below, odd, warm, cool, margin)
+
+
+@triton.jit
+def _about_peaks(
+    x_ptr, d_ptr, col, rows, n, width, hot, cold, TARGET: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr
+):
+    """The peaks of columns, and the sums of exponentials about them, whatever their scores and labels are."""
     high = tl.full((LONG, WIDE), LOWEST, tl.float32)
     low = tl.full((LONG, WIDE), -LOWEST, tl.float32)
     above = tl.zeros((LONG, WIDE), tl.float32)
     below = tl.zeros((LONG, WIDE), tl.float32)
     odd = tl.zeros((LONG, WIDE), tl.float32)
     for i in range(0, rows, LONG):
-        row = (i + tl.arange(0, LONG)).to(tl.int64)[:, None]
-        inside = (row < rows) & (col < n)
-        at = row * n + col
-        x = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
-        share = tl.zeros((LONG, WIDE), tl.float32)
-        if TARGET == "dense":
-            given = tl.load(d_ptr + at, mask=inside, other=0).to(tl.float32)
-            share = tl.where(given >= 0, tl.minimum(given, 1.0), -1.0)
-        if TARGET == "lists":
-            for j in range(width):
-                label = tl.load(d_ptr + row * width + j, mask=row < rows, other=-1)
-                share = tl.where(col == label, 1.0, share)
-        live = (x != float("-inf")) & (share >= 0)
+        x, share, live = _load_strip(x_ptr, d_ptr, i, col, rows, n, width, TARGET, LONG, WIDE)
         x = tl.where(live, x, 0.0)
         share = tl.where(live, share, 0.0)
         positive, negative, strange = _sides(x, share, live)
@@ -317,14 +391,13 @@ def _two_way_columns(
         low = tl.minimum(low, point)
     top, bottom, odd, _ = _peaks(high, low, odd, odd)
     above, below = sum2(above * _near((high - top[None, :]) * cold), below * _near((bottom[None, :] - low) * hot), 0)
-    line = first + tl.arange(0, WIDE)
-    _store_line(numbers_ptr, line, n, top, bottom, above, below, odd, warm, cool, margin)
+    return top, bottom, above, below, odd
 
 
 @triton.jit(do_not_specialize=["rows", "n", "width"])
 def two_way_lines(
     x_ptr, d_ptr, r_ptr, c_ptr, rows, n, width, warm, cool, margin,
-    TARGET: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
+    TARGET: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """The two-way loss of every column, WIDE per program, and then of every row."""
     line = tl.program_id(0)
@@ -333,7 +406,7 @@ def two_way_lines(
         _two_way_columns(x_ptr, d_ptr, c_ptr, line * WIDE, rows, n, width, warm, cool, margin, TARGET, LONG, WIDE)
     else:
         row = (line - strips).to(tl.int64)
-        _two_way_row(x_ptr, d_ptr, r_ptr, row, rows, n, width, warm, cool, margin, TARGET, BLOCK)
+        _two_way_row(x_ptr, d_ptr, r_ptr, row, rows, n, width, warm, cool, margin, TARGET, BLOCK, ONE)
 
 
 # result: the factor of the gradients of the rows, and that of the columns.
@@ -383,8 +456,9 @@ def two_way_backward(
             for side in range(tl.where(soft > 0, 2, 1)):
                 positive, part = _side(share, side)
                 scale = tl.where(positive, hot, cold)
-                # No score is beyond the peaks, but where a row or a column has no part in the loss.
-                mine = exp2(tl.minimum(tl.where(positive, bottom - x, x - top) * scale, 0.0))
-                theirs = exp2(tl.minimum(tl.where(positive, c_bottom - x, x - c_top) * scale, 0.0))
-                value += part * (tl.where(positive, -less, by) * mine + tl.where(positive, -c_less, c_by) * theirs)
+                # No score is far beyond the points, but where a row or a column has no part in the loss.
+                mine = exp2(tl.minimum(tl.where(positive, bottom - x, x - top) * scale, MOST_POWER))
+                theirs = exp2(tl.minimum(tl.where(positive, c_bottom - x, x - c_top) * scale, MOST_POWER))
+                both = tl.where(positive, -less, by) * mine + tl.where(positive, -c_less, c_by) * theirs
+                value += tl.where(part > 0, part * both, 0.0)
             store_row(out_ptr, row, n, cols, tl.where(live, value, 0.0))

@@ -221,7 +221,8 @@ def test_two_way_columns_whose_first_rows_tell_little(monkeypatch):
     for given in (target, target[:, :9].contiguous(), target.bool()):
         scores = x[:, : given.shape[1]].contiguous()
         check_as_accurate(
-            *three(monkeypatch, ll.two_way_loss, scores, (given,), {}, torch.tensor(1.0, device=DEVICE)), f"{given.dtype}"
+            *three(monkeypatch, ll.two_way_loss, scores, (given,), {}, torch.tensor(1.0, device=DEVICE)),
+            f"{given.dtype}",
         )
 
 
