@@ -30,7 +30,7 @@ MOST_SUMMED = 1 << 16  # rows, or columns, whose losses one program sums
 LONGEST = 16384  # classes of a row in registers
 MOST_CHOSEN = 16  # classes of a subset
 SUMMED = (1024, 4), (4096, 16)  # of them at a time, and warps
-SCALED = 2048  # scores at a time whose gradient is scaled
+SCALED = {"STEPS": 16, "BLOCK": 2048, "num_warps": 8}  # scores at a time whose gradient is scaled, if it must be
 STRIP = 128, 8  # rows and columns at a time of a loss of columns
 MANY = 2048  # rows that fill the chip if two warps take each
 
@@ -91,13 +91,17 @@ def run(
     first: Tensor | None = None,
     second: Tensor | None = None,
     gradient: bool = True,
+    scale: float = 1.0,
 ) -> Result | None:
-    """Do the same as `lastlayer._native.fused.run`; None where there is no kernel for the operation or the shape."""
+    """Do the same as `lastlayer._native.fused.run`; None where there is no kernel for the operation or the shape.
+
+    The gradient of a loss is multiplied by `scale`.
+    """
     if not takes(name, x.shape[:-1].numel(), x.shape[-1], numbers):
         return None
     if name in _SUBSETS:
-        return _subsets(name, x, labels, numbers, each, first, gradient)
-    return _run(name, x, labels, numbers, mask, each, positive, first, second, gradient)
+        return _subsets(name, x, labels, numbers, each, first, gradient, scale)
+    return _run(name, x, labels, numbers, mask, each, positive, first, second, gradient, scale)
 
 
 def _run(
@@ -111,6 +115,7 @@ def _run(
     first: Tensor | None = None,
     second: Tensor | None = None,
     gradient: bool = True,
+    scale: float = 1.0,
 ) -> Result:
     n, batch = x.shape[-1], x.shape[:-1]
     rows = x.numel() // n
@@ -142,7 +147,7 @@ def _run(
     marks = None if counts is None else counts.view(torch.int8)
     args = (
         x, target, e, p, first, second, loss, out, marks, extra,
-        rows, n, width, e_row, e_col, p_row, p_col, step, *given,
+        rows, n, width, e_row, e_col, p_row, p_col, step, *given, scale,
     )  # fmt: skip
     constants = {
         "TARGET": held,
@@ -166,7 +171,7 @@ def _compile_ahead(name: str, args: tuple[Any, ...], constants: dict[str, Any]) 
         mask = e if name == "at_most" else None
         given = (
             x, None, out, mask, first if extra is None else extra, second, None, out, None, None,
-            1, n, 0, n, 1, *args[13:15], 0, *[1.0] * 4,
+            1, n, 0, n, 1, *args[13:15], 0, *[1.0] * 5,
         )  # fmt: skip
         block, warps = _sizes(f"{name}_backward", n)
         options = {"TARGET": "none", "HARD": True, "GRADIENT": True, "BLOCK": block, "num_warps": warps}
@@ -184,6 +189,7 @@ def _subsets(
     each: Tensor | None,
     first: Tensor | None,
     gradient: bool,
+    scale: float,
 ) -> Result:
     """Do an operation over subsets of classes: see `fused_subset`."""
     n, batch, x = x.shape[-1], x.shape[:-1], x.contiguous()
@@ -201,7 +207,7 @@ def _subsets(
         counts = torch.empty(batch, dtype=torch.bool, device=x.device)
         marks = counts.view(torch.int8)
     out = torch.empty_like(x) if gradient else None
-    given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers))
+    given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers)) + [scale]
     args = (x, target, e, None, first, None, loss, out, marks, table, rows, n, width, e_row, e_col, 0, 0, 0, *given)
     block, warps = _sizes("marginals", n, rows)
     options = {
@@ -252,21 +258,23 @@ def sums(rows: int, n: int, *, columns: bool = False) -> bool:
     return rows <= (MOST_ROWS if columns else MOST_SUMMED) and not n >> (16 if columns else 31)
 
 
-def reduced(found: Result, mean: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses, or their mean over the rows that count, and the factor of the gradients."""
+def reduced(found: Result, mean: bool, over: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses, or their mean over the rows that count; and the factor of their gradients.
+
+    The gradients were multiplied by 1 over `over`.
+    """
     total, factor = _number(found.loss), _number(found.loss)
     counts = found.counts.view(torch.int8)
     options = {"MEAN": mean, **_summing(counts.numel())}
-    launch(batch_of.reduced, (1,), found.loss, counts, total, factor, counts.numel(), **options)
+    launch(batch_of.reduced, (1,), found.loss, counts, total, factor, counts.numel(), float(over), **options)
     return total, factor
 
 
-def scaled(grad: Tensor, upstream: Tensor, factor: Tensor) -> Tensor:
-    """Return the gradient of a reduced loss, from that of the rows and the factor of `reduced`."""
-    out = torch.empty_like(grad)
-    grid = (shapes.cdiv(grad.numel(), SCALED),)
-    launch(batch_of.scaled, grid, grad, upstream, factor, out, grad.numel(), BLOCK=SCALED, num_warps=8)
-    return out
+def scaled_(grad: Tensor, upstream: Tensor, factor: Tensor) -> Tensor:
+    """Multiply gradients by the factor of `reduced` and the upstream gradient, in place; 1 leaves them alone."""
+    grid = (shapes.cdiv(grad.numel(), SCALED["STEPS"] * SCALED["BLOCK"]),)
+    launch(batch_of.scaled, grid, grad, upstream, factor, grad.numel(), **SCALED)
+    return grad
 
 
 def _summing(count: int) -> dict[str, Any]:
@@ -278,11 +286,10 @@ def _summing(count: int) -> dict[str, Any]:
 def _ends(loss: Tensor, counts: Tensor, grad: Tensor | None) -> tuple[Launch, ...]:
     """Return the kernels that will reduce a loss, and scale its gradient."""
     options = {"MEAN": True, **_summing(loss.numel())}
-    mean = Launch(batch_of.reduced, (1,), (loss, counts, loss, loss, 1), options)
+    mean = Launch(batch_of.reduced, (1,), (loss, counts, loss, loss, 1, 1.0), options)
     if grad is None:
         return (mean,)
-    options = {"BLOCK": SCALED, "num_warps": 8}
-    return mean, Launch(batch_of.scaled, (1,), (grad, loss, loss, grad, grad.numel()), options)
+    return mean, Launch(batch_of.scaled, (1,), (grad, loss, loss, grad.numel()), dict(SCALED))
 
 
 def quasibinary(x: Tensor, labels: Labels, mean: bool) -> tuple[Tensor, Tensor]:

@@ -29,23 +29,24 @@ def _parts(first_ptr, second_ptr, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def reduced(loss_ptr, counts_ptr, total_ptr, factor_ptr, rows, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the losses, or their mean over the rows that count; and the factor of the gradients."""
+def reduced(loss_ptr, counts_ptr, total_ptr, factor_ptr, rows, over, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the losses, or their mean over the rows that count; and the factor of gradients divided by `over`."""
     loss, count = sum2(*_parts(loss_ptr, counts_ptr, rows, BLOCK), 0)
-    factor = tl.full((), 1.0, tl.float32)
-    if MEAN:
-        factor = 1.0 / tl.maximum(count, 1.0)
-    tl.store(total_ptr, loss * factor)
-    tl.store(factor_ptr, factor)
+    count = tl.maximum(count, 1.0) if MEAN else 1.0
+    tl.store(total_ptr, loss / count)
+    tl.store(factor_ptr, tl.where(count == over, 1.0, over / count))
 
 
-@triton.jit
-def scaled(grad_ptr, up_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    """The gradient of a reduced loss: that of the rows times the factor of `reduced` and the upstream gradient."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["count"])
+def scaled(grad_ptr, up_ptr, factor_ptr, count, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply a stretch of the gradients by the factor of `reduced` and the upstream gradient, unless that is 1."""
     factor = tl.load(up_ptr).to(tl.float32) * tl.load(factor_ptr)
-    value = tl.load(grad_ptr + at, mask=at < count, other=0.0).to(tl.float32) * factor
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < count)
+    if factor != 1:
+        first = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK)
+        for i in range(STEPS):
+            at = first + i * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(grad_ptr + at, mask=at < count, other=0.0).to(tl.float32) * factor
+            tl.store(grad_ptr + at, value.to(grad_ptr.dtype.element_ty), mask=at < count)
 
 
 # numbers: for each row its largest score, the sum of the exponentials of the others less it, and of the shares.

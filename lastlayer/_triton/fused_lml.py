@@ -264,7 +264,7 @@ def _sum7(a, b, c, d, e, f, g):
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def fenchel_young(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of log(1 + exp(x + nu)) less k nu and the labels' scores, with the gradient y less the labels."""
@@ -300,7 +300,7 @@ def fenchel_young(
     tl.store(loss_ptr + row, tl.sum(tl.where(cols < n, term, 0.0), 0) + rest)
     tl.store(counts_ptr + row, 1)
     if GRADIENT:
-        store_row(out_ptr, row, n, cols, tl.where(count == count, slope, float("nan")))
+        store_row(out_ptr, row, n, cols, tl.where(count == count, scale * slope, float("nan")))
 
 
 @triton.jit
@@ -320,7 +320,7 @@ def _tails(x, center, delta):
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def at_most(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sigmoid where that meets the budget k, and lml elsewhere."""
@@ -356,7 +356,7 @@ def at_most(
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "e_col", "p_row", "p_col"])
 def at_most_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient h (u - sum h u / sum h) over temperature where the budget binds, h u elsewhere; h = y (1 - y)."""

@@ -65,7 +65,7 @@ def _fall(u):
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def truncated(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum over labels of log(1 + sum over rivals of exp(x_j - x_y)), without the rivals that are spared."""
@@ -109,7 +109,7 @@ def truncated(
     tl.store(counts_ptr + row, (labels > 0).to(tl.int8))
     if GRADIENT:
         value = tl.where(rival, mass * (pull / total), tl.where(x != float("-inf"), -slope, 0.0))
-        store_row(out_ptr, row, n, cols, tl.where(labels > 0, value, 0.0))
+        store_row(out_ptr, row, n, cols, tl.where(labels > 0, scale * value, 0.0))
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def _sums_and_least(a, b, at):
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def warp(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The hinges of each positive to the negatives within its margin, weighted by their number."""
@@ -166,7 +166,7 @@ def warp(
     tl.store(loss_ptr + row, loss.to(tl.float32))
     tl.store(counts_ptr + row, counts.to(tl.int8))
     if GRADIENT:
-        store_row(out_ptr, row, n, cols, slope)
+        store_row(out_ptr, row, n, cols, scale * slope)
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def _ended(x, y, k, live, bad):
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def capped_softmax(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """min(1, exp(x - tau)): Newton's method from the most classes at 1, as in `lastlayer.project.capped`."""
@@ -244,7 +244,7 @@ def capped_softmax(
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def capped_sparsemax(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """clip(x - tau, 0, 1): Newton's method within bounds, as in `lastlayer.project.capped`."""
@@ -309,7 +309,7 @@ def _pull_back(x_ptr, e_ptr, out_ptr, row, n, e_row, e_col, temperature, SOFT: t
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "e_col", "p_row", "p_col"])
 def capped_softmax_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _pull_back(x_ptr, e_ptr, out_ptr, tl.program_id(0).to(tl.int64), n, e_row, e_col, number0, True, BLOCK)
@@ -318,7 +318,7 @@ def capped_softmax_backward(
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "e_col", "p_row", "p_col"])
 def capped_sparsemax_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _pull_back(x_ptr, e_ptr, out_ptr, tl.program_id(0).to(tl.int64), n, e_row, e_col, number0, False, BLOCK)

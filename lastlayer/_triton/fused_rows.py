@@ -1,6 +1,7 @@
 """Losses on the GPU, each with its gradient, in one pass or a few over rows of any length.
 
 All kernels of `fused` have one signature, and compute a row as plain torch does, with infinite scores and nan too.
+Those of losses multiply the gradient by `scale`, a number.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -117,7 +118,7 @@ def store_row(out_ptr, row, n, cols, value):
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def blank(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do nothing: the launcher of this kernel, quickly compiled, is that of the others."""
@@ -127,7 +128,7 @@ def blank(
 @triton.jit(do_not_specialize=["rows", "width", "f_row"])
 def logistic(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of log(1 + exp(-x)) for labels and log(1 + exp(x)) for the rest, one sigmoid per class."""
@@ -150,7 +151,7 @@ def logistic(
         loss += tl.where(live, each * term, 0.0)
         some |= live.to(tl.int32)
         if GRADIENT:
-            store_row(out_ptr, row, n, cols, tl.where(live, each * slope, 0.0))
+            store_row(out_ptr, row, n, cols, tl.where(live, scale * (each * slope), 0.0))
     loss, some = sum2(loss, some.to(tl.float32), 0)
     tl.store(loss_ptr + row, loss)
     tl.store(counts_ptr + row, (some > 0).to(tl.int8))
@@ -160,7 +161,7 @@ def logistic(
 @triton.jit(do_not_specialize=["rows", "width", "f_row"])
 def shifted(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As `logistic` for scores x + nu, where a class ruled out has the loss of an infinite score."""
@@ -179,7 +180,7 @@ def shifted(
         loss += tl.where(cols < n, term, 0.0)
         some |= (x != float("-inf")).to(tl.int32)
         if GRADIENT:
-            store_row(out_ptr, row, n, cols, slope)
+            store_row(out_ptr, row, n, cols, scale * slope)
     loss, some = sum2(loss, some.to(tl.float32), 0)
     tl.store(loss_ptr + row, loss)
     tl.store(counts_ptr + row, (some > 0).to(tl.int8))
@@ -206,7 +207,7 @@ def _powers(base, exponent):
 @triton.jit(do_not_specialize=["rows", "width", "f_row"])
 def asymmetric(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(1 - p)^plus log(1 / p) for labels, m^minus log(1 / (1 - m)) with m = max(p - clip, 0) for the rest."""
@@ -238,7 +239,8 @@ def asymmetric(
         loss += tl.where(live, each * mixed(share, yes, no, HARD), 0.0)
         some |= live.to(tl.int32)
         if GRADIENT:
-            store_row(out_ptr, row, n, cols, tl.where(live, each * mixed(share, down, rise, HARD), 0.0))
+            value = each * mixed(share, down, rise, HARD)
+            store_row(out_ptr, row, n, cols, tl.where(live, scale * value, 0.0))
     loss, some = sum2(loss, some.to(tl.float32), 0)
     tl.store(loss_ptr + row, loss)
     tl.store(counts_ptr + row, (some > 0).to(tl.int8))
@@ -268,7 +270,7 @@ def _lead(high, low, above, below, bad, warm, cool, margin):
 @triton.jit(do_not_specialize=["rows", "width", "f_row"])
 def two_way_rows(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every positive of a row above every negative."""
@@ -337,7 +339,7 @@ def _load_strip(x_ptr, d_ptr, f_ptr, row, rows, n, width, f_row, cols, TARGET: t
 @triton.jit(do_not_specialize=["rows", "width", "f_row"])
 def two_way_columns(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every positive of a column above every negative."""
@@ -390,7 +392,7 @@ def two_way_columns(
 @triton.jit(do_not_specialize=["rows", "width", "f_row"])
 def logsumexp(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The logarithm of the sum of exponentials, less the largest score; extra: that score, and the shares."""
@@ -428,7 +430,7 @@ def logsumexp(
 @triton.jit(do_not_specialize=["rows", "width", "f_row"])
 def quasibinary(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of max(q, 0) - share q; extra: the sum of the shares less the number of q >= 0."""

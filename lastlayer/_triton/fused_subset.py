@@ -409,7 +409,7 @@ def _at(value, place, k):
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def marginals(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     WIDE: tl.constexpr, ONE: tl.constexpr, DEGREES: tl.constexpr,
 ):  # fmt: skip
@@ -506,7 +506,7 @@ def marginals(
                 y = tl.where(y < 0, 0.0, tl.where(y > 1, 1.0, y))
                 y = tl.where(delta == delta, y, float("nan"))
             else:
-                fall = slope.to(tl.float32)
+                fall = scale * slope.to(tl.float32)
                 y = tl.where(finite, fall * y, 0.0)
                 y = tl.where(at == label, tl.where(tl.abs(score) < float("inf"), -fall, 0.0), y)
                 y = tl.where(fall == 0, 0.0, y)
@@ -578,7 +578,7 @@ def _svm_loss(ratio, center, delta, score, weight, pivot, over, rest, number0, n
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "e_col", "p_row", "p_col"])
 def marginals_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
-    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3,
+    e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     WIDE: tl.constexpr, ONE: tl.constexpr, DEGREES: tl.constexpr,
 ):  # fmt: skip

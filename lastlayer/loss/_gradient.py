@@ -81,16 +81,24 @@ def reduced_at_once(
         found = at_once(name, x, labels, numbers, plain, **more)
         return None if found is None else end.of(found.loss, found.counts)
 
-    def forward(x: Tensor, gradient: bool) -> tuple[Tensor, ...]:
-        found = kernels.run(name, x, labels, numbers, gradient=gradient, **more)
-        total, factor = kernels.reduced(found, mean)
-        return total, found.out, factor, found.counts
+    # Most often every row counts: the gradient is written for that, and then nothing is left to do. That of float16 is
+    # not, since the upstream gradient may be there to keep it from underflow.
+    held: list[Tensor] = []
+    over = rows if mean and x.dtype != torch.float16 else 1
 
-    def backward(upstream: Tensor, x: Tensor, grad: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
-        scaled: Tensor = kernels.scaled(grad, upstream, factor)
+    def forward(x: Tensor, gradient: bool) -> tuple[Tensor, ...]:
+        found = kernels.run(name, x, labels, numbers, gradient=gradient, scale=1 / over, **more)
+        held[:] = [found.out]
+        total, factor = kernels.reduced(found, mean, over)
+        return total, factor, found.counts
+
+    def backward(upstream: Tensor, x: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
+        if not held:  # handed over to an earlier backward pass
+            forward(x, True)
+        scaled: Tensor = kernels.scaled_(held.pop(), upstream, factor)
         return scaled
 
-    def again(x: Tensor, grad: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
+    def again(x: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
         return _check.reduced(end.op, plain(x), end.reduction, counts)
 
     return end.of_number(by_kernels(x, forward, backward, again))

@@ -206,6 +206,30 @@ def test_two_way_gradients_of_many_rows(monkeypatch):
         check_as_accurate(*three(monkeypatch, ll.two_way_loss, *given), f"{kind}, {scale}")
 
 
+def test_gradients_of_reduced_losses_are_handed_over_once_and_scaled():
+    """A gradient may be changed by whom it is given to; rows that do not count change the mean."""
+    x = torch.randn(4, 20).to(DEVICE).requires_grad_()
+    full = (torch.rand(4, 20) < 0.3).float().to(DEVICE)
+    full[:, 0] = 1.0
+    some = full.clone()
+    some[1] = 0.0
+    losses = (
+        (ll.loss.truncated_entropy_loss, {"k": 3}),
+        (ll.loss.warp_loss, {}),
+        (ll.loss.smooth_topk_svm_loss, {"k": 3}),
+    )
+    for function, options in losses:
+        for target in (full, some) if function is not ll.loss.smooth_topk_svm_loss else (torch.tensor([2, 0, 5, 1]),):
+            given = x, target.to(DEVICE)
+            rows = function(*given, **options, reduction="none")
+            (right,) = torch.autograd.grad(rows.sum() / max(1, int((rows != 0).sum())), x)
+            loss = function(*given, **options)
+            for factor in (1.0, 3.0, 1.0):
+                (grad,) = torch.autograd.grad(loss, x, torch.tensor(factor, device=DEVICE), retain_graph=True)
+                torch.testing.assert_close(grad, factor * right)
+                grad.zero_()
+
+
 def test_two_way_columns_whose_first_rows_tell_little(monkeypatch):
     """Sums about a score of the first rows are right where others are far from it, or none of the first is a rival."""
     from lastlayer._triton import fused
