@@ -157,21 +157,25 @@ def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
 
 def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[Any, ...]) -> None:
     """As ``compiled[grid](*given)``, which asks for the device and prepares the kernel each time."""
-    stream = _stream(device)
-    enter, leave, metadata = _runtime.launch_enter_hook, _runtime.launch_exit_hook, None
-    told = (enter is not None and getattr(enter, "calls", True)) or (
-        leave is not None and getattr(leave, "calls", True)
-    )
+    stream, told = _stream(device), _is_told()
     if type(compiled) is Loaded:
         if not told or compiled.compiled is None:  # of a kernel of the package there is nothing to tell
-            compiled.launch(grid, stream, given)
+            compiled.launch(grid[0], grid[1], grid[2], stream, given)
             return
         compiled = compiled.compiled
+    enter = leave = metadata = None
     if told:
+        enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
         metadata = compiled.launch_metadata(grid, stream, *given)
-    else:
-        enter = leave = None  # no profiler is to be told; chains of hooks are there when they are empty too
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *given)
+
+
+def _is_told() -> bool:
+    """Whether a profiler listens; chains of hooks are there when they are empty too."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    if enter is not None and getattr(enter, "calls", True):
+        return True
+    return leave is not None and bool(getattr(leave, "calls", True))
 
 
 def prepare(key: tuple[Any, ...], held: Any, rows: int) -> None:
@@ -188,6 +192,24 @@ def relaunch(key: tuple[Any, ...], device: int, rows: int, *given: Any) -> bool:
     held = _ready.get(key)
     if held is None or device != _current():
         return False
-    compiled, last, per = held
-    _run(compiled, (-(-rows // per), 1, 1), device, (*given, *last))
+    run_again(held, device, rows, given)
     return True
+
+
+def on_current(device: int) -> bool:
+    """Whether a device is the one that kernels are launched on."""
+    return bool(device == _current())
+
+
+def ready(key: tuple[Any, ...]) -> Any:
+    """Return what was prepared under `key`, for `run_again`; None if there is nothing."""
+    return _ready.get(key)
+
+
+def run_again(held: Any, device: int, rows: int, given: tuple[Any, ...]) -> None:
+    """Launch what `ready` has returned on the current device."""
+    compiled, last, per = held
+    if type(compiled) is Loaded and not _is_told():
+        compiled.launch(-(-rows // per), 1, 1, _stream(device), given)  # which needs no constants
+    else:
+        _run(compiled, (-(-rows // per), 1, 1), device, (*given, *last))

@@ -37,6 +37,8 @@ from lastlayer._triton.lml_loss import loss_forward as loss_forward
 from lastlayer._triton.lml_loss import loss_forward_with_grad as loss_forward_with_grad
 from lastlayer._triton.lml_loss import row_weights as row_weights
 from lastlayer._triton.lml_loss import scale_rows_ as scale_rows_
+from lastlayer._triton.lml_loss import step_of as step_of
+from lastlayer._triton.lml_loss import take_step as take_step
 from lastlayer._triton.long import emit, solve_long
 from lastlayer._triton.rows import PER_ROW, Rows, end_of_no_classes_
 

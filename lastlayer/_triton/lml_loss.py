@@ -40,7 +40,7 @@ from lastlayer._triton.device import (
     sum_w,
     whole_tiles,
 )
-from lastlayer._triton.launch import launch, prepare, relaunch
+from lastlayer._triton.launch import launch, on_current, prepare, ready, relaunch, run_again
 from lastlayer._triton.long import solve_long
 from lastlayer._triton.rows import PER_ROW, Rows, end_of_no_classes_
 
@@ -592,6 +592,8 @@ def _forward(
             address + stride, address + 2 * stride, address + 3 * stride, rows, n // shapes.alignment(n), 0, 0, each,
             inverse, step, target.n_labels, rho,
         ):  # fmt: skip
+            if count and dense is None and each is None and form == 0 and temperature == 1:
+                _keep_step(x, target.index, key)
             return loss, numbers, grad
     table = shapes.LOSS if dense is None else shapes.DENSE
     p = shapes.plan(n, table, x.element_size())
@@ -613,6 +615,47 @@ def _forward(
     if key and p is shapes.exact(n, table[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)
     return loss, numbers, grad
+
+
+# The kernels of training steps by all that tells two of them apart: one class per row, few rows, one `k`.
+_steps: dict[tuple[Any, ...], Any] = {}
+
+
+def _keep_step(x: Tensor, index: Tensor, key: tuple[Any, ...]) -> None:
+    """Keep the kernel for the next step of this shape."""
+    if len(_steps) >= 1024:  # shapes that vary
+        _steps.clear()
+    _steps[_step_key(x, index)] = ready(key)
+
+
+def _step_key(x: Tensor, index: Tensor) -> tuple[Any, ...]:
+    return x.get_device(), x.dtype, x.shape, x.data_ptr() & 15, index.data_ptr() & 15
+
+
+def step_of(logits: Tensor, index: Tensor) -> Any:
+    """Return the kernel for the mean loss of such logits and one class per row, if it is the common case; or None.
+
+    It is bound by the host: everything is known from the step before but the memory.
+    """
+    if not (logits.is_contiguous() and index.is_contiguous() and on_current(logits.get_device())):
+        return None
+    return _steps.get(_step_key(logits, index))
+
+
+def take_step(held: Any, logits: Tensor, k: float, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses of the rows over the number of those with a label, and the gradient of their sum."""
+    n, rows = logits.shape[-1], index.numel()
+    loss, numbers, grad = (
+        shapes.floats(logits, (rows,)),
+        shapes.floats(logits, (4 * rows + 1,)),
+        torch.empty_like(logits),
+    )
+    x, first, stride = logits.data_ptr(), numbers.data_ptr(), 4 * rows
+    run_again(held, logits.get_device(), rows, (
+        x, x, k, index.data_ptr(), x, first + 4 * stride, grad.data_ptr(), loss.data_ptr(), first, first + stride,
+        first + 2 * stride, first + 3 * stride, rows, n // shapes.alignment(n), 0, 0, None, None, 0, 1, 0.0,
+    ))  # fmt: skip
+    return loss, grad
 
 
 def _form(observed: float | Tensor) -> int:

@@ -41,10 +41,14 @@ class Loaded:
         self._scratch = (None,) * len(scratch)
         self._arguments: Any = operator.itemgetter(*places[: len(places) - len(scratch)])  # two or more
 
-    def launch(self, grid: tuple[int, int, int], stream: int, given: tuple[Any, ...]) -> None:
-        """Launch with all arguments in the order of the signature, constants among them; pointers are numbers."""
+    def launch(self, x: int, y: int, z: int, stream: int, given: tuple[Any, ...]) -> None:
+        """Launch with all arguments in the order of the signature, constants among or after them or not.
+
+        Pointers are numbers.
+        """
+        warps, shared, types = self._options
         arguments = self._arguments(given) + self._scratch
-        _launcher._launch_kernel(self.function, *grid, *self._options, arguments, stream)
+        _launcher._launch_kernel(self.function, x, y, z, warps, shared, types, arguments, stream)
 
 
 def described(compiled: Any) -> store.Kernel:

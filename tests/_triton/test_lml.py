@@ -385,6 +385,57 @@ def test_the_common_call_is_the_general_one_to_the_last_bit(dtype):
                 torch.testing.assert_close(call(x), long[0], rtol=1e-6, atol=0, equal_nan=True, msg=name)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter keeps no kernels")
+def test_a_step_that_is_kept_serves_other_numbers_and_no_other_shape():
+    """A training step is launched by its shape and addresses alone: another `k`, labels and logits, then other rows."""
+    from lastlayer._triton import lml_loss as kernels
+
+    store, labels = torch.randn(8 * 200 + 1, device=DEVICE), torch.arange(9, device=DEVICE)
+    for k, rows, start, first in 8 * [(5, 8, 0, 0), (2.5, 8, 0, 0), (5, 7, 0, 0), (5, 8, 1, 0), (5, 8, 0, 1)]:
+        x, t = store[start : start + rows * 200].view(rows, 200), labels[first : first + rows]
+        found = []
+        for way in ({"impl": "triton"}, {}):
+            leaf = x.detach().requires_grad_()  # at the same address
+            loss = lml_loss(leaf, t, k, **way)
+            found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(b, a, rtol=0, atol=0)
+    shapes = {key[2] for key in kernels._steps}
+    assert {(8, 200), (7, 200)} <= shapes
+
+
+def test_unusual_backward_passes_of_a_training_step(monkeypatch):
+    """A second pass, second derivatives and batches of gradients are those of the loss without a step that is kept."""
+    from lastlayer._threshold.dispatch import kernels
+    from lastlayer.loss.lml import _step
+
+    def take_step(held, logits, k, index):
+        loss, _, grad, _ = kernels("triton").loss_forward_with_grad(
+            logits, k, None, 1.0, 0.0, index.unsqueeze(-1), None, None
+        )
+        return loss, grad
+
+    monkeypatch.setattr(kernels("triton"), "take_step", take_step)
+    x, t = torch.randn(3, 12).to(DEVICE), torch.tensor([4, 0, -1], device=DEVICE)
+    ours, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss, exact = _step(ours, 2.5, t, None), lml_loss(plain, t.unsqueeze(-1), 2.5, impl="torch")
+    torch.testing.assert_close(loss, exact)
+    for factor in (2.0, 0.5):
+        up = torch.tensor(factor, device=DEVICE)
+        (grad,) = torch.autograd.grad(loss, ours, up, retain_graph=True)
+        (right,) = torch.autograd.grad(exact, plain, up, retain_graph=True)
+        torch.testing.assert_close(grad, right)
+        grad.zero_()
+    (grad,) = torch.autograd.grad(loss, ours, torch.tensor([1.0, 3.0], device=DEVICE), True, is_grads_batched=True)
+    (right,) = torch.autograd.grad(exact, plain, retain_graph=True)
+    torch.testing.assert_close(grad, torch.stack([right, 3 * right]))
+    seconds = []
+    for value, leaf in ((_step(ours, 2.5, t, None), ours), (exact, plain)):
+        (first,) = torch.autograd.grad(value, leaf, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), leaf)[0])
+    torch.testing.assert_close(*seconds)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel is given the address as a pointer")
 def test_center_and_delta_are_not_stored_at_address_0():
     from lastlayer._triton.lml import Rows, _resident
