@@ -380,11 +380,6 @@ def _fenchel_young(problem: Problem, labels: Labels, count: Tensor) -> Tensor:
     else:
         share, _ = _shares(labels.dense, work)
         loss = (_times(share, -F.logsigmoid(z)) + _times(1 - share, soft)).sum(-1)
-    # All ranks hold the same threshold: their gradients count as one.
-    loss = total(loss, shard) + (count - size.squeeze(-1)) * replicate(torch.where(nu.isinf(), 0, nu), shard)
-
-    # At both ends the projection is a vertex, and the loss linear: <lml(x, k) - target, x>. It is infinite if a label
-    # is ruled out, or if a class at +inf is not a label.
     flat = torch.where(scores.isfinite(), scores, 0)
     out, sure = (scores == -torch.inf).to(work), (scores == torch.inf).to(work)
     if labels.dense is None:
@@ -392,8 +387,16 @@ def _fenchel_young(problem: Problem, labels: Labels, count: Tensor) -> Tensor:
     else:
         linear, lost, met = ((share * value).sum(-1) for value in (flat, out, sure))
     end = torch.where(nu > 0, flat.sum(-1), 0) - linear
-    end, lost = total(end, shard), total(lost + sure.sum(-1) - met, shard)
-    return _with_broken_rows(torch.where(nu.isinf(), torch.where(lost > 0, torch.inf, end), loss), delta)
+    wrong = sure.sum(-1) - met  # classes at +inf that are not labels
+    end, lost, wrong = (total(value, shard) for value in (end, lost, wrong))
+
+    # All ranks hold the same threshold: their gradients count as one. The sum has none by the threshold, also where the
+    # loss is infinite: finite scores share what infinite ones leave of `k`, and of the labels.
+    level = (count - size.squeeze(-1)) + (wrong - lost)
+    loss = total(loss, shard) + level * replicate(torch.where(nu.isinf(), 0, nu), shard)
+    # At both ends the projection is a vertex, and the loss linear: <lml(x, k) - target, x>. It is infinite if a label
+    # is ruled out, or if a class at +inf is not a label.
+    return _with_broken_rows(torch.where(nu.isinf(), torch.where(lost + wrong > 0, torch.inf, end), loss), delta)
 
 
 def _plain(

@@ -333,6 +333,24 @@ def test_fenchel_young_gradient_is_the_difference():
         torch.testing.assert_close(found, ll.lml(x.detach(), HOT.sum(-1) if k is None else k) - HOT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fenchel_young_gradient_is_the_difference_where_the_loss_is_infinite(dtype):
+    logits = torch.randn(4, 6, dtype=dtype)
+    logits[0, 1], logits[1, 2], logits[2, 0] = -torch.inf, torch.inf, torch.inf
+    logits[3, 4] = -torch.inf
+    target = torch.zeros(4, 6, dtype=dtype)
+    target[0, :2] = target[1, 3:5] = target[2, :2] = 1  # ruled out; a rival at +inf; a label there
+    target[3, 3], target[3, 4] = 1, 0.5
+    for k in (2, 1.5):
+        for given in (target, target > 0):
+            leaf = logits.clone().requires_grad_()
+            loss = ll.lml_fenchel_young_loss(leaf, given, k, reduction="none")
+            assert loss.isinf().tolist() == [True, True, False, True]
+            (grad,) = torch.autograd.grad(loss.sum(), leaf)
+            right = torch.where(logits.isfinite(), ll.lml(logits, k) - given.to(dtype), 0)
+            torch.testing.assert_close(grad, right)
+
+
 def test_fenchel_young_value_and_derivatives():
     x, k = normal(4, 6).requires_grad_(), K.clone().requires_grad_()
     nu = ll.lml_threshold(x, k)
