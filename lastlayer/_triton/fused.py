@@ -31,7 +31,8 @@ LONGEST = 16384  # classes of a row in registers
 MOST_CHOSEN = 16  # classes of a subset
 SUMMED = (1024, 4), (4096, 16)  # of them at a time, and warps
 SCALED = {"STEPS": 16, "BLOCK": 2048, "num_warps": 8}  # scores at a time whose gradient is scaled, if it must be
-STRIP = 128, 8  # rows and columns at a time of a loss of columns
+STRIP = 256, 8  # rows and columns at a time of a loss of columns
+JOINED = 32, 16  # parts of that loss, and columns
 MANY = 2048  # rows that fill the chip if two warps take each
 
 STREAMED: dict[str, Any] = {
@@ -341,14 +342,18 @@ def two_way(x: Tensor, labels: Labels, form: Sequence[float], mean: bool) -> tup
     by_column = torch.empty((6, n), dtype=torch.float32, device=x.device)
     result, total = torch.empty(2, dtype=torch.float32, device=x.device), _number(x)
     long, wide = STRIP
+    parts, strips = shapes.cdiv(rows, long), shapes.cdiv(n, wide)
+    found = by_column if parts == 1 else torch.empty((parts, 5, n), dtype=torch.float32, device=x.device)
     lines = {"TARGET": held, "BLOCK": min(block, 1024), "LONG": long, "WIDE": wide, "ONE": n <= min(block, 1024)}
-    lines |= {"num_warps": 4, "maxnreg": 64}
+    lines |= {"PARTS": parts > 1, "num_warps": 4, "maxnreg": 64}
     both = {"MEAN": mean, **_summing(max(rows, n))}
-    args: tuple[Any, ...] = (x, target, by_row, by_column, rows, n, width, *form)
-    steps = (
-        Launch(batch_of.two_way_lines, (shapes.cdiv(n, wide) + rows,), args, lines),
-        Launch(batch_of.two_way_total, (1,), (by_row, by_column, total, result, rows, n), both),
-    )
+    args: tuple[Any, ...] = (x, target, by_row, by_column, found, rows, n, width, *form)
+    steps = [Launch(batch_of.two_way_lines, (parts * (strips + long),), args, lines)]
+    if parts > 1:
+        joined = {"LONG": JOINED[0], "WIDE": JOINED[1], "num_warps": 4}
+        args = (found, by_column, n, parts, *form)
+        steps.append(Launch(batch_of.two_way_joined, (shapes.cdiv(n, JOINED[1]),), args, joined))
+    steps.append(Launch(batch_of.two_way_total, (1,), (by_row, by_column, total, result, rows, n), both))
     args = (x, target, total, by_row, by_column, result, x, rows, n, width, 1, *form[:2])
     options = {"TARGET": held, "BLOCK": block, "num_warps": warps}
     _take(("two way", x.get_device(), held, block), steps, Launch(batch_of.two_way_backward, (1,), args, options))

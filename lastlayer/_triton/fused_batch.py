@@ -12,8 +12,6 @@ from lastlayer._triton.device import COMPILED, LOG2E, exp, exp2, log1p_part, sum
 from lastlayer._triton.fused_rows import load_classes, store_row
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # no score but -inf is below it
-DISTANT = tl.constexpr(16.0)  # powers of two that a score may be away from the point of its sum
-MOST_POWER = tl.constexpr(126.0)  # of two, so that a factor of 0 makes it 0
 
 
 @triton.jit
@@ -184,13 +182,6 @@ def _near(t):
 
 
 @triton.jit
-def _added(total, ahead, weight):
-    """Add weight exp(ahead) to a sum of exponentials about a point, or about the new one where that is ahead of it."""
-    e = _near(-tl.abs(ahead))
-    return tl.where(ahead > 0, total * e + weight, total + weight * e)
-
-
-@triton.jit
 def _sides(x, share, live):
     """Which scores are among the positives, which among the negatives; and which have no place in either."""
     positive = share > 0
@@ -245,18 +236,18 @@ def _store_line(numbers_ptr, line, lines, top, bottom, above, below, odd, warm, 
 
 
 @triton.jit
-def _row_peaks(x, share, live, high, low, odd, soft):
-    """Add classes to the peaks of negatives and positives, and to what tells unusual scores and soft labels."""
+def _peak_terms(x, share, live):
+    """What the peaks of negatives and positives are taken of, and the signs of unusual scores and of soft labels."""
     positive, negative, strange = _sides(x, share, live)
     x = tl.where(x == x, x, 0.0)
-    high = tl.maximum(high, tl.where(negative, x, LOWEST))
-    low = tl.minimum(low, tl.where(positive, x, -LOWEST))
-    return high, low, odd + strange, soft + share * (1 - share)
+    return tl.where(negative, x, LOWEST), tl.where(positive, x, -LOWEST), strange, share * (1 - share)
 
 
 @triton.jit
-def _row_sums(x, share, live, top, bottom, soft, hot, cold, above, below):
-    """Add the exponentials of classes about the peaks to the sums of negatives and of positives."""
+def _sum_terms(x, share, live, top, bottom, soft, hot, cold):
+    """The exponentials of negatives and of positives about their peaks; `soft` is 0 where all labels are hard."""
+    above = tl.zeros_like(x)
+    below = tl.zeros_like(x)
     for side in range(tl.where(soft > 0, 2, 1)):
         positive, part = _side(share, side)
         e = _near(tl.where(positive, (bottom - x) * hot, (x - top) * cold))
@@ -274,37 +265,42 @@ def _two_way_row(
     """The two-way loss of one row, which is read twice, unless it is ONE block that stays in registers."""
     hot = 1 / warm
     cold = 1 / cool
-    high = tl.full((BLOCK,), LOWEST, tl.float32)
-    low = tl.full((BLOCK,), -LOWEST, tl.float32)
-    odd = tl.zeros((BLOCK,), tl.float32)
-    soft = tl.zeros((BLOCK,), tl.float32)
-    above = tl.zeros((BLOCK,), tl.float32)
-    below = tl.zeros((BLOCK,), tl.float32)
     if ONE:
         x, share, live = load_classes(x_ptr, d_ptr, row, n, width, tl.arange(0, BLOCK), TARGET)
-        top, bottom, odd, soft = _peaks(*_row_peaks(x, share, live, high, low, odd, soft))
-        above, below = _row_sums(x, share, live, top, bottom, soft, hot, cold, above, below)
+        top, bottom, odd, soft = _peaks(*_peak_terms(x, share, live))
+        above, below = _sum_terms(x, share, live, top, bottom, soft, hot, cold)
     else:
+        high = tl.full((BLOCK,), LOWEST, tl.float32)
+        low = tl.full((BLOCK,), -LOWEST, tl.float32)
+        odd = tl.zeros((BLOCK,), tl.float32)
+        soft = tl.zeros((BLOCK,), tl.float32)
         for j in range(0, n, BLOCK):
             x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
-            high, low, odd, soft = _row_peaks(x, share, live, high, low, odd, soft)
+            some_high, some_low, some_odd, some_soft = _peak_terms(x, share, live)
+            high = tl.maximum(high, some_high)
+            low = tl.minimum(low, some_low)
+            odd += some_odd
+            soft += some_soft
         top, bottom, odd, soft = _peaks(high, low, odd, soft)
+        above = tl.zeros((BLOCK,), tl.float32)
+        below = tl.zeros((BLOCK,), tl.float32)
         for j in range(0, n, BLOCK):
             x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
-            above, below = _row_sums(x, share, live, top, bottom, soft, hot, cold, above, below)
+            some_above, some_below = _sum_terms(x, share, live, top, bottom, soft, hot, cold)
+            above += some_above
+            below += some_below
     tl.store(numbers_ptr + 6 * rows + row, soft)
     above, below = sum2(above, below, 0)
     _store_line(numbers_ptr, row, rows, top, bottom, above, below, odd, warm, cool, margin)
 
 
 @triton.jit
-def _load_strip(x_ptr, d_ptr, first, col, rows, n, width, TARGET: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr):
-    """Scores, shares and participation of LONG rows and WIDE columns."""
-    row = (first + tl.arange(0, LONG)).to(tl.int64)[:, None]
+def _load_tile(x_ptr, d_ptr, row, col, rows, n, width, TARGET: tl.constexpr):
+    """As `load_classes` for some rows and columns, of the shapes (LONG, 1) and (1, WIDE)."""
     inside = (row < rows) & (col < n)
     at = row * n + col
     x = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
-    share = tl.zeros((LONG, WIDE), tl.float32)
+    share = tl.zeros_like(x)
     if TARGET == "dense":
         given = tl.load(d_ptr + at, mask=inside, other=0).to(tl.float32)
         share = tl.where(given >= 0, tl.minimum(given, 1.0), -1.0)
@@ -312,102 +308,85 @@ def _load_strip(x_ptr, d_ptr, first, col, rows, n, width, TARGET: tl.constexpr, 
         for j in range(width):
             label = tl.load(d_ptr + row * width + j, mask=row < rows, other=-1)
             share = tl.where(col == label, 1.0, share)
-    return x, share, (x != float("-inf")) & (share >= 0)
+    live = (x != float("-inf")) & (share >= 0)
+    return tl.where(live, x, 0.0), tl.where(live, share, 0.0), live
 
 
-@triton.jit
-def _about_one_point(
-    x_ptr, d_ptr, col, rows, n, width, hot, cold, TARGET: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr
-):
-    """The sums of exponentials of columns about one point each, a peak of their first scores; and that point.
-
-    The last is positive where these are not the sums: for soft labels, and scores that are far from the point.
-    """
-    x, share, live = _load_strip(x_ptr, d_ptr, 0, col, rows, n, width, TARGET, LONG, WIDE)
-    point = tl.max(tl.where(live & (share < 1) & (tl.abs(x) < float("inf")), x, LOWEST), 0)
-    found = (point > LOWEST)[None, :]
-    point = tl.where(point > LOWEST, point, 0.0)
-    above = tl.zeros((LONG, WIDE), tl.float32)
-    below = tl.zeros((LONG, WIDE), tl.float32)
-    wrong = tl.zeros((LONG, WIDE), tl.int32)
-    for i in range(0, rows, LONG):
-        x, share, live = _load_strip(x_ptr, d_ptr, i, col, rows, n, width, TARGET, LONG, WIDE)
-        positive = share > 0.5
-        t = (x - point[None, :]) * tl.where(positive, -hot, cold)
-        # A negative far below the point has nothing to add, if the point is one; a positive may be the only one.
-        near = (t < DISTANT) & ((t > -DISTANT) | (found & (positive == 0)))
-        if TARGET == "dense":
-            near = near & ((share == 0) | (share == 1))
-        wrong |= (live & (near == 0)).to(tl.int32)
-        e = tl.where(live, exp2(t), 0.0)
-        above += tl.where(positive, 0.0, e)
-        below += tl.where(positive, e, 0.0)
-    above, below = sum2(above, below, 0)
-    return above, below, point, tl.max(wrong, 0)
-
-
+# parts, for each part of LONG rows and each column: its peaks, the sums about them, and how many scores are unusual.
 @triton.jit
 def _two_way_columns(
-    x_ptr, d_ptr, numbers_ptr, first, rows, n, width, warm, cool, margin, TARGET: tl.constexpr, LONG: tl.constexpr,
-    WIDE: tl.constexpr,
+    x_ptr, d_ptr, c_ptr, parts_ptr, part, first, rows, n, width, warm, cool, margin, TARGET: tl.constexpr,
+    LONG: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The two-way loss of WIDE columns, in steps of LONG scores of each."""
-    hot = 1 / warm
-    cold = 1 / cool
-    col = first + tl.arange(0, WIDE)[None, :]
-    above, below, point, wrong = _about_one_point(
-        x_ptr, d_ptr, col, rows, n, width, hot * LOG2E, cold * LOG2E, TARGET, LONG, WIDE
-    )
-    top = tl.where(above > 0, point, LOWEST)
-    bottom = tl.where(below > 0, point, -LOWEST)
-    odd = above * 0.0
-    if tl.max(wrong, 0) > 0:
-        top, bottom, above, below, odd = _about_peaks(x_ptr, d_ptr, col, rows, n, width, hot, cold, TARGET, LONG, WIDE)
+    """The two-way loss of WIDE columns, or what a part of their rows has to it."""
+    row = (part * LONG + tl.arange(0, LONG)).to(tl.int64)[:, None]
     line = first + tl.arange(0, WIDE)
-    _store_line(numbers_ptr, line, n, top, bottom, above, below, odd, warm, cool, margin)
+    x, share, live = _load_tile(x_ptr, d_ptr, row, line[None, :], rows, n, width, TARGET)
+    top, bottom, odd, soft = _peaks(*_peak_terms(x, share, live))
+    soft = tl.max(soft, 0)
+    above, below = sum2(*_sum_terms(x, share, live, top[None, :], bottom[None, :], soft, 1 / warm, 1 / cool), 0)
+    if PARTS:
+        parts_ptr += part.to(tl.int64) * 5 * n
+        inside = line < n
+        tl.store(parts_ptr + line, top, mask=inside)
+        tl.store(parts_ptr + n + line, bottom, mask=inside)
+        tl.store(parts_ptr + 2 * n + line, above, mask=inside)
+        tl.store(parts_ptr + 3 * n + line, below, mask=inside)
+        tl.store(parts_ptr + 4 * n + line, odd, mask=inside)
+    else:
+        _store_line(c_ptr, line, n, top, bottom, above, below, odd, warm, cool, margin)
 
 
-@triton.jit
-def _about_peaks(
-    x_ptr, d_ptr, col, rows, n, width, hot, cold, TARGET: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr
-):
-    """The peaks of columns, and the sums of exponentials about them, whatever their scores and labels are."""
-    high = tl.full((LONG, WIDE), LOWEST, tl.float32)
-    low = tl.full((LONG, WIDE), -LOWEST, tl.float32)
-    above = tl.zeros((LONG, WIDE), tl.float32)
-    below = tl.zeros((LONG, WIDE), tl.float32)
-    odd = tl.zeros((LONG, WIDE), tl.float32)
-    for i in range(0, rows, LONG):
-        x, share, live = _load_strip(x_ptr, d_ptr, i, col, rows, n, width, TARGET, LONG, WIDE)
-        x = tl.where(live, x, 0.0)
-        share = tl.where(live, share, 0.0)
-        positive, negative, strange = _sides(x, share, live)
-        odd += strange
-        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-        point = tl.where(negative, x, LOWEST)
-        above = _added(above, (point - high) * cold, tl.where(negative, 1 - share, 0.0))
-        high = tl.maximum(high, point)
-        point = tl.where(positive, x, -LOWEST)
-        below = _added(below, (low - point) * hot, tl.where(positive, share, 0.0))
-        low = tl.minimum(low, point)
-    top, bottom, odd, _ = _peaks(high, low, odd, odd)
-    above, below = sum2(above * _near((high - top[None, :]) * cold), below * _near((bottom[None, :] - low) * hot), 0)
-    return top, bottom, above, below, odd
-
-
+# The programs of one part of the rows follow one another: they read the same scores.
 @triton.jit(do_not_specialize=["rows", "n", "width"])
 def two_way_lines(
-    x_ptr, d_ptr, r_ptr, c_ptr, rows, n, width, warm, cool, margin,
+    x_ptr, d_ptr, r_ptr, c_ptr, parts_ptr, rows, n, width, warm, cool, margin,
     TARGET: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr, ONE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The two-way loss of every column, WIDE per program, and then of every row."""
-    line = tl.program_id(0)
+    """The two-way loss of every row, and of every column or a part of it: LONG rows and WIDE columns at a time."""
     strips = tl.cdiv(n, WIDE)
+    part = tl.program_id(0) // (strips + LONG)
+    line = tl.program_id(0) % (strips + LONG)
     if line < strips:
-        _two_way_columns(x_ptr, d_ptr, c_ptr, line * WIDE, rows, n, width, warm, cool, margin, TARGET, LONG, WIDE)
+        _two_way_columns(
+            x_ptr, d_ptr, c_ptr, parts_ptr, part, line * WIDE, rows, n, width, warm, cool, margin,
+            TARGET, LONG, WIDE, PARTS,
+        )  # fmt: skip
     else:
-        row = (line - strips).to(tl.int64)
-        _two_way_row(x_ptr, d_ptr, r_ptr, row, rows, n, width, warm, cool, margin, TARGET, BLOCK, ONE)
+        row = (part * LONG + (line - strips)).to(tl.int64)
+        if row < rows:
+            _two_way_row(x_ptr, d_ptr, r_ptr, row, rows, n, width, warm, cool, margin, TARGET, BLOCK, ONE)
+
+
+@triton.jit(do_not_specialize=["n", "parts"])
+def two_way_joined(parts_ptr, c_ptr, n, parts, warm, cool, margin, LONG: tl.constexpr, WIDE: tl.constexpr):
+    """The two-way loss of WIDE columns from their parts, LONG at a time."""
+    hot = 1 / warm
+    cold = 1 / cool
+    line = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    some = tl.arange(0, LONG)[:, None]
+    high = tl.full((LONG, WIDE), LOWEST, tl.float32)
+    low = tl.full((LONG, WIDE), -LOWEST, tl.float32)
+    odd = tl.zeros((LONG, WIDE), tl.float32)
+    for i in range(0, parts, LONG):
+        at = (i + some).to(tl.int64) * 5 * n + line[None, :]
+        inside = (i + some < parts) & (line[None, :] < n)
+        high = tl.maximum(high, tl.load(parts_ptr + at, mask=inside, other=LOWEST))
+        low = tl.minimum(low, tl.load(parts_ptr + n + at, mask=inside, other=-LOWEST))
+        odd += tl.load(parts_ptr + 4 * n + at, mask=inside, other=0.0)
+    top, bottom, odd, _ = _peaks(high, low, odd, odd)
+    above = tl.zeros((LONG, WIDE), tl.float32)
+    below = tl.zeros((LONG, WIDE), tl.float32)
+    for i in range(0, parts, LONG):
+        at = (i + some).to(tl.int64) * 5 * n + line[None, :]
+        inside = (i + some < parts) & (line[None, :] < n)
+        high = tl.load(parts_ptr + at, mask=inside, other=LOWEST)
+        low = tl.load(parts_ptr + n + at, mask=inside, other=-LOWEST)
+        above += tl.load(parts_ptr + 2 * n + at, mask=inside, other=0.0) * _near((high - top[None, :]) * cold)
+        below += tl.load(parts_ptr + 3 * n + at, mask=inside, other=0.0) * _near((bottom[None, :] - low) * hot)
+    above, below = sum2(above, below, 0)
+    _store_line(c_ptr, line, n, top, bottom, above, below, odd, warm, cool, margin)
 
 
 # result: the factor of the gradients of the rows, and that of the columns.
@@ -457,9 +436,8 @@ def two_way_backward(
             for side in range(tl.where(soft > 0, 2, 1)):
                 positive, part = _side(share, side)
                 scale = tl.where(positive, hot, cold)
-                # No score is far beyond the points, but where a row or a column has no part in the loss.
-                mine = exp2(tl.minimum(tl.where(positive, bottom - x, x - top) * scale, MOST_POWER))
-                theirs = exp2(tl.minimum(tl.where(positive, c_bottom - x, x - c_top) * scale, MOST_POWER))
-                both = tl.where(positive, -less, by) * mine + tl.where(positive, -c_less, c_by) * theirs
-                value += tl.where(part > 0, part * both, 0.0)
+                # No score is beyond the peaks, but where a row or a column has no part in the loss.
+                mine = exp2(tl.minimum(tl.where(positive, bottom - x, x - top) * scale, 0.0))
+                theirs = exp2(tl.minimum(tl.where(positive, c_bottom - x, x - c_top) * scale, 0.0))
+                value += part * (tl.where(positive, -less, by) * mine + tl.where(positive, -c_less, c_by) * theirs)
             store_row(out_ptr, row, n, cols, tl.where(live, value, 0.0))

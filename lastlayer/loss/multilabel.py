@@ -231,8 +231,9 @@ def _columns(sides: _Sides, rows: Tensor | None) -> _Sides:
 
 def _positives_above(sides: _Sides, form: _Form, shard: Ranks | None) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, and whether it has a positive, by differentiable operations."""
-    highest, above, has_negative = _rows.logsumexp(sides.x, sides.negative, shard, form.cool, sides.down)
     lowest, below, has_positive = _rows.logsumexp(-sides.x, sides.positive, shard, form.warm, sides.up)
+    negative = sides.negative & has_positive.unsqueeze(-1)  # else an infinite score would have a gradient of nan
+    highest, above, has_negative = _rows.logsumexp(sides.x, negative, shard, form.cool, sides.down)
     active = has_positive & has_negative
     z = torch.where(active, (highest + lowest).squeeze(-1) + above + below + form.margin, 0)
     return torch.where(active, -F.logsigmoid(-z), 0), has_positive

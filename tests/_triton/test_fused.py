@@ -230,15 +230,16 @@ def test_gradients_of_reduced_losses_are_handed_over_once_and_scaled():
                 grad.zero_()
 
 
-def test_two_way_columns_whose_first_rows_tell_little(monkeypatch):
-    """Sums about a score of the first rows are right where others are far from it, or none of the first is a rival."""
+def test_two_way_columns_in_parts(monkeypatch):
+    """Columns are right whose parts are far from one another, or have no rival, no label or unusual scores."""
     from lastlayer._triton import fused
 
     monkeypatch.setattr(fused, "STRIP", (4, 8))
+    monkeypatch.setattr(fused, "JOINED", (2, 8))
     torch.manual_seed(0)
     x, target = torch.randn(12, 10).to(DEVICE), (torch.rand(12, 10) < 0.3).float().to(DEVICE)
     x[:4, 0], x[8:, 1], x[4:, 2], x[:, 3] = -90.0, 60.0, -1e4, 80 * torch.randn(12).to(DEVICE)
-    target[:4, 4], x[4:, 4] = 1.0, x[4:, 4] - 200  # the first rows have no rival
+    target[:4, 4], x[4:, 4] = 1.0, x[4:, 4] - 200  # the first part has no rival
     target[:, 5], target[:, 6], x[:, 7], x[:4, 8] = 1.0, 0.0, 1e4 + x[:, 7], -torch.inf
     target[9, 0] = target[9, 3] = 1.0
     target[:, 9] = 0.25

@@ -336,3 +336,18 @@ def test_messages(call, error, message):
     with pytest.raises(error) as caught:
         call(torch.zeros(2, 3), torch.zeros(2, 3))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("per", ["both", "sample", "class"])
+def test_two_way_gradient_of_rows_and_columns_without_a_positive_is_finite(per):
+    """They have no part in the loss, even where a score is infinite or nan."""
+    for value in (torch.inf, torch.nan):
+        for dtype in (torch.float32, torch.float64):
+            x = torch.randn(4, 5, dtype=dtype)
+            x[3, 2] = value
+            target = torch.zeros(4, 5, dtype=dtype)
+            target[0, 0] = target[1, 1] = 1
+            leaf = x.requires_grad_()
+            loss = two_way_loss(leaf, target, per=per)
+            assert loss.isfinite()
+            assert torch.autograd.grad(loss, leaf)[0].isfinite().all()
