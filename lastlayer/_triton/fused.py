@@ -218,6 +218,7 @@ def _subsets(
         "BLOCK": block,
         "WIDE": 32 * warps,
         "ONE": n <= block,
+        "FLAT": _flat(n, block) if labels is None and gradient and degrees == 32 else 0,
         "DEGREES": degrees,
         "num_warps": warps,
         **_limited("marginals", rows, warps),
@@ -232,6 +233,14 @@ def _subsets(
         compile_ahead(*follows)
     launch(subset.marginals if first is None else subset.marginals_backward, (rows,), *args, **options)
     return Result(loss, out, counts, table)
+
+
+def _flat(n: int, block: int) -> int:
+    """Return how many classes of a flat row a program takes at once: all, unless they are too many for registers.
+
+    Flat rows are those of few classes per subset, so that other polynomials need no kernels for them.
+    """
+    return next((block << i for i in range(3) if n <= block << i), block)
 
 
 def _degrees(numbers: Sequence[float]) -> int:

@@ -12,6 +12,8 @@ threshold has the marginal v = e (G_(k-1) - e G_(k-2) + e^2 G_(k-3) - ...) / G_k
 v = e (G_(k+1) - e G_(k+2) + ...) / G_k. By Horner's rule all steps of that are weights of other classes over G_k, at
 most about 1, so that float32 is enough. No step takes more than 2 k numbers per class.
 
+That is for any row. Those without large marginals are flat, and `fused_flat` takes them in less time.
+
 A row is taken by one program, both ways. Polynomials are vectors that every warp holds, so that a step from one degree
 to the next waits for no other warp. What one thread leaves to others, or a forward to a backward pass, is in a table:
 for each row the numbers of `HEAD`, then the vectors `SMALL` to `CHANGES`.
@@ -23,31 +25,26 @@ import triton
 import triton.language as tl
 
 from lastlayer._triton.device import COMPILED, LN2, LOG2E, LOG2E_LOW, exp2, is_finite, log2, rcp, scaled, sum2, sum5
+from lastlayer._triton.fused_flat import (
+    FEW,
+    FLAT_ROW,
+    end_of,
+    flat_change,
+    flat_marginals,
+    inverse_of,
+    load_upstream,
+    tile,
+)
 from lastlayer._triton.fused_lml import number_of
 from lastlayer._triton.fused_rows import load_scores, load_shares, logistics, store_row
 
 HEAD = tl.constexpr(4)  # center and delta, whose difference is nu; the number of classes above it; and one to spare
-SMALL = tl.constexpr(0)  # S / G_k
+SMALL = tl.constexpr(0)  # S / G_k; a flat row has no other vector
 ABOVE = tl.constexpr(1)  # E
 WHOLE = tl.constexpr(2)  # G / G_k
 FACTORS = tl.constexpr(3)  # in float32: G / G_k from k - 1 down, as long again from k + 1 up
 CHANGES = tl.constexpr(4)  # their changes along the upstream gradient
 VECTORS = tl.constexpr(5)
-
-
-@triton.jit
-def _tile(first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK classes in rows of WIDE, one of each row per thread: sums over the first dimension stay in it."""
-    return first + tl.arange(0, BLOCK // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-
-
-@triton.jit
-def _end(n, BLOCK: tl.constexpr, ONE: tl.constexpr):
-    """Where tiles end: with ONE tile per row there is no loop, and the compiler reads the row once."""
-    if ONE:
-        return BLOCK
-    else:
-        return n
 
 
 @triton.jit
@@ -66,17 +63,27 @@ def _join(live, full, bad, high, low):
 
 @triton.jit
 def _counts(
-    held, x_ptr, d_ptr, row, n, width, label,
+    held, x_ptr, d_ptr, row, n, width, label, sound,
     TARGET: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """How many scores are finite, +inf and nan, and the largest and the smallest of the finite ones."""
+    """How many scores are finite, +inf and nan, and the largest and the smallest of the finite ones.
+
+    Where the row is known to be `sound`, it has no nan and no +inf.
+    """
     live = tl.zeros((WIDE,), tl.float32)
     full = tl.zeros((WIDE,), tl.float32)
     bad = tl.zeros((WIDE,), tl.float32)
     high = tl.full((WIDE,), float("-inf"), tl.float32)
     low = tl.full((WIDE,), float("inf"), tl.float32)
-    for j in range(0, _end(n, BLOCK, ONE), BLOCK):
-        x = _scores(held, x_ptr, d_ptr, row, n, width, label, _tile(j, WIDE, BLOCK), TARGET, ONE)
+    end = end_of(n, BLOCK, ONE)
+    for j in range(0, tl.where(sound, end, 0), BLOCK):
+        x = _scores(held, x_ptr, d_ptr, row, n, width, label, tile(j, WIDE, BLOCK), TARGET, ONE)
+        finite = x > float("-inf")
+        live += tl.sum(finite.to(tl.float32), 0)
+        high = tl.maximum(high, tl.max(x, 0))
+        low = tl.minimum(low, tl.min(tl.where(finite, x, float("inf")), 0))
+    for j in range(0, tl.where(sound, 0, end), BLOCK):
+        x = _scores(held, x_ptr, d_ptr, row, n, width, label, tile(j, WIDE, BLOCK), TARGET, ONE)
         finite = is_finite(x)
         a, b, c, d, e = _join(
             finite.to(tl.float32),
@@ -122,13 +129,14 @@ def _point(x, pivot, over, TARGET: tl.constexpr):
 
 @triton.jit
 def _tilt(
-    held, x_ptr, d_ptr, row, n, width, label, pivot, over, k, live, n_top, n_bad, top, bottom,
+    held, x_ptr, d_ptr, row, n, width, label, pivot, over, k, live, n_top, n_bad, top, bottom, sound, near, p1, p2,
     TARGET: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """Return (center, delta) of a row at which the probabilities of finite scores sum to about k.
 
     What is computed from them does not depend on them, but its digits do. Delta is infinite where k is used up or
-    takes every class that is left, and nan where k is infeasible.
+    takes every class that is left, and nan where k is infeasible. In a `sound` row p1 and p2 are known to be the sums
+    of exp(x - near) and its square.
     """
     k = k - n_top
     ended = tl.where(k == 0, float("-inf"), tl.where(k == live, float("inf"), float("nan")))
@@ -142,13 +150,16 @@ def _tilt(
     # The probabilities are e / (1 + e) of exponentials; for 1 + e the mean is taken that these have as weights.
     total = tl.zeros((WIDE,), tl.float32)
     square = tl.zeros((WIDE,), tl.float32)
-    for j in range(0, _end(n, BLOCK, ONE), BLOCK):
-        x = _scores(held, x_ptr, d_ptr, row, n, width, label, _tile(j, WIDE, BLOCK), TARGET, ONE)
+    for j in range(0, tl.where(sound, 0, end_of(n, BLOCK, ONE)), BLOCK):
+        x = _scores(held, x_ptr, d_ptr, row, n, width, label, tile(j, WIDE, BLOCK), TARGET, ONE)
         w = exp2((_point(x, pivot, over, TARGET) - top) * LOG2E)
         a, b = sum2(w, w * w, 0)
         total += a
         square += b
     mass, squares = sum2(total, square, 0)
+    ratio = exp2((near - top) * LOG2E)
+    mass = tl.where(sound, p1 * ratio, mass)
+    squares = tl.where(sound, p2 * ratio * ratio, squares)
     lost = tl.minimum(k * squares / mass, 0.75 * mass)
     sparse = (log2(k) - log2(mass - lost)) * LN2 - top
     good = (sparse >= lo) & (hi - lo < float("inf"))
@@ -162,8 +173,8 @@ def _tilt(
     while left > 0:
         total = tl.zeros((WIDE,), tl.float32)
         square = tl.zeros((WIDE,), tl.float32)
-        for j in range(0, _end(n, BLOCK, ONE), BLOCK):
-            x = _scores(held, x_ptr, d_ptr, row, n, width, label, _tile(j, WIDE, BLOCK), TARGET, ONE)
+        for j in range(0, end_of(n, BLOCK, ONE), BLOCK):
+            x = _scores(held, x_ptr, d_ptr, row, n, width, label, tile(j, WIDE, BLOCK), TARGET, ONE)
             y = rcp(1 + exp2(((_point(x, pivot, over, TARGET) + nu) + delta) * -LOG2E))
             a, b = sum2(y, y * y, 0)
             total += a
@@ -205,8 +216,8 @@ def _first_label(
     """The first label of a row; n where there is none."""
     if TARGET == "dense":
         first = tl.zeros((WIDE,), tl.int32) + n
-        for j in range(0, _end(n, BLOCK, ONE), BLOCK):
-            cols = _tile(j, WIDE, BLOCK)
+        for j in range(0, end_of(n, BLOCK, ONE), BLOCK):
+            cols = tile(j, WIDE, BLOCK)
             share = load_shares(d_ptr, row, n, width, cols, TARGET)
             first = tl.minimum(first, tl.min(tl.where(share > 0, cols, n), 0))
         return tl.min(first, 0)
@@ -240,25 +251,6 @@ def _distances(
     low = tl.fma(t, LOG2E, -whole) + t * LOG2E_LOW
     e = exp2(whole)
     return e + e * (low * LN2), z > 0, is_finite(x)
-
-
-@triton.jit
-def _inverse(value):
-    """1 / value in float64 but for the last digits, of numbers that float32 has too."""
-    r = rcp(value.to(tl.float32)).to(tl.float64)
-    r = r * (2.0 - value * r)
-    return r * (2.0 - value * r)
-
-
-@triton.jit
-def _upstream(u_ptr, row, u_row, u_col, n, cols):
-    """The upstream gradient of classes: one per class, or one for all of them where their distance is 0.
-
-    A distance that is known to be 1 leaves the tile as it is; another kernel for 0 would have to be compiled.
-    """
-    same = tl.load(u_ptr + row * u_row).to(tl.float32)
-    many = tl.where(u_col != 0, n, 0)
-    return tl.load(u_ptr + (row * u_row + cols), mask=cols < many, other=same).to(tl.float32)
 
 
 @triton.jit
@@ -303,14 +295,14 @@ def _power_sums(
     b3 = a0
     b4 = a0
     many = tl.zeros((WIDE,), tl.int32)
-    for j in range(0, _end(n, BLOCK, ONE), BLOCK):
-        cols = _tile(j, WIDE, BLOCK)
+    for j in range(0, end_of(n, BLOCK, ONE), BLOCK):
+        cols = tile(j, WIDE, BLOCK)
         e, above, finite = _distances(
             held, x_ptr, d_ptr, row, n, width, center, delta, label, pivot, over, rest, cols, TARGET, ONE
         )
         factor = tl.full((), 1.0, tl.float64)
         if UPSTREAM:
-            factor = tl.where(finite, _upstream(u_ptr, row, u_row, u_col, n, cols), 0.0).to(tl.float64)
+            factor = tl.where(finite, load_upstream(u_ptr, row, u_row, u_col, n, cols), 0.0).to(tl.float64)
         t0, t1, t2, t3, t4 = _powers(m, e.to(tl.float64), factor)
         c0, c1, c2, c3, c4 = sum5(t0, t1, t2, t3, t4, 0)
         a0 += c0
@@ -362,7 +354,7 @@ def _same(value, at):
 @triton.jit
 def _expand(low, high, place, k, many, DEGREES: tl.constexpr):
     """Polynomials of degrees k and `many` by Newton's identities from their power sums."""
-    over = _inverse(tl.maximum(place, 1).to(tl.float64))
+    over = inverse_of(tl.maximum(place, 1).to(tl.float64))
     low_sums = _signed(place, low)
     high_sums = _signed(place, high)
     low = low_sums
@@ -405,26 +397,58 @@ def _at(value, place, k):
 
 
 # number0: k; with labels number1: tau, number2: alpha. Then all classes of a row but its first label are taken, for
-# k - 1/2 of them: half way between the two sizes of subsets that the loss needs. extra: the table.
+# k - 1/2 of them: half way between the two sizes of subsets that the loss needs. extra: the table. FLAT: the classes of
+# a flat row at once, all of them if that is more than BLOCK; 0 if there are none.
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def marginals(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr, ONE: tl.constexpr, DEGREES: tl.constexpr,
+    WIDE: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr, DEGREES: tl.constexpr,
 ):  # fmt: skip
     """The probability of each class in subsets of k; with labels the smooth top-k SVM loss and its gradient."""
     row = tl.program_id(0).to(tl.int64)
-    size = number_of(number0)
-    k = size.to(tl.int32)
+    k = number_of(number0).to(tl.int32)
     label = tl.full((), -1, tl.int32)
-    pivot = tl.full((), 0.0, tl.float32)
     if TARGET != "none":
         label = _first_label(d_ptr, row, n, width, TARGET, WIDE, BLOCK, ONE)
-    held = pivot
+    near = tl.full((), 0.0, tl.float32)
+    held = near
     if ONE:
-        held = _load_scores(x_ptr, d_ptr, row, n, width, label, _tile(0, WIDE, BLOCK), TARGET)
-    live, n_top, n_bad, top, bottom = _counts(held, x_ptr, d_ptr, row, n, width, label, TARGET, WIDE, BLOCK, ONE)
+        held = _load_scores(x_ptr, d_ptr, row, n, width, label, tile(0, WIDE, BLOCK), TARGET)
+    flat = False
+    sound = False
+    p1 = near
+    p2 = near
+    if FLAT > 0:  # noqa: SIM102, since it is known to the compiler
+        if k <= FEW:
+            whole = held
+            if FLAT > BLOCK:
+                whole = load_scores(x_ptr, row, n, tile(0, WIDE, FLAT))
+            here = extra_ptr + row * (HEAD + VECTORS * DEGREES)
+            flat, sound, near, p1, p2 = flat_marginals(
+                whole, x_ptr, out_ptr, here, here + (HEAD + SMALL * DEGREES), row, n, k, WIDE, FLAT,
+                ONE or FLAT > BLOCK,
+            )  # fmt: skip
+    if not flat:
+        _marginals(
+            held, x_ptr, d_ptr, e_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, row, n, width, label, e_row, e_col,
+            number0, number1, number2, scale, sound, near, p1, p2, TARGET, GRADIENT, WIDE, BLOCK, ONE, DEGREES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _marginals(
+    held, x_ptr, d_ptr, e_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, row, n, width, label, e_row, e_col,
+    number0, number1, number2, scale, sound, near, p1, p2,
+    TARGET: tl.constexpr, GRADIENT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+    DEGREES: tl.constexpr,
+):  # fmt: skip
+    """Take any row."""
+    size = number_of(number0)
+    k = size.to(tl.int32)
+    pivot = tl.full((), 0.0, tl.float32)
+    live, n_top, n_bad, top, bottom = _counts(held, x_ptr, d_ptr, row, n, width, label, sound, TARGET, WIDE, BLOCK, ONE)
     over = 1.0 / (size * number1)
     rest = (1.0 / (size.to(tl.float64) * number1) - over).to(tl.float32)
     if TARGET != "none":
@@ -433,8 +457,8 @@ def marginals(
         top = scaled(top - pivot, over)
         bottom = scaled(bottom - pivot, over)
     center, delta = _tilt(
-        held, x_ptr, d_ptr, row, n, width, label, pivot, over, size, live, n_top, n_bad, top, bottom,
-        TARGET, WIDE, BLOCK, ONE,
+        held, x_ptr, d_ptr, row, n, width, label, pivot, over, size, live, n_top, n_bad, top, bottom, sound, near, p1,
+        p2, TARGET, WIDE, BLOCK, ONE,
     )  # fmt: skip
 
     place = tl.arange(0, DEGREES)
@@ -459,7 +483,7 @@ def marginals(
     low, high = _expand(low, high, place, k, many, DEGREES)
     value = _joined(low, high, place, many, k, DEGREES)
     whole = _same(value, k)
-    inverse = _inverse(whole)
+    inverse = inverse_of(whole)
     value = value * inverse
     slope = tl.full((), 0.0, tl.float64)
     score = pivot
@@ -473,7 +497,7 @@ def marginals(
     else:
         # The marginals in subsets of k classes less those in subsets of k - 1.
         fewer = _joined(low, high, place - 1, many, k - 1, DEGREES)
-        inverse = _inverse(_same(fewer, k))
+        inverse = inverse_of(_same(fewer, k))
         value -= fewer * inverse
         labelled = label < n
         score = tl.load(x_ptr + (row * n + label), mask=labelled, other=0.0).to(tl.float32)
@@ -493,8 +517,8 @@ def marginals(
     if GRADIENT:
         table = _floats(vectors + FACTORS * DEGREES)
         below, beyond = _factors(table, value, place, k, DEGREES, ONE)
-        for j in range(0, _end(n, BLOCK, ONE), BLOCK):
-            at = _tile(j, WIDE, BLOCK)
+        for j in range(0, end_of(n, BLOCK, ONE), BLOCK):
+            at = tile(j, WIDE, BLOCK)
             e, above, finite = _distances(
                 held, x_ptr, d_ptr, row, n, width, center, delta, label, pivot, over, rest, at, TARGET, ONE
             )
@@ -574,29 +598,65 @@ def _svm_loss(ratio, center, delta, score, weight, pivot, over, rest, number0, n
     return weight * tau * soft, weight * p / k
 
 
-# each: the upstream gradient. first: the table.
+# each: the upstream gradient. first: the table. FLAT: as above.
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "e_col", "p_row", "p_col"])
 def marginals_backward(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
     e_row, e_col, p_row, p_col, f_row, number0, number1, number2, number3, scale,
     TARGET: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr, ONE: tl.constexpr, DEGREES: tl.constexpr,
+    WIDE: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr, DEGREES: tl.constexpr,
 ):  # fmt: skip
     """The derivative of the probabilities along the upstream gradient: their matrix of derivatives is symmetric."""
     row = tl.program_id(0).to(tl.int64)
     k = number_of(number0).to(tl.int32)
     here = f_ptr + row * (HEAD + VECTORS * DEGREES)
-    vectors = here + HEAD
-    place = tl.arange(0, DEGREES)
+    small = here + (HEAD + SMALL * DEGREES)
     center = tl.load(here).to(tl.float32)
     delta = tl.load(here + 1).to(tl.float32)
     many = tl.load(here + 2).to(tl.int32)
+    # What a flat row needs is read before it is known to be one, unless that is more than others need.
+    g0 = tl.load(small)
+    g1 = tl.load(small + 1)
+    g2 = tl.load(small + 2)
+    g3 = tl.load(small + 3)
+    g4 = tl.load(small + 4)
+    held = center
+    if ONE:
+        held = _load_scores(x_ptr, d_ptr, row, n, width, 0, tile(0, WIDE, BLOCK), TARGET)
+    rises = held
+    if ONE and FLAT > 0:
+        rises = load_upstream(e_ptr, row, e_row, e_col, n, tile(0, WIDE, BLOCK))
+    flat = False
+    if FLAT > 0:
+        flat = many == FLAT_ROW
+        if flat:
+            whole = held
+            lift = rises
+            if FLAT > BLOCK:
+                whole = load_scores(x_ptr, row, n, tile(0, WIDE, FLAT))
+                lift = load_upstream(e_ptr, row, e_row, e_col, n, tile(0, WIDE, FLAT))
+            flat_change(
+                whole, lift, x_ptr, e_ptr, out_ptr, row, n, e_row, e_col, k, center, g0, g1, g2, g3, g4,
+                WIDE, FLAT, ONE or FLAT > BLOCK,
+            )  # fmt: skip
+    if not flat:
+        _marginals_backward(
+            held, x_ptr, d_ptr, e_ptr, out_ptr, row, n, width, e_row, e_col, k, here, center, delta, many,
+            TARGET, WIDE, BLOCK, ONE, DEGREES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _marginals_backward(
+    held, x_ptr, d_ptr, e_ptr, out_ptr, row, n, width, e_row, e_col, k, here, center, delta, many,
+    TARGET: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, DEGREES: tl.constexpr,
+):  # fmt: skip
+    """Take a row that is not flat."""
+    vectors = here + HEAD
+    place = tl.arange(0, DEGREES)
     low = tl.load(vectors + SMALL * DEGREES + place)
     high = tl.load(vectors + ABOVE * DEGREES + place)
     old = tl.load(vectors + WHOLE * DEGREES + place)
-    held = center
-    if ONE:
-        held = _load_scores(x_ptr, d_ptr, row, n, width, 0, _tile(0, WIDE, BLOCK), TARGET)
     low_sums = tl.zeros((DEGREES,), tl.float64)
     high_sums = tl.zeros((DEGREES,), tl.float64)
     for m in range(1, tl.maximum(many, k) + 1, 5):
@@ -614,12 +674,12 @@ def marginals_backward(
     changes = _floats(vectors + CHANGES * DEGREES)
     below, beyond = _factors(table, old, place, k, DEGREES, ONE)
     rise, fall = _factors(changes, value, place, k, DEGREES, ONE)
-    for j in range(0, _end(n, BLOCK, ONE), BLOCK):
-        at = _tile(j, WIDE, BLOCK)
+    for j in range(0, end_of(n, BLOCK, ONE), BLOCK):
+        at = tile(j, WIDE, BLOCK)
         e, above, finite = _distances(
             held, x_ptr, d_ptr, row, n, width, center, delta, 0, 0.0, 1.0, 1.0, at, TARGET, ONE
         )
-        u = tl.where(finite, _upstream(e_ptr, row, e_row, e_col, n, at), 0.0)
+        u = tl.where(finite, load_upstream(e_ptr, row, e_row, e_col, n, at), 0.0)
         y = _horner_change(table, below, changes, rise, place, e, u * e, k, ONE)
         if many > 0:
             other = _horner_change(table + DEGREES, beyond, changes + DEGREES, fall, place, e, -u * e, many, ONE)

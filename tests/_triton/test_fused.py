@@ -267,6 +267,67 @@ def test_subsets_of_rows_longer_than_a_tile(monkeypatch, watched):
     assert all(done for _, done in watched), watched
 
 
+def test_flat_rows_of_subsets(monkeypatch, watched):
+    """Rows whose marginals come from one pass, beside others that are a threshold's."""
+    from lastlayer._triton import fused, fused_flat
+
+    x = torch.randn(6, 300)
+    x[1] += 1e4
+    x[2, ::2] = -torch.inf
+    x[3] *= 8
+    x[4, 75] = 40.0
+    x[5] = x[5].round()
+    x = x.to(DEVICE)
+    for k in (1, 2, 3, 4, 5, 6):
+        table = fused.run("marginals", x, None, (k,)).extra
+        flat = table[:, 2] == fused_flat.FLAT_ROW.value
+        assert flat.tolist() == [k < 6] * 3 + [False] * 2 + [k < 6]
+        for upstream in (torch.randn(x.shape), torch.randn(6, 1).expand(x.shape)):
+            given = x, (), {"k": k}, upstream.to(DEVICE)
+            check_as_accurate(*three(monkeypatch, ll.subset_marginals, *given), f"{k} of {x.shape[-1]}")
+    assert all(done for _, done in watched), watched
+
+
+def test_odd_scores_in_flat_rows(monkeypatch):
+    from lastlayer._triton import fused
+
+    x = torch.randn(6, 200)
+    x[0, 0] = torch.nan
+    x[1, 50] = torch.inf
+    x[2, 3] = torch.nan
+    x[3, :] = -torch.inf
+    x[4, 2:] = -torch.inf
+    x[5, :150] = -torch.inf
+    given = x.to(DEVICE), (), {"k": 2}, torch.ones(x.shape).to(DEVICE)
+    found, _, plain = three(monkeypatch, ll.subset_marginals, *given)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6, equal_nan=True)
+    # The upstream gradient of a class that is ruled out does not matter.
+    x = torch.randn(2, 200).to(DEVICE)
+    x[:, 7] = -torch.inf
+    upstream = torch.randn(x.shape).to(DEVICE)
+    table = fused.run("marginals", x, None, (3,)).extra
+    grads = []
+    for odd in (0.0, torch.nan):
+        upstream[:, 7] = odd
+        grads.append(fused.run("marginals_backward", x, None, (3,), each=upstream, first=table).out)
+    assert grads[0].isfinite().all()
+    assert torch.equal(*grads)
+
+
+@pytest.mark.slow
+def test_flat_rows_of_several_tiles(monkeypatch, watched):
+    from lastlayer._triton import fused, fused_flat
+
+    monkeypatch.setattr(fused, "MANY", 2)
+    for n in (500, 1000, 1500, 5000):
+        x = torch.randn(3, n).to(DEVICE)
+        assert (fused.run("marginals", x, None, (5,)).extra[:, 2] == fused_flat.FLAT_ROW.value).all()
+        for upstream in (torch.randn(x.shape), torch.randn(3, 1).expand(x.shape)):
+            given = x, (), {"k": 5}, upstream.to(DEVICE)
+            check_as_accurate(*three(monkeypatch, ll.subset_marginals, *given), f"{n}")
+    assert all(done for _, done in watched), watched
+
+
 @pytest.mark.slow
 def test_saturated_rows_of_a_budget(monkeypatch, watched):
     """Rows in which no class is near the threshold, and whose first score tells nothing about the others."""
