@@ -592,8 +592,8 @@ def _forward(
             address + stride, address + 2 * stride, address + 3 * stride, rows, n // shapes.alignment(n), 0, 0, each,
             inverse, step, target.n_labels, rho,
         ):  # fmt: skip
-            if count and dense is None and each is None and form == 0 and temperature == 1:
-                _keep_step(x, target.index, key)
+            if count and each is None and form < 2 and temperature == 1:
+                _keep_step(x, target.index if dense is None else target.dense, form, key)
             return loss, numbers, grad
     table = shapes.LOSS if dense is None else shapes.DENSE
     p = shapes.plan(n, table, x.element_size())
@@ -617,43 +617,46 @@ def _forward(
     return loss, numbers, grad
 
 
-# The kernels of training steps by all that tells two of them apart: one class per row, few rows, one `k`.
+# The kernels of training steps by all that tells two of them apart: few rows, one `k`, one class per row or multi-hot.
 _steps: dict[tuple[Any, ...], Any] = {}
 
 
-def _keep_step(x: Tensor, index: Tensor, key: tuple[Any, ...]) -> None:
-    """Keep the kernel for the next step of this shape."""
+def _keep_step(x: Tensor, labels: Tensor, form: int, key: tuple[Any, ...]) -> None:
+    """Keep the kernels for the next step of this shape: that of the loss, and that which counts multi-hot rows."""
     if len(_steps) >= 1024:  # shapes that vary
         _steps.clear()
-    _steps[_step_key(x, index)] = ready(key)
+    counts = ready(_count_key(labels, form > 0)) if labels.is_floating_point() else None
+    _steps[_step_key(x, labels, form)] = ready(key), counts
 
 
-def _step_key(x: Tensor, index: Tensor) -> tuple[Any, ...]:
-    return x.get_device(), x.dtype, x.shape, x.data_ptr() & 15, index.data_ptr() & 15
+def _step_key(x: Tensor, labels: Tensor, form: int) -> tuple[Any, ...]:
+    return x.get_device(), x.dtype, x.shape, x.data_ptr() & 15, labels.data_ptr() & 15, labels.dtype, form
 
 
-def step_of(logits: Tensor, index: Tensor) -> Any:
-    """Return the kernel for the mean loss of such logits and one class per row, if it is the common case; or None.
+def step_of(logits: Tensor, labels: Tensor, observed: float) -> Any:
+    """Return the kernels for the mean loss of such logits and labels, if they are kept; or None.
 
     It is bound by the host: everything is known from the step before but the memory.
     """
-    if not (logits.is_contiguous() and index.is_contiguous() and on_current(logits.get_device())):
+    if not (logits.is_contiguous() and labels.is_contiguous() and on_current(logits.get_device())):
         return None
-    return _steps.get(_step_key(logits, index))
+    return _steps.get(_step_key(logits, labels, int(observed > 0)))
 
 
-def take_step(held: Any, logits: Tensor, k: float, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the losses of the rows over the number of those with a label, and the gradient of their sum."""
-    n, rows = logits.shape[-1], index.numel()
-    loss, numbers, grad = (
-        shapes.floats(logits, (rows,)),
-        shapes.floats(logits, (4 * rows + 1,)),
-        torch.empty_like(logits),
-    )
-    x, first, stride = logits.data_ptr(), numbers.data_ptr(), 4 * rows
-    run_again(held, logits.get_device(), rows, (
-        x, x, k, index.data_ptr(), x, first + 4 * stride, grad.data_ptr(), loss.data_ptr(), first, first + stride,
-        first + 2 * stride, first + 3 * stride, rows, n // shapes.alignment(n), 0, 0, None, None, 0, 1, 0.0,
+def take_step(held: Any, logits: Tensor, k: float, labels: Tensor, observed: float) -> tuple[Tensor, Tensor]:
+    """Return the losses of the rows over the number of those that count, and the gradient of their sum."""
+    (kernel, counts), device, n = held, logits.get_device(), logits.shape[-1]
+    rows = logits.numel() // n
+    loss, grad = shapes.floats(logits, (rows,)), torch.empty_like(logits)
+    numbers = shapes.floats(logits, (4 * rows + 1 if counts is None else 6 * rows + 4,))
+    x, label, first, stride = logits.data_ptr(), labels.data_ptr(), numbers.data_ptr(), 4 * rows
+    index, dense, weight, step = label, x, first + 4 * stride, 0
+    if counts is not None:  # into aligned memory, as another call would
+        index, dense, step = weight + (stride + 15 & ~15), label, 1
+        run_again(counts, device, rows, (label, index, rows, n))
+    run_again(kernel, device, rows, (
+        x, x, k, index, dense, weight, grad.data_ptr(), loss.data_ptr(), first, first + stride, first + 2 * stride,
+        first + 3 * stride, rows, n // shapes.alignment(n), 0, 0, None, None, step, 1 - step, observed,
     ))  # fmt: skip
     return loss, grad
 
@@ -781,6 +784,15 @@ def _plain_weight_of_mean(index: Tensor) -> Tensor:
     return (index >= 0).any(-1).sum().clamp(min=1).float().reciprocal()
 
 
+def _wide(n: int) -> int:
+    """The classes that are looked at together where rows with a label are counted."""
+    return min(shapes.power_of_2(n), 1024)
+
+
+def _count_key(dense: Tensor, observed: bool) -> tuple[Any, ...]:
+    return "rows that count", dense.get_device(), dense.dtype, dense.data_ptr() & 15, _wide(dense.shape[-1]), observed
+
+
 def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
     """The weight of each row of a dense target: 1 where it contributes, or 1 over the number of those rows."""
     rows, n = dense.shape[:-1].numel(), dense.shape[-1]
@@ -789,9 +801,8 @@ def weights_of_dense(dense: Tensor, observed: bool, mean: bool) -> Tensor:
     weight = shapes.floats(dense, dense.shape[:-1])
     flat = dense.contiguous()
     flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-    device, wide = flat.get_device(), min(shapes.power_of_2(n), 1024)
-    per = max(1, 1024 // wide)
-    key = ("rows that count", device, flat.dtype, flat.data_ptr() & 15, wide, observed)
+    device, wide = flat.get_device(), _wide(n)
+    per, key = max(1, 1024 // wide), _count_key(flat, observed)
     if not relaunch(key, device, rows, flat.data_ptr(), weight.data_ptr(), rows, n):
         if mean and is_new(("over sum", device)):
             compile_ahead(_over(weight, rows))

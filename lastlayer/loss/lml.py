@@ -149,12 +149,13 @@ def _by_short_way(
     if logits.numel() == 0 or rho == 1:
         return None
     loss: Tensor
-    if index is not None:
-        held = kernels("triton").step_of(logits, index) if mean and rho == 0 else None
+    if mean and (rho == 0 or index is None):
+        labels = dense if index is None else index
+        held = kernels("triton").step_of(logits, labels, rho)
         if held is not None:
-            loss = _step(logits, k, index, held)
+            loss = _step(logits, k, rho, labels, held)
             return loss
-        index = index.unsqueeze(-1)
+    index = None if index is None else index.unsqueeze(-1)
     weight = kernels("triton").row_weights(index, dense, n, rho > 0, mean)
     loss = _reduced(logits, k, None, 1.0, "triton", rho, index, dense, weight)
     return loss
@@ -600,25 +601,24 @@ class _LMLStep(torch.autograd.Function):
     """The same for a training step that has been taken before; whatever is unusual in its backward pass is not here."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, k: float, index: Tensor, held: Any) -> Tensor:
-        loss, ctx.grad = kernels("triton").take_step(held, logits, k, index)
-        ctx.k = k
-        ctx.save_for_backward(logits, index)
+    def forward(ctx: Any, logits: Tensor, k: float, rho: float, labels: Tensor, held: Any) -> Tensor:
+        loss, ctx.grad = kernels("triton").take_step(held, logits, k, labels, rho)
+        ctx.given = k, rho
+        ctx.save_for_backward(logits, labels)
         return loss.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         held, ctx.grad = ctx.grad, None  # handed over once
         if held is not None and not torch.is_grad_enabled() and unwatched(grads[0]):
-            return kernels("triton").scale_rows_(held, grads[0]), None, None, None
-        logits, index = ctx.saved_tensors
-        further = torch.is_grad_enabled()
+            return kernels("triton").scale_rows_(held, grads[0]), None, None, None, None
+        (logits, labels), (k, rho), further = ctx.saved_tensors, ctx.given, torch.is_grad_enabled()
+        index, dense = (None, labels) if labels.is_floating_point() else (labels.unsqueeze(-1), None)
         with torch.enable_grad():
-            index = index.unsqueeze(-1)
-            weight = kernels("triton").row_weights(index, None, logits.shape[-1], False, True)
-            loss = _reduced(logits, ctx.k, None, 1.0, "triton", 0.0, index, None, weight)
+            weight = kernels("triton").row_weights(index, dense, logits.shape[-1], rho > 0, True)
+            loss = _reduced(logits, k, None, 1.0, "triton", rho, index, dense, weight)
             (grad,) = torch.autograd.grad(loss, logits, grads[0], create_graph=further)
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 _step = directly(_LMLStep)

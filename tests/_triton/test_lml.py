@@ -386,39 +386,48 @@ def test_the_common_call_is_the_general_one_to_the_last_bit(dtype):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter keeps no kernels")
-def test_a_step_that_is_kept_serves_other_numbers_and_no_other_shape():
+@pytest.mark.parametrize("hot", [False, True])
+def test_a_step_that_is_kept_serves_other_numbers_and_no_other_shape(hot):
     """A training step is launched by its shape and addresses alone: another `k`, labels and logits, then other rows."""
     from lastlayer._triton import lml_loss as kernels
 
     store, labels = torch.randn(8 * 200 + 1, device=DEVICE), torch.arange(9, device=DEVICE)
+    dense = (torch.rand(9 * 200, device=DEVICE) < 0.02).float()
+    dense[:200] = 0.0
     for k, rows, start, first in 8 * [(5, 8, 0, 0), (2.5, 8, 0, 0), (5, 7, 0, 0), (5, 8, 1, 0), (5, 8, 0, 1)]:
         x, t = store[start : start + rows * 200].view(rows, 200), labels[first : first + rows]
-        found = []
-        for way in ({"impl": "triton"}, {}):
-            leaf = x.detach().requires_grad_()  # at the same address
-            loss = lml_loss(leaf, t, k, **way)
-            found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(b, a, rtol=0, atol=0)
-    shapes = {key[2] for key in kernels._steps}
+        if hot:
+            t = dense[first : first + rows * 200].view(rows, 200)
+        for more in ({}, {"observed": 0.3 if k == 5 else 0.6}) if hot else ({},):
+            found = []
+            for way in ({"impl": "triton"}, {}):
+                leaf = x.detach().requires_grad_()  # at the same address
+                loss = lml_loss(leaf, t, k, **more, **way)
+                found.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+            for a, b in zip(*found, strict=True):
+                torch.testing.assert_close(b, a, rtol=0, atol=0)
+    shapes = {key[2] for key in kernels._steps if key[5].is_floating_point == hot}
     assert {(8, 200), (7, 200)} <= shapes
 
 
-def test_unusual_backward_passes_of_a_training_step(monkeypatch):
+@pytest.mark.parametrize("rho", [None, 0.0, 0.4])
+def test_unusual_backward_passes_of_a_training_step(monkeypatch, rho):
     """A second pass, second derivatives and batches of gradients are those of the loss without a step that is kept."""
     from lastlayer._threshold.dispatch import kernels
     from lastlayer.loss.lml import _step
 
-    def take_step(held, logits, k, index):
-        loss, _, grad, _ = kernels("triton").loss_forward_with_grad(
-            logits, k, None, 1.0, 0.0, index.unsqueeze(-1), None, None
-        )
+    def take_step(held, logits, k, labels, observed):
+        index, dense = (labels.unsqueeze(-1), None) if rho is None else (None, labels)
+        loss, _, grad, _ = kernels("triton").loss_forward_with_grad(logits, k, None, 1.0, observed, index, dense, None)
         return loss, grad
 
     monkeypatch.setattr(kernels("triton"), "take_step", take_step)
     x, t = torch.randn(3, 12).to(DEVICE), torch.tensor([4, 0, -1], device=DEVICE)
+    labels = t if rho is None else (torch.rand(3, 12) < 0.3).float().to(DEVICE)
+    given = t.unsqueeze(-1) if rho is None else labels
     ours, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
-    loss, exact = _step(ours, 2.5, t, None), lml_loss(plain, t.unsqueeze(-1), 2.5, impl="torch")
+    loss = _step(ours, 2.5, rho or 0.0, labels, None)
+    exact = lml_loss(plain, given, 2.5, observed=rho or 0.0, impl="torch")
     torch.testing.assert_close(loss, exact)
     for factor in (2.0, 0.5):
         up = torch.tensor(factor, device=DEVICE)
@@ -430,7 +439,7 @@ def test_unusual_backward_passes_of_a_training_step(monkeypatch):
     (right,) = torch.autograd.grad(exact, plain, retain_graph=True)
     torch.testing.assert_close(grad, torch.stack([right, 3 * right]))
     seconds = []
-    for value, leaf in ((_step(ours, 2.5, t, None), ours), (exact, plain)):
+    for value, leaf in ((_step(ours, 2.5, rho or 0.0, labels, None), ours), (exact, plain)):
         (first,) = torch.autograd.grad(value, leaf, create_graph=True)
         seconds.append(torch.autograd.grad(first.square().sum(), leaf)[0])
     torch.testing.assert_close(*seconds)
