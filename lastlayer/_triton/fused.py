@@ -364,7 +364,7 @@ def two_way(x: Tensor, labels: Labels, form: Sequence[float], mean: bool) -> tup
         steps.append(Launch(batch_of.two_way_joined, (shapes.cdiv(n, JOINED[1]),), args, joined))
     steps.append(Launch(batch_of.two_way_total, (1,), (by_row, by_column, total, result, rows, n), both))
     args = (x, target, total, by_row, by_column, result, x, rows, n, width, 1, *form[:2])
-    options = {"TARGET": held, "BLOCK": block, "num_warps": warps}
+    options = {"TARGET": held, "BLOCK": block, "num_warps": warps, "maxnreg": 64}
     _take(("two way", x.get_device(), held, block), steps, Launch(batch_of.two_way_backward, (1,), args, options))
     return total, by_row, by_column, result
 
@@ -378,7 +378,7 @@ def two_way_backward(
     out, per = torch.empty_like(x), 4 if rows >= MANY else 1
     launch(
         batch_of.two_way_backward, (shapes.cdiv(rows, per),), x, target, up, by_row, by_column, result, out,
-        rows, n, width, per, form[0], form[1], TARGET=held, BLOCK=block, num_warps=warps,
+        rows, n, width, per, form[0], form[1], TARGET=held, BLOCK=block, num_warps=warps, maxnreg=64,
     )  # fmt: skip
     return out
 

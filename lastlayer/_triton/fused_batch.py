@@ -258,6 +258,60 @@ def _sum_terms(x, share, live, top, bottom, soft, hot, cold):
 
 
 @triton.jit
+def _load_pairs(x_ptr, d_ptr, row, n, width, cols, inside, TARGET: tl.constexpr):
+    """Scores, -inf where there is none, and labels as they are given; rows and columns broadcast."""
+    at = row * n + cols
+    x = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    given = tl.zeros_like(x)
+    if TARGET == "dense":
+        given = tl.load(d_ptr + at, mask=inside, other=0).to(tl.float32)
+    if TARGET == "lists":
+        for j in range(width):
+            given = tl.where(cols == tl.load(d_ptr + row * width + j), 1.0, given)
+    return x, given
+
+
+@triton.jit
+def _most_least_sum(a0, a1, a2, b0, b1, b2):
+    return tl.maximum(a0, b0), tl.minimum(a1, b1), a2 + b2
+
+
+@triton.jit
+def _usual_peaks(x, given):
+    """The peaks of negatives and positives over the first dimension; the last is 0 where scores and labels are usual.
+
+    That is: finite or -inf, and 0, 1 or -1.
+    """
+    live = (x > float("-inf")) & (given >= 0)
+    positive = given > 0.5
+    odd = tl.abs(tl.fma(given, given, -tl.abs(given))) + tl.where(live, x, 0.0) * 0.0
+    odd = tl.where(x == x, odd, x)
+    high = tl.where(live & (positive == 0), x, LOWEST)
+    low = tl.where(live & positive, x, -LOWEST)
+    if COMPILED:
+        return tl.reduce((high, low, odd), 0, _most_least_sum)
+    else:
+        return tl.max(high, 0), tl.min(low, 0), tl.sum(odd, 0)
+
+
+@triton.jit
+def _usual_sums(x, given, top, bottom, hot, cold):
+    """The sums of exponentials about the peaks, where scores and labels are usual."""
+    positive = given > 0.5
+    t = (x - tl.where(positive, bottom, top)) * tl.where(positive, hot * -LOG2E, cold * LOG2E)
+    e = tl.where((x > float("-inf")) & (given >= 0), exp2(t), 0.0)
+    return sum2(tl.where(positive, 0.0, e), tl.where(positive, e, 0.0), 0)
+
+
+@triton.jit
+def _shares(x, given):
+    """As `load_classes`: scores, shares and participation."""
+    share = tl.where(given >= 0, tl.minimum(given, 1.0), -1.0)
+    live = (x != float("-inf")) & (share >= 0)
+    return tl.where(live, x, 0.0), tl.where(live, share, 0.0), live
+
+
+@triton.jit
 def _two_way_row(
     x_ptr, d_ptr, numbers_ptr, row, rows, n, width, warm, cool, margin, TARGET: tl.constexpr, BLOCK: tl.constexpr,
     ONE: tl.constexpr,
@@ -266,50 +320,39 @@ def _two_way_row(
     hot = 1 / warm
     cold = 1 / cool
     if ONE:
-        x, share, live = load_classes(x_ptr, d_ptr, row, n, width, tl.arange(0, BLOCK), TARGET)
-        top, bottom, odd, soft = _peaks(*_peak_terms(x, share, live))
-        above, below = _sum_terms(x, share, live, top, bottom, soft, hot, cold)
+        cols = tl.arange(0, BLOCK)
+        x, given = _load_pairs(x_ptr, d_ptr, row, n, width, cols, cols < n, TARGET)
+        top, bottom, odd = _usual_peaks(x, given)
+        soft = odd * 0.0
+        if odd == 0:
+            above, below = _usual_sums(x, given, top, bottom, hot, cold)
+        else:
+            x, share, live = _shares(x, given)
+            top, bottom, odd, soft = _peaks(*_peak_terms(x, share, live))
+            above, below = sum2(*_sum_terms(x, share, live, top, bottom, soft, hot, cold), 0)
     else:
         high = tl.full((BLOCK,), LOWEST, tl.float32)
         low = tl.full((BLOCK,), -LOWEST, tl.float32)
-        odd = tl.zeros((BLOCK,), tl.float32)
-        soft = tl.zeros((BLOCK,), tl.float32)
+        odds = tl.zeros((BLOCK,), tl.float32)
+        softs = tl.zeros((BLOCK,), tl.float32)
         for j in range(0, n, BLOCK):
             x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
             some_high, some_low, some_odd, some_soft = _peak_terms(x, share, live)
             high = tl.maximum(high, some_high)
             low = tl.minimum(low, some_low)
-            odd += some_odd
-            soft += some_soft
-        top, bottom, odd, soft = _peaks(high, low, odd, soft)
-        above = tl.zeros((BLOCK,), tl.float32)
-        below = tl.zeros((BLOCK,), tl.float32)
+            odds += some_odd
+            softs += some_soft
+        top, bottom, odd, soft = _peaks(high, low, odds, softs)
+        aboves = tl.zeros((BLOCK,), tl.float32)
+        belows = tl.zeros((BLOCK,), tl.float32)
         for j in range(0, n, BLOCK):
             x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
             some_above, some_below = _sum_terms(x, share, live, top, bottom, soft, hot, cold)
-            above += some_above
-            below += some_below
+            aboves += some_above
+            belows += some_below
+        above, below = sum2(aboves, belows, 0)
     tl.store(numbers_ptr + 6 * rows + row, soft)
-    above, below = sum2(above, below, 0)
     _store_line(numbers_ptr, row, rows, top, bottom, above, below, odd, warm, cool, margin)
-
-
-@triton.jit
-def _load_tile(x_ptr, d_ptr, row, col, rows, n, width, TARGET: tl.constexpr):
-    """As `load_classes` for some rows and columns, of the shapes (LONG, 1) and (1, WIDE)."""
-    inside = (row < rows) & (col < n)
-    at = row * n + col
-    x = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
-    share = tl.zeros_like(x)
-    if TARGET == "dense":
-        given = tl.load(d_ptr + at, mask=inside, other=0).to(tl.float32)
-        share = tl.where(given >= 0, tl.minimum(given, 1.0), -1.0)
-    if TARGET == "lists":
-        for j in range(width):
-            label = tl.load(d_ptr + row * width + j, mask=row < rows, other=-1)
-            share = tl.where(col == label, 1.0, share)
-    live = (x != float("-inf")) & (share >= 0)
-    return tl.where(live, x, 0.0), tl.where(live, share, 0.0), live
 
 
 # parts, for each part of LONG rows and each column: its peaks, the sums about them, and how many scores are unusual.
@@ -321,10 +364,17 @@ def _two_way_columns(
     """The two-way loss of WIDE columns, or what a part of their rows has to it."""
     row = (part * LONG + tl.arange(0, LONG)).to(tl.int64)[:, None]
     line = first + tl.arange(0, WIDE)
-    x, share, live = _load_tile(x_ptr, d_ptr, row, line[None, :], rows, n, width, TARGET)
-    top, bottom, odd, soft = _peaks(*_peak_terms(x, share, live))
-    soft = tl.max(soft, 0)
-    above, below = sum2(*_sum_terms(x, share, live, top[None, :], bottom[None, :], soft, 1 / warm, 1 / cool), 0)
+    hot = 1 / warm
+    cold = 1 / cool
+    inside = (row < rows) & (line < n)[None, :]
+    x, given = _load_pairs(x_ptr, d_ptr, tl.minimum(row, rows - 1), n, width, line[None, :], inside, TARGET)
+    top, bottom, odd = _usual_peaks(x, given)
+    if tl.max(tl.where(odd == 0, 0, 1), 0) == 0:
+        above, below = _usual_sums(x, given, top[None, :], bottom[None, :], hot, cold)
+    else:
+        x, share, live = _shares(x, given)
+        top, bottom, odd, soft = _peaks(*_peak_terms(x, share, live))
+        above, below = sum2(*_sum_terms(x, share, live, top[None, :], bottom[None, :], tl.max(soft, 0), hot, cold), 0)
     if PARTS:
         parts_ptr += part.to(tl.int64) * 5 * n
         inside = line < n
@@ -405,6 +455,16 @@ def two_way_total(r_ptr, c_ptr, total_ptr, result_ptr, rows, n, MEAN: tl.constex
     tl.store(result_ptr + 1, count * factor * over)
 
 
+@triton.jit
+def _pulls(x, positive, top, bottom, c_top, c_bottom, by, less, c_by, c_less, hot, cold):
+    """The gradient of scores as positives or negatives of their row and their column."""
+    scale = tl.where(positive, -hot, cold)
+    # No score is beyond the peaks, but where a row or a column has no part in the loss.
+    mine = exp2(tl.minimum((x - tl.where(positive, bottom, top)) * scale, 0.0))
+    theirs = exp2(tl.minimum((x - tl.where(positive, c_bottom, c_top)) * scale, 0.0))
+    return tl.where(positive, -less, by) * mine + tl.where(positive, -c_less, c_by) * theirs
+
+
 # A program takes `per` rows, so that it reads the numbers of the columns once for them.
 @triton.jit(do_not_specialize=["rows", "n", "width", "per"])
 def two_way_backward(
@@ -426,18 +486,17 @@ def two_way_backward(
         c_less = tl.load(c_ptr + 5 * n + cols, mask=inside, other=0.0) * shared
         for i in range(begin, tl.minimum(begin + per, rows)):
             row = tl.full((), 0, tl.int64) + i
-            x, share, live = load_classes(x_ptr, d_ptr, row, n, width, cols, TARGET)
+            x, given = _load_pairs(x_ptr, d_ptr, row, n, width, cols, inside, TARGET)
             top = tl.load(r_ptr + 2 * rows + row)
             bottom = tl.load(r_ptr + 3 * rows + row)
             by = tl.load(r_ptr + 4 * rows + row) * own
             less = tl.load(r_ptr + 5 * rows + row) * own
-            soft = tl.load(r_ptr + 6 * rows + row)
-            value = tl.zeros((BLOCK,), tl.float32)
-            for side in range(tl.where(soft > 0, 2, 1)):
-                positive, part = _side(share, side)
-                scale = tl.where(positive, hot, cold)
-                # No score is beyond the peaks, but where a row or a column has no part in the loss.
-                mine = exp2(tl.minimum(tl.where(positive, bottom - x, x - top) * scale, 0.0))
-                theirs = exp2(tl.minimum(tl.where(positive, c_bottom - x, x - c_top) * scale, 0.0))
-                value += part * (tl.where(positive, -less, by) * mine + tl.where(positive, -c_less, c_by) * theirs)
+            positive = given > 0.5
+            value = _pulls(x, positive, top, bottom, c_top, c_bottom, by, less, c_by, c_less, hot, cold)
+            if tl.load(r_ptr + 6 * rows + row) > 0:  # soft labels have a share on either side
+                share = tl.where(given >= 0, tl.minimum(given, 1.0), 0.0)
+                other = _pulls(x, positive == 0, top, bottom, c_top, c_bottom, by, less, c_by, c_less, hot, cold)
+                most = tl.where(positive, share, 1 - share)
+                value = most * value + (1 - most) * other
+            live = (x != float("-inf")) & (given >= 0)
             store_row(out_ptr, row, n, cols, tl.where(live, value, 0.0))
