@@ -148,22 +148,36 @@ class Held:
     class j starts at ``j * per``, and the logits of the classes before it end there or earlier. The gradient of the
     logits is written to the memory of the last block, that of a wide block in its place: its logits end before the
     gradients of its classes start. Logits that are dropped lie in the memory of the last block, too, or, if the block
-    is wide, where none are held yet or any longer.
+    is wide, where none are held yet or any longer. The memory of the last block's gradient is the last that is needed:
+    it holds the lists of a scan, and the block may have some of the memory that these would take.
     """
 
     def __init__(self, layer: Layer, gradient: Tensor | None = None) -> None:
-        width = min(layer.step, -(-layer.n // 16) * 16)
+        # With as many rows as a power of 2, such blocks fill the 132 multiprocessors of an H100 or H200 evenly.
+        step = layer.step if gradient is None or layer.kernels is None else layer.step * 33 // 32 // 256 * 256
+        width = min(step, -(-layer.n // 16) * 16)
         self.gradient, self.block, self.filled = gradient, layer.features.new_empty(layer.rows, width), False
         self.rows, self.per, self.memory = layer.rows, 0, self.block
         if gradient is not None and min(layer.rows, layer.n - width) > 0:
             self.memory = gradient.view(-1).view(layer.dtype)
             self.per = self.memory.numel() // layer.n
         wide = _WIDE[layer.dtype.itemsize] if layer.wide else None
-        self.blocks = split(layer.n, layer.rows, layer.step, self.per, wide)
+        self.blocks = split(layer.n, layer.rows, step, self.per, wide)
+        self._free = self.memory[self.blocks.stop * self.per :].view(torch.uint8) if self.per else None
+
+    def lists(self, room: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for `room` numbers per row, until the first gradient is written."""
+        size = self.rows * room * dtype.itemsize
+        offset = 0 if self._free is None else -self._free.data_ptr() % 16
+        if self._free is None or len(self._free) < offset + size:
+            return self.block.new_empty(self.rows, room, dtype=dtype)
+        found, self._free = self._free[offset : offset + size], self._free[offset + size :]
+        return found.view(dtype).view(self.rows, room)
 
     def drop(self) -> None:
         """Free the memory of the block: its logits are not needed again."""
         self.block = self.memory = self.block.new_empty(0)
+        self._free = None
 
     @property
     def ahead(self) -> list[slice]:
@@ -224,7 +238,7 @@ def split(n: int, rows: int, step: int, per: int, wide: tuple[int, int] | None) 
         return found
 
     waiting = parts(first, stop, least, most, lambda end: end - -(-(end - first) * rows // per))
-    dropped = parts(0, first, 0, n if wide else 0, lambda end: n * per // rows)
+    dropped = parts(0, first, 0, n if wide else 0, lambda end: stop * per // rows)
     again = parts(0, first, least, most, lambda end: end * per // (rows + per))
     inside = bool(dropped) and dropped[0].stop - dropped[0].start > step
     return Blocks(first, stop, [slice(stop, n)] if n > 0 else [], waiting, dropped, again, inside)
@@ -321,8 +335,8 @@ class Scan:
         self.floor, room, self.terms = _floor(layer, limit, self.kept.block)
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
-        self.top = self.floor.new_empty(layer.rows, room)
-        self.classes = self.top.new_zeros(self.top.shape, dtype=torch.int32) if named and room else None
+        self.top = self.kept.lists(room, self.floor.dtype)
+        self.classes = self.kept.lists(room, torch.int32).zero_() if named and room else None
         if layer.kernels is not None:
             width = min(layer.step, layer.n)
             self.sums, self.fill = layer.kernels.partial_sums(layer.rows, width, self.terms, self.floor.device)

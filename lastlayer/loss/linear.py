@@ -541,6 +541,7 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         else:
             some = undecided if ctx.some_undecided() else None
             found = _gradients_of_some(layer, rows, upstream, wanted, held, some, marked)
+        held.drop()  # there may be another gradient of the features now
         if found.features is not None:
             found = found._replace(features=found.features.to(features.dtype))
         if found.temperature is not None:

@@ -682,11 +682,14 @@ def test_wide_blocks_in_the_memory_of_the_gradient(rows, n, monkeypatch):
 def test_no_logits_are_overwritten_before_they_are_read(n, rows, per, wide, monkeypatch):
     """A class's number stands for its logits and, less 1 and negative, for its gradient, in the memory of both."""
     monkeypatch.setattr(_scan, "_WIDE", {4: wide})
-    layer = SimpleNamespace(n=n, rows=rows, step=256, wide=True, features=torch.empty(rows, 1), dtype=torch.float32)
+    shape = {"n": n, "rows": rows, "step": 256, "wide": True, "kernels": None}
+    layer = SimpleNamespace(**shape, features=torch.empty(rows, 1), dtype=torch.float32)
     held = _scan.Held(layer, torch.zeros(n, per) if per else None)
+    lists = [held.lists(3, torch.float32).fill_(-7), held.lists(9, torch.int32).fill_(-8)]
     blocks, number = held.blocks, torch.arange(n, dtype=torch.float32)
     for classes in held.order:
         held.place(classes).copy_(number[classes].expand(rows, -1))
+    assert [(one + i).any().item() for i, one in enumerate(lists, 7)] == [False, False]  # no gradient is written yet
     seen = []
     for classes in (*blocks.last, *blocks.waiting, *blocks.again):
         if classes in blocks.again:
