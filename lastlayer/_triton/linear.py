@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton.device import (
+    COMPILED,
     LN2,
     LOG2E,
     advance,
@@ -101,8 +102,19 @@ def _load_scan(x_ptr, cols, n, LOW: tl.constexpr):
 
 
 @triton.jit
-def _most(x):
-    return tl.max(x.to(tl.float32), 1)
+def _wide(x):
+    """A tile in float32; a pair of bfloat16 takes two instructions, where Triton takes three."""
+    if COMPILED:  # noqa: SIM102, which is known when the kernel is compiled
+        if x.dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+                "=r,=r,r",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=2,
+            )
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -112,30 +124,56 @@ def _any(flags):
 
 @triton.jit
 def _take_above(
-    x, odd, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED: tl.constexpr, LOW: tl.constexpr
+    x, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
     """Move the finite logits above the floor to the list of their row, and their classes to another; return the rest.
 
-    In place of a logit that is taken out there is one without weight; `odd` becomes nan if any was infinite.
+    In place of a logit that is taken out there is one without weight.
     """
-    if _any(_most(x) > floor):
-        value = x.to(tl.float32)
-        above = (value > floor) & (cols < n)
-        listed = above & (value < float("inf"))
+    if _any(tl.max(x, 1) > floor):
+        above = (x > floor) & (cols < n)
+        listed = above & (x < float("inf"))
         one = tl.full(above.shape, 1, tl.int32)
         slot = tl.atomic_add(fill_ptr + tl.zeros_like(cols), one, mask=listed, sem="relaxed")
-        tl.store(top_ptr + slot, value, mask=listed & (slot < room))
+        tl.store(top_ptr + slot, x, mask=listed & (slot < room))
         if NAMED:
             tl.store(class_ptr + slot, start + cols, mask=listed & (slot < room))
-        odd += _lane_sums(tl.where(above, value * 0, 0.0))
-        x = tl.where(above, LOW, value).to(x.dtype)
-    return x, odd
+        x = tl.where(above, LOW, x)
+    return x
 
 
 @triton.jit
-def _add_powers(x, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS: tl.constexpr):
-    """Add the powers of 2^(x log2(e) - shift); `odd` becomes nan where a logit is not finite."""
-    x = x.to(tl.float32)
+def _find_odd(odd, x):
+    """Add 0 times the logits: nan where one was not finite. Those of 16 bits go in pairs, as 0 has no rounding."""
+    if COMPILED:
+        if x.dtype == tl.bfloat16:
+            odd = tl.inline_asm_elementwise(
+                "{ .reg .b32 z; mov.b32 z, 0; fma.rn.bf16x2 $0, $1, z, $2; }",
+                "=r,r,r",
+                [x, odd],
+                dtype=tl.bfloat16,
+                is_pure=True,
+                pack=2,
+            )
+        elif x.dtype == tl.float16:
+            odd = tl.inline_asm_elementwise(
+                "{ .reg .b32 z; mov.b32 z, 0; fma.rn.f16x2 $0, $1, z, $2; }",
+                "=r,r,r",
+                [x, odd],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            odd = tl.fma(x, 0.0, odd)
+    else:
+        odd += x.to(tl.float32) * 0
+    return odd
+
+
+@triton.jit
+def _add_powers(x, shift, p1, p2, p3, p4, p5, p6, p7, p8, TERMS: tl.constexpr):
+    """Add the powers of 2^(x log2(e) - shift)."""
     w = exp2(tl.fma(x, LOG2E, -shift))
     w2 = w * w
     w4 = w2 * w2
@@ -148,7 +186,7 @@ def _add_powers(x, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS: tl.constex
         p6 += _lane_sums(w4 * w2)
         p7 += _lane_sums(w4 * (w2 * w))
         p8 += _lane_sums(w4 * w4)
-    return odd + _lane_sums(x * 0), p1, p2, p3, p4, p5, p6, p7, p8
+    return p1, p2, p3, p4, p5, p6, p7, p8
 
 
 @triton.jit
@@ -177,21 +215,26 @@ def _scan_kernel(
     lane = tl.arange(0, 32)[:, None] * V + tl.arange(0, V)[None, :]
     shift = base * LOG2E
     zero = tl.zeros([32], tl.float32)
-    odd, p1, p2, p3, p4, p5, p6, p7, p8 = zero, zero, zero, zero, zero, zero, zero, zero, zero
+    p1, p2, p3, p4, p5, p6, p7, p8 = zero, zero, zero, zero, zero, zero, zero, zero
+    odd = tl.zeros([32, V], x_ptr.dtype.element_ty if COMPILED else tl.float32)
     for first in range(lo, hi, 4 * W):
         cols = first + lane
         xa = _load_scan(x_ptr, cols, n, LOW)
         xb = _load_scan(x_ptr, cols + W, n, LOW)
         xc = _load_scan(x_ptr, cols + 2 * W, n, LOW)
         xd = _load_scan(x_ptr, cols + 3 * W, n, LOW)
-        xa, odd = _take_above(xa, odd, cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
-        odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xa, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
-        xb, odd = _take_above(xb, odd, cols + W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
-        odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xb, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
-        xc, odd = _take_above(xc, odd, cols + 2 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
-        odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xc, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
-        xd, odd = _take_above(xd, odd, cols + 3 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
-        odd, p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(xd, shift, odd, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
+        odd = _find_odd(odd, xa)
+        x = _take_above(_wide(xa), cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
+        p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(x, shift, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
+        odd = _find_odd(odd, xb)
+        x = _take_above(_wide(xb), cols + W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
+        p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(x, shift, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
+        odd = _find_odd(odd, xc)
+        x = _take_above(_wide(xc), cols + 2 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
+        p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(x, shift, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
+        odd = _find_odd(odd, xd)
+        x = _take_above(_wide(xd), cols + 3 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
+        p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(x, shift, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
     missing = exp(tl.fma(base, LOG2E, -shift) * -LN2)  # what rounding the shift has added, as a factor
     missing2 = missing * missing
     missing4 = missing2 * missing2
@@ -206,7 +249,7 @@ def _scan_kernel(
         _add(sums_ptr + 6, p7 * (missing4 * missing2 * missing))
         _add(sums_ptr + 7, p8 * (missing4 * missing4))
     finite = tl.maximum(hi - lo, 0).to(tl.float32)
-    if tl.sum(odd, 0) != 0:
+    if tl.sum(_lane_sums(_wide(odd)), 0) != 0:
         low, high, bad = tl.zeros([32], tl.float32), tl.zeros([32], tl.float32), tl.zeros([32], tl.float32)
         for first in range(lo, hi, W):
             x = _load_scan(x_ptr, first + lane, n, LOW).to(tl.float32)
@@ -500,12 +543,28 @@ def _mark_kernel(
 
 
 @triton.jit
+def _exp2_down(z):
+    """2^-|z|; the sign costs an instruction per logit unless the assembler sees it beside the power."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }",
+            "=r,r",
+            [z],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.exp2(-tl.abs(z))
+
+
+@triton.jit
 def _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED: tl.constexpr):
     """The gradient of the logits x of one row where nu is not infinite, without the terms of its labels."""
     shift = center * LOG2E
     rest = delta * LOG2E - tl.fma(center, LOG2E, -shift)
     z = tl.fma(x, LOG2E, -shift) + rest  # x + nu, in powers of two
-    tail = exp2(-tl.abs(z))
+    tail = _exp2_down(z)
     both = 1 + tail
     h = rcp(both * both)  # without the factor tail
     out = tail * h * (pulled * exp(-tl.maximum(log_mass, -30.0)))
@@ -526,45 +585,54 @@ def _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED: tl.constexp
 @triton.jit
 def _grad_kernel(
     x_ptr, center_ptr, delta_ptr, mass_ptr, pull_ptr, scale_ptr, index_ptr, label_ptr, toward_ptr, out_ptr,
-    n, stride, out_stride, start, labels, rho, THINNED: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    n, stride, out_stride, start, labels, rho,
+    THINNED: tl.constexpr, PAIR: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The gradient of a part of a row; with PAIR of two such parts, for which the row's numbers are loaded once."""
+    PARTS: tl.constexpr = 2 if PAIR else 1
     row = tl.program_id(0).to(tl.int64)
-    first = _from_the_end() * BLOCK
+    first = _from_the_end() * (PARTS * BLOCK)
+    stop = tl.minimum(first + PARTS * BLOCK, n)
     cols = first + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * stride + cols, mask=cols < n, other=float("-inf")).to(tl.float32)
+    x_ptr += row * stride
+    out_ptr += row * out_stride
+    x = tl.load(x_ptr + cols, mask=cols < n, other=float("-inf"))
+    if PAIR:
+        other = tl.load(x_ptr + BLOCK + cols, mask=cols + BLOCK < n, other=float("-inf"))
     center, delta, log_mass = tl.load(center_ptr + row), tl.load(delta_ptr + row), tl.load(mass_ptr + row)
     scale = tl.load(scale_ptr + row)
     pulled = tl.load(pull_ptr + row) * scale
     # There is no gradient where nu is infinite, or nan in a row without an upstream gradient.
     none = (tl.abs(delta) == float("inf")) | ((scale == 0) & (delta != delta))
-    label, toward, col, inside = _labels_of(index_ptr, label_ptr, toward_ptr, row, 0, labels, first, start, n, M, BLOCK)
+    col, inside = _places_of(index_ptr, row, 0, labels, start, first, stop, M)
     out = tl.zeros((BLOCK,), tl.float32)
     if none == 0:
-        out = _slopes(x, center, delta, log_mass, pulled, scale, rho, THINNED)
-    out_ptr += row * out_stride
+        out = _slopes(_wide(x), center, delta, log_mass, pulled, scale, rho, THINNED)
     tl.store(out_ptr + cols, out.to(out_ptr.dtype.element_ty), mask=cols < n)
-    tl.debug_barrier()  # the labels are written over what is there
-    for j in range(M, labels + M, M):
-        at_label = _slopes(label, center, delta, log_mass, pulled, scale, rho, THINNED)
-        at_label = tl.where(none, 0.0, at_label) + toward * scale
-        tl.store(out_ptr + col, at_label.to(out_ptr.dtype.element_ty), mask=inside)
-        if j < labels:
-            label, toward, col, inside = _labels_of(
-                index_ptr, label_ptr, toward_ptr, row, j, labels, first, start, n, M, BLOCK
-            )
+    if PAIR:
+        out = tl.zeros((BLOCK,), tl.float32)
+        if none == 0:
+            out = _slopes(_wide(other), center, delta, log_mass, pulled, scale, rho, THINNED)
+        tl.store(out_ptr + BLOCK + cols, out.to(out_ptr.dtype.element_ty), mask=cols + BLOCK < n)
+    for j in range(0, labels, M):
+        if _any(inside):  # which is rare
+            here = row * labels + j + tl.arange(0, M)
+            label = tl.load(label_ptr + here, mask=inside, other=0.0)
+            toward = tl.load(toward_ptr + here, mask=inside, other=0.0)
+            at_label = _slopes(label, center, delta, log_mass, pulled, scale, rho, THINNED)
+            at_label = tl.where(none, 0.0, at_label) + toward * scale
+            tl.debug_barrier()  # the labels are written over what is there
+            tl.store(out_ptr + col, at_label.to(out_ptr.dtype.element_ty), mask=inside)
+        if j + M < labels:
+            col, inside = _places_of(index_ptr, row, j + M, labels, start, first, stop, M)
 
 
 @triton.jit
-def _labels_of(
-    index_ptr, label_ptr, toward_ptr, row, j, labels, first, start, n, M: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Up to M labels of a row from the j-th on: logit, slope, place in the block, and whether it is in this part."""
+def _places_of(index_ptr, row, j, labels, start, first, stop, M: tl.constexpr):
+    """The places in the block of up to M labels of a row from the j-th on, and whether they are in this part of it."""
     place = j + tl.arange(0, M)
-    here = row * labels + place
-    col = tl.load(index_ptr + here, mask=place < labels, other=-1) - start
-    label = tl.load(label_ptr + here, mask=place < labels, other=0.0)
-    toward = tl.load(toward_ptr + here, mask=place < labels, other=0.0)
-    return label, toward, col, (place < labels) & (col >= first) & (col < tl.minimum(first + BLOCK, n))
+    col = tl.load(index_ptr + row * labels + place, mask=place < labels, other=-1) - start
+    return col, (place < labels) & (col >= first) & (col < stop)
 
 
 def floors(x: Tensor, rank: int) -> Tensor:
@@ -614,6 +682,7 @@ def scan_block(
     options = {"V": 16 // x.element_size(), "NAMED": classes is not None, "TERMS": sums.shape[2] - _COUNTS.value}
     options["M"] = 0 if index is None else _labels_at_a_time(index)
     options["LOW"] = -6e4 if x.dtype == torch.float16 else -3e38
+    options["maxnreg"] = 64  # which are enough; with a few more, fewer warps run at a time
     launch(_scan_kernel, (rows, splits), *tensors, *numbers, **options, num_warps=1)
 
 
@@ -715,8 +784,9 @@ def grad_block(
     tensors = (x, center, delta, log_mass, pull, scale, index, labels, toward, out)
     numbers = (x.shape[1], x.stride(0), out.stride(0), start, index.shape[1], rho)
     block = _GRAD_BYTES // x.element_size()
-    options = {"THINNED": rho > 0, "M": _labels_at_a_time(index), "BLOCK": block}
-    grid = (x.shape[0], cdiv(x.shape[1], block))
+    pair = rho == 0 and x.element_size() == 2  # others would take too many registers
+    options = {"THINNED": rho > 0, "PAIR": pair, "M": _labels_at_a_time(index), "BLOCK": block}
+    grid = (x.shape[0], cdiv(x.shape[1], 2 * block if pair else block))
     launch(_grad_kernel, grid, *tensors, *numbers, **options, num_warps=block // 512)
     return out
 

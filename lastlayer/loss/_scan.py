@@ -32,6 +32,10 @@ _MOST = 1 << 30  # logits of a block, at most
 # Classes of a wide block in the backward pass, at least and at most, by the bytes of a logit, found on an H200: long
 # products are faster, above all in float32, but a small block is still in the cache in part when it is used next.
 _WIDE = {2: (0, 32768), 4: (150_000, _MOST)}
+# Thirty-seconds of a block where its lists take no memory: with 2^i rows, the tiles of its products then fill the 132
+# multiprocessors of an H100 or H200 in whole rounds.
+_MORE = 33
+_SMALL = 16  # features may be copied if they are smaller than this fraction of a block
 _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
 
@@ -55,6 +59,7 @@ class Layer:
         self.step = max(256, tile(self.features) // max(self.rows, 1) // 256 * 256)
         plain = weight.dtype == dtype and mask is None and not isinstance(temperature, Tensor)
         self.wide = self.kernels is not None and plain  # no memory but that of its logits grows with a block
+        self._left: Tensor | None = None
 
     def of_rows(self, rows: Tensor | slice) -> Layer:
         """Return the same layer for some of the rows."""
@@ -75,13 +80,19 @@ class Layer:
     def logits(self, classes: slice, out: Tensor | None = None) -> Tensor:
         weight = self.weight[classes]
         weight = (weight if weight.dtype == self.dtype else weight.to(self.dtype)).T
+        if self._left is None:
+            self._left = by_columns(self.features)
         if self.bias is None:
-            x = torch.mm(self.features, weight, out=out)
+            x = torch.mm(self._left, weight, out=out)
         else:
-            x = torch.addmm(self.bias[classes].to(self.dtype), self.features, weight, out=out)
+            x = torch.addmm(self.bias[classes].to(self.dtype), self._left, weight, out=out)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             x /= self.temperature
         return x if self.mask is None else x.masked_fill_(~self.mask[:, classes], -torch.inf)
+
+    def drop(self) -> None:
+        """Free what makes logits faster; it comes back with the next ones."""
+        self._left = None
 
     def blocks(self, held: Held | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield the logits block by block; each block overwrites the one before, except those that are held."""
@@ -140,22 +151,36 @@ class Held:
     class j starts at ``j * per``, and the logits of the classes before it end there or earlier. The gradient of the
     logits is written to the memory of the last block, that of a wide block in its place: its logits end before the
     gradients of its classes start. Logits that are dropped lie in the memory of the last block, too, or, if the block
-    is wide, where none are held yet or any longer.
+    is wide, where none are held yet or any longer. The memory of the last block's gradient is the last that is needed:
+    it holds the lists of a scan, and the block may have some of the memory that these would take.
     """
 
     def __init__(self, layer: Layer, gradient: Tensor | None = None) -> None:
-        width = min(layer.step, -(-layer.n // 16) * 16)
+        grows = gradient is not None and layer.kernels is not None
+        step = layer.step * _MORE // 32 // 256 * 256 if grows else layer.step
+        width = min(step, -(-layer.n // 16) * 16)
         self.gradient, self.block, self.filled = gradient, layer.features.new_empty(layer.rows, width), False
         self.rows, self.per, self.memory = layer.rows, 0, self.block
         if gradient is not None and min(layer.rows, layer.n - width) > 0:
             self.memory = gradient.view(-1).view(layer.dtype)
             self.per = self.memory.numel() // layer.n
         wide = _WIDE[layer.dtype.itemsize] if layer.wide else None
-        self.blocks = split(layer.n, layer.rows, layer.step, self.per, wide)
+        self.blocks = split(layer.n, layer.rows, step, self.per, wide)
+        self._free = self.memory[self.blocks.stop * self.per :].view(torch.uint8) if self.per else None
+
+    def lists(self, room: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for `room` numbers per row, until the first gradient is written."""
+        size = self.rows * room * dtype.itemsize
+        offset = 0 if self._free is None else -self._free.data_ptr() % 16
+        if self._free is None or len(self._free) < offset + size:
+            return self.block.new_empty(self.rows, room, dtype=dtype)
+        found, self._free = self._free[offset : offset + size], self._free[offset + size :]
+        return found.view(dtype).view(self.rows, room)
 
     def drop(self) -> None:
         """Free the memory of the block: its logits are not needed again."""
         self.block = self.memory = self.block.new_empty(0)
+        self._free = None
 
     @property
     def ahead(self) -> list[slice]:
@@ -216,7 +241,7 @@ def split(n: int, rows: int, step: int, per: int, wide: tuple[int, int] | None) 
         return found
 
     waiting = parts(first, stop, least, most, lambda end: end - -(-(end - first) * rows // per))
-    dropped = parts(0, first, 0, n if wide else 0, lambda end: n * per // rows)
+    dropped = parts(0, first, 0, n if wide else 0, lambda end: stop * per // rows)
     again = parts(0, first, least, most, lambda end: end * per // (rows + per))
     inside = bool(dropped) and dropped[0].stop - dropped[0].start > step
     return Blocks(first, stop, [slice(stop, n)] if n > 0 else [], waiting, dropped, again, inside)
@@ -224,6 +249,21 @@ def split(n: int, rows: int, step: int, per: int, wide: tuple[int, int] | None) 
 
 def tile(x: Tensor) -> int:
     return TILE.get(x.device.type, 1 << 27) // x.element_size()
+
+
+def by_columns(features: Tensor) -> Tensor:
+    """Return the features as the product of the logits reads them best: in full float32 on a GPU, column by column.
+
+    A product of two matrices that both lie along the sum is the slowest there. Tensor cores, which compute in TF32,
+    want them that way.
+    """
+    if not (features.is_cuda and features.dtype == torch.float32 and features.nbytes <= TILE["cuda"] // _SMALL):
+        return features
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # since torch 2.9
+    if matmul.allow_tf32 if precision is None else precision not in ("ieee", "none"):
+        return features
+    return features.t().contiguous().t()
 
 
 def kernels_for(x: Tensor) -> ModuleType | None:
@@ -298,8 +338,8 @@ class Scan:
         self.floor, room, self.terms = _floor(layer, limit, self.kept.block)
         dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
         room = 0 if dense else room
-        self.top = self.floor.new_empty(layer.rows, room)
-        self.classes = self.top.new_zeros(self.top.shape, dtype=torch.int32) if named and room else None
+        self.top = self.kept.lists(room, self.floor.dtype)
+        self.classes = self.kept.lists(room, torch.int32).zero_() if named and room else None
         if layer.kernels is not None:
             width = min(layer.step, layer.n)
             self.sums, self.fill = layer.kernels.partial_sums(layer.rows, width, self.terms, self.floor.device)
@@ -318,6 +358,7 @@ class Scan:
                 self._add(x, classes.start)
                 self._take_labels(x, classes)
         self._begun = []
+        layer.drop()  # the gradient of the features takes its place
 
     def _take_labels(self, x: Tensor, classes: slice) -> None:
         inside, place = within(self.index, classes)

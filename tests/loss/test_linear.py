@@ -538,6 +538,29 @@ def test_filter_by_kernels_is_plain(rho, monkeypatch):
     assert 6 < found[0][1].sum() < n
 
 
+@pytest.mark.kernels
+def test_gradients_of_few_classes_are_begun_in_the_forward_pass(monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1. They are scaled later; a second pass does not find them and is the same."""
+    n, resumed, real = 3000, [], linear._Few.resume
+    monkeypatch.setattr(linear._Few, "resume", lambda *args: resumed.append(real(*args)))
+    weight, bias = torch.randn(n, SIZE, device=DEVICE), torch.zeros(n, device=DEVICE)
+    target = torch.randint(n, (4, 3), device=DEVICE)
+    features = 8 * weight[target].sum(1)
+    if _scan.kernels_for(features) is None:
+        pytest.skip("no kernels here")
+    leaves = [t.requires_grad_() for t in (features, weight, bias)]
+    loss = linear_lml_loss(features, weight, target, 3, bias=bias, filter=2**-12)
+    first, second = (torch.autograd.grad(3 * loss, leaves, retain_graph=True) for _ in range(2))
+    (alone,) = torch.autograd.grad(3 * linear_lml_loss(features, weight, target, 3, bias=bias, filter=2**-12), bias)
+    exact = torch.autograd.grad(3 * linear_lml_loss(features, weight, target, 3, bias=bias), leaves)
+    assert len(resumed) == 2
+    assert 0 < (first[2] == 0).sum() < n
+    for one, other in zip((*first, first[2]), (*second, alone), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for one, right in zip(first, exact, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-2, atol=3e-2)
+
+
 def test_filter_computes_undecided_rows_in_full():
     """A batch of both kinds, with a label list that is empty and a temperature per row."""
     n = 20_000
@@ -682,11 +705,14 @@ def test_wide_blocks_in_the_memory_of_the_gradient(rows, n, monkeypatch):
 def test_no_logits_are_overwritten_before_they_are_read(n, rows, per, wide, monkeypatch):
     """A class's number stands for its logits and, less 1 and negative, for its gradient, in the memory of both."""
     monkeypatch.setattr(_scan, "_WIDE", {4: wide})
-    layer = SimpleNamespace(n=n, rows=rows, step=256, wide=True, features=torch.empty(rows, 1), dtype=torch.float32)
+    shape = {"n": n, "rows": rows, "step": 256, "wide": True, "kernels": None}
+    layer = SimpleNamespace(**shape, features=torch.empty(rows, 1), dtype=torch.float32)
     held = _scan.Held(layer, torch.zeros(n, per) if per else None)
+    lists = [held.lists(3, torch.float32).fill_(-7), held.lists(9, torch.int32).fill_(-8)]
     blocks, number = held.blocks, torch.arange(n, dtype=torch.float32)
     for classes in held.order:
         held.place(classes).copy_(number[classes].expand(rows, -1))
+    assert [(one + i).any().item() for i, one in enumerate(lists, 7)] == [False, False]  # no gradient is written yet
     seen = []
     for classes in (*blocks.last, *blocks.waiting, *blocks.again):
         if classes in blocks.again:
@@ -701,6 +727,16 @@ def test_no_logits_are_overwritten_before_they_are_read(n, rows, per, wide, monk
     assert sorted(i for c in held.order for i in range(c.start, c.stop)) == seen
     if per:
         assert torch.equal(held.gradient, -1 - number.unsqueeze(-1).expand(n, per))
+
+
+def test_features_by_columns(monkeypatch):
+    """As a GPU reads them in float32."""
+    arguments = (*problem(600), 3)
+    expected = results(linear_lml_loss, *arguments)
+    seen = []
+    monkeypatch.setattr(_scan, "by_columns", lambda features: seen.append(1) or features.t().contiguous().t())
+    assert_same(results(linear_lml_loss, *arguments), expected)
+    assert seen
 
 
 @pytest.mark.parametrize("tile", [1, 1 << 20])
