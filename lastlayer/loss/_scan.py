@@ -32,9 +32,6 @@ _MOST = 1 << 30  # logits of a block, at most
 # Classes of a wide block in the backward pass, at least and at most, by the bytes of a logit, found on an H200: long
 # products are faster, above all in float32, but a small block is still in the cache in part when it is used next.
 _WIDE = {2: (0, 32768), 4: (150_000, _MOST)}
-# Thirty-seconds of a block where its lists take no memory: with 2^i rows, the tiles of its products then fill the 132
-# multiprocessors of an H100 or H200 in whole rounds.
-_MORE = 33
 _SMALL = 16  # features may be copied if they are smaller than this fraction of a block
 _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
@@ -156,8 +153,8 @@ class Held:
     """
 
     def __init__(self, layer: Layer, gradient: Tensor | None = None) -> None:
-        grows = gradient is not None and layer.kernels is not None
-        step = layer.step * _MORE // 32 // 256 * 256 if grows else layer.step
+        # With as many rows as a power of 2, such blocks fill the 132 multiprocessors of an H100 or H200 evenly.
+        step = layer.step if gradient is None or layer.kernels is None else layer.step * 33 // 32 // 256 * 256
         width = min(step, -(-layer.n // 16) * 16)
         self.gradient, self.block, self.filled = gradient, layer.features.new_empty(layer.rows, width), False
         self.rows, self.per, self.memory = layer.rows, 0, self.block

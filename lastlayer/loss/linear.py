@@ -45,7 +45,6 @@ from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, unwrap
 
 _WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product of 16 bits to a sum of 32
-_STATIC = torch._C._dispatch_has_kernel_for_dispatch_key("aten::nonzero_static", "CUDA")
 _AHEAD = 6  # blocks whose gradient a GPU begins with, at most, while the host ends the forward pass
 
 
@@ -350,7 +349,7 @@ def _settle_by_kernels(
     is_set = _soon(some_lost)
     if more is not None:
         more()
-    if is_set():  # not 0
+    if is_set():
         _solve_lost(layer, lost > 0, k, rows, None)
         found = end()
         if meanwhile is not None:
@@ -358,17 +357,17 @@ def _settle_by_kernels(
     return rows, *found
 
 
-def _soon(numbers: Tensor) -> Callable[[], Any]:
-    """Ask for numbers; what is returned waits for them, but not for what the device has been given to do since."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+def _soon(flag: Tensor) -> Callable[[], bool]:
+    """Ask for a flag; what is returned waits for it, but not for what the device has been given to do since."""
+    if not flag.is_cuda:
+        return lambda: bool(flag)
+    copy = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(numbers.device))
+    event.record(torch.cuda.current_stream(flag.device))
 
-    def wait() -> Any:
+    def wait() -> bool:
         event.synchronize()
-        return copy.tolist()
+        return bool(copy)
 
     return wait
 
@@ -426,11 +425,8 @@ class _LinearLML(torch.autograd.Function):
             loss = loss.squeeze(-1) if reduction == "none" else (loss * share).sum()
             return _rows.leave("linear_lml_loss", loss, "none", None, dtype), contributes.squeeze(-1), share
 
-        begun: list[_Gradients | _Few] = []
+        begun: list[_Gradients] = []
         few: tuple[Tensor | None, ...] = (None, None)
-        wanted = _wanted(ctx)
-        begins = wanted.weight and not wanted.temperature and reduction != "none"
-        begins = begins and layer.dtype != torch.float16  # which might underflow
 
         def meanwhile(
             rows: Rows, pull: Tensor, toward: Tensor, left: tuple[Tensor, Tensor, Tensor]
@@ -438,15 +434,18 @@ class _LinearLML(torch.autograd.Function):
             nonlocal few
             if scan.classes is not None:
                 few = _few_classes(layer, scan, rows, pull, least)
-                ctx.counts = _soon(torch.stack([one.sum() for one in few]))
+                ctx.some_undecided = _soon(few[0].any())
                 return lambda: None
             if begun:  # for another result
                 begun.clear()
                 scan.kept.filled = False
                 return lambda: None
+            wants_features, wants_weight, wants_bias, _, wants_temperature = ctx.needs_input_grad[:5]
             blocks = min(len(scan.kept.blocks.waiting), _AHEAD)
-            if not begins or blocks < 2:
+            fits = blocks > 1 and layer.dtype != torch.float16  # which might underflow
+            if not (fits and wants_weight and reduction != "none") or wants_temperature:
                 return lambda: None
+            wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
             begun.append(_Gradients(layer, rows, wanted, scan.kept))
             upstream = _upstream(left[2], pull, toward, temperature)
             begun[0].add(upstream, 1)
@@ -457,12 +456,7 @@ class _LinearLML(torch.autograd.Function):
             scan.run(index)
             settle = functools.partial(_settle_by_kernels, meanwhile=meanwhile) if by_kernels else _settle
             found = settle(layer, scan, k, leave=leave, **options)
-            rows, pull, toward, (loss, contributes, share) = found
-            if few[1] is not None and begins:
-                undecided, marked = ctx.counts()
-                if undecided == 0 and marked <= layer.n // 16:  # what is kept of them is smaller than a block
-                    begun.append(_Few(layer, rows, wanted, scan.kept, few[1], marked))
-                    begun[0].add(_upstream(share, pull, toward, temperature))
+        rows, pull, toward, (loss, contributes, share) = found
         ctx.begun = begun
         ctx.held = None if scan.kept.gradient is None else scan.kept
         scale = temperature if isinstance(temperature, Tensor) else None
@@ -500,11 +494,6 @@ class _Wanted(NamedTuple):
     temperature: Any
 
 
-def _wanted(ctx: Any) -> _Wanted:
-    features, weight, bias, _, temperature = ctx.needs_input_grad[:5]
-    return _Wanted(features, weight, bias, temperature)
-
-
 class _Upstream(NamedTuple):
     """What the gradient of a block is made of: one number per row, per label, and the factor of a row."""
 
@@ -529,18 +518,19 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     temperature = ctx.temperature if scale is None else scale
     with torch.no_grad(), _without_autocast(features.device):
         layer = Layer(features, weight, bias, ctx.dtype, temperature, mask)
-        wanted = _wanted(ctx)
+        wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
+        wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)
         factor = grad
         grad = grad * share if grad.ndim == 0 else torch.where(share > 0, grad.unsqueeze(-1).to(share.dtype), 0)
         grad_k = None
-        if ctx.needs_input_grad[3]:  # a row without an upstream gradient has none
+        if wants_k:  # a row without an upstream gradient has none
             none = delta.isinf() | ((grad == 0) & delta.isnan())
             grad_k = torch.where(none, 0, -grad * pull * (-log_mass).exp())
         rows = Rows(center, delta, log_mass, index, labels, ctx.rho)
         upstream = _upstream(grad, pull, toward, temperature)
         held, ctx.held = ctx.held, None
         if held is None:  # a second backward pass computes the logits again, in the same order
-            held = _held(layer, wanted.weight)
+            held = _held(layer, wants_weight)
         if ctx.begun:  # with an upstream gradient of 1
             begun = ctx.begun.pop()
             begun.resume(wanted, factor)
@@ -549,7 +539,8 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         elif marked is None:
             found = _gradients(layer, rows, upstream, wanted, held)
         else:
-            found = _gradients_of_some(layer, rows, upstream, wanted, held, undecided, marked, *ctx.counts())
+            some = undecided if ctx.some_undecided() else None
+            found = _gradients_of_some(layer, rows, upstream, wanted, held, some, marked)
         held.drop()  # there may be another gradient of the features now
         if found.features is not None:
             found = found._replace(features=found.features.to(features.dtype))
@@ -649,68 +640,25 @@ def _slope(x: Tensor, rows: Rows, pull: Tensor) -> Tensor:
     return torch.where(z < 0, bound, torch.inf)
 
 
-class _Few:
-    """The gradients from the marked classes alone; as `_Gradients`, in one go."""
-
-    def __init__(self, layer: Layer, rows: Rows, wanted: _Wanted, held: Held, marked: Tensor, n_marked: int) -> None:
-        held.drop()
-        self.weight = None  # a GPU has work from here on
-        if wanted.weight:
-            self.weight = torch.zeros_like(layer.weight) if held.gradient is None else held.gradient.zero_()
-        self.bias = None if layer.bias is None or not wanted.bias else torch.zeros_like(layer.bias)
-        self.classes = _ids(marked, n_marked)
-        layer = layer.of_classes(self.classes)
-        rows = replace(rows, index=_places(rows.index, marked))
-        self._part = _Gradients(layer, rows, wanted, _held(layer, wanted.weight))
-
-    def add(self, upstream: _Upstream, blocks: int | None = None) -> None:
-        self._part.add(upstream, blocks)
-
-    def resume(self, wanted: _Wanted, factor: Tensor) -> None:
-        self._part.resume(wanted, factor)
-
-    def found(self) -> _Wanted:
-        part = self._part.found()
-        for whole, piece in ((self.weight, part.weight), (self.bias, part.bias)):
-            if whole is not None and piece is not None:
-                whole[self.classes] = piece[: len(self.classes)]
-        weight, bias = (None if p is None else w for w, p in ((self.weight, part.weight), (self.bias, part.bias)))
-        return part._replace(weight=weight, bias=bias)
-
-
-def _ids(marked: Tensor, n_marked: int) -> Tensor:
-    """Return the marked classes; their number is known, which spares a GPU the wait for it."""
-    if marked.is_cuda and _STATIC:
-        return torch.nonzero_static(marked, size=n_marked).squeeze(-1)
-    return marked.nonzero().squeeze(-1)
-
-
-def _places(index: Tensor, marked: Tensor) -> Tensor:
-    """Return the places of labels among the marked classes, of which they are, and -1 for no label."""
-    inside = (index >= 0) & (index < len(marked))
-    return torch.where(inside, (marked.cumsum(0) - 1)[torch.where(inside, index, 0)], -1)
-
-
 def _gradients_of_some(
-    layer: Layer,
-    rows: Rows,
-    upstream: _Upstream,
-    wanted: _Wanted,
-    held: Held,
-    undecided: Tensor,
-    marked: Tensor,
-    n_undecided: int,
-    n_marked: int,
+    layer: Layer, rows: Rows, upstream: _Upstream, wanted: _Wanted, held: Held, undecided: Tensor | None, marked: Tensor
 ) -> _Wanted:
     """As `_gradients`, where only the marked classes have a gradient in all rows but the undecided ones, if any."""
-    if n_marked > layer.n // 2:
+    classes = marked.nonzero().squeeze(-1)
+    if len(classes) > layer.n // 2:
         return _gradients(layer, rows, upstream, wanted, held)
-    if n_undecided == 0:
-        few = _Few(layer, rows, wanted, held, marked, n_marked)
-        few.add(upstream)
-        return few.found()
     held.drop()
-    classes, place = _ids(marked, n_marked), _places(rows.index, marked)
+    if undecided is None:  # a GPU has work from here on
+        grad_weight = torch.zeros_like(layer.weight) if held.gradient is None else held.gradient.zero_()
+        grad_bias = None if layer.bias is None else torch.zeros_like(layer.bias)
+    inside = (rows.index >= 0) & (rows.index < layer.n)
+    place = torch.where(inside, (marked.cumsum(0) - 1)[torch.where(inside, rows.index, 0)], -1)
+    if undecided is None:
+        found = _gradients(layer.of_classes(classes), replace(rows, index=place), upstream, wanted)
+        for whole, piece in ((grad_weight, found.weight), (grad_bias, found.bias)):
+            if whole is not None and piece is not None:
+                whole[classes] = piece[: len(classes)]
+        return found._replace(weight=grad_weight if wanted.weight else None, bias=grad_bias if wanted.bias else None)
     full, rest = undecided.nonzero().squeeze(-1), (~undecided).nonzero().squeeze(-1)
     found = _Wanted(
         torch.zeros_like(layer.features, dtype=layer.work) if wanted.features else None,

@@ -538,29 +538,6 @@ def test_filter_by_kernels_is_plain(rho, monkeypatch):
     assert 6 < found[0][1].sum() < n
 
 
-@pytest.mark.kernels
-def test_gradients_of_few_classes_are_begun_in_the_forward_pass(monkeypatch):
-    """On a GPU, or with TRITON_INTERPRET=1. They are scaled later; a second pass does not find them and is the same."""
-    n, resumed, real = 3000, [], linear._Few.resume
-    monkeypatch.setattr(linear._Few, "resume", lambda *args: resumed.append(real(*args)))
-    weight, bias = torch.randn(n, SIZE, device=DEVICE), torch.zeros(n, device=DEVICE)
-    target = torch.randint(n, (4, 3), device=DEVICE)
-    features = 8 * weight[target].sum(1)
-    if _scan.kernels_for(features) is None:
-        pytest.skip("no kernels here")
-    leaves = [t.requires_grad_() for t in (features, weight, bias)]
-    loss = linear_lml_loss(features, weight, target, 3, bias=bias, filter=2**-12)
-    first, second = (torch.autograd.grad(3 * loss, leaves, retain_graph=True) for _ in range(2))
-    (alone,) = torch.autograd.grad(3 * linear_lml_loss(features, weight, target, 3, bias=bias, filter=2**-12), bias)
-    exact = torch.autograd.grad(3 * linear_lml_loss(features, weight, target, 3, bias=bias), leaves)
-    assert len(resumed) == 2
-    assert 0 < (first[2] == 0).sum() < n
-    for one, other in zip((*first, first[2]), (*second, alone), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    for one, right in zip(first, exact, strict=True):
-        torch.testing.assert_close(one, right, rtol=1e-2, atol=3e-2)
-
-
 def test_filter_computes_undecided_rows_in_full():
     """A batch of both kinds, with a label list that is empty and a temperature per row."""
     n = 20_000
