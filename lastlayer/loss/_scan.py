@@ -32,7 +32,6 @@ _MOST = 1 << 30  # logits of a block, at most
 # Classes of a wide block in the backward pass, at least and at most, by the bytes of a logit, found on an H200: long
 # products are faster, above all in float32, but a small block is still in the cache in part when it is used next.
 _WIDE = {2: (0, 32768), 4: (150_000, _MOST)}
-_SMALL = 16  # features may be copied if they are smaller than this fraction of a block
 _SAMPLE = 16384  # classes that tell how deep the lists of the largest logits go
 
 
@@ -56,7 +55,6 @@ class Layer:
         self.step = max(256, tile(self.features) // max(self.rows, 1) // 256 * 256)
         plain = weight.dtype == dtype and mask is None and not isinstance(temperature, Tensor)
         self.wide = self.kernels is not None and plain  # no memory but that of its logits grows with a block
-        self._left: Tensor | None = None
 
     def of_rows(self, rows: Tensor | slice) -> Layer:
         """Return the same layer for some of the rows."""
@@ -77,19 +75,13 @@ class Layer:
     def logits(self, classes: slice, out: Tensor | None = None) -> Tensor:
         weight = self.weight[classes]
         weight = (weight if weight.dtype == self.dtype else weight.to(self.dtype)).T
-        if self._left is None:
-            self._left = by_columns(self.features)
         if self.bias is None:
-            x = torch.mm(self._left, weight, out=out)
+            x = torch.mm(self.features, weight, out=out)
         else:
-            x = torch.addmm(self.bias[classes].to(self.dtype), self._left, weight, out=out)
+            x = torch.addmm(self.bias[classes].to(self.dtype), self.features, weight, out=out)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             x /= self.temperature
         return x if self.mask is None else x.masked_fill_(~self.mask[:, classes], -torch.inf)
-
-    def drop(self) -> None:
-        """Free what makes logits faster; it comes back with the next ones."""
-        self._left = None
 
     def blocks(self, held: Held | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield the logits block by block; each block overwrites the one before, except those that are held."""
@@ -248,21 +240,6 @@ def tile(x: Tensor) -> int:
     return TILE.get(x.device.type, 1 << 27) // x.element_size()
 
 
-def by_columns(features: Tensor) -> Tensor:
-    """Return the features as the product of the logits reads them best: in full float32 on a GPU, column by column.
-
-    A product of two matrices that both lie along the sum is the slowest there. Tensor cores, which compute in TF32,
-    want them that way.
-    """
-    if not (features.is_cuda and features.dtype == torch.float32 and features.nbytes <= TILE["cuda"] // _SMALL):
-        return features
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # since torch 2.9
-    if matmul.allow_tf32 if precision is None else precision not in ("ieee", "none"):
-        return features
-    return features.t().contiguous().t()
-
-
 def kernels_for(x: Tensor) -> ModuleType | None:
     """Import the kernels that can take these features, if there are any."""
     if x.dtype == torch.float64 or _triton.unavailable(x.device) or not direct(x):
@@ -355,7 +332,6 @@ class Scan:
                 self._add(x, classes.start)
                 self._take_labels(x, classes)
         self._begun = []
-        layer.drop()  # the gradient of the features takes its place
 
     def _take_labels(self, x: Tensor, classes: slice) -> None:
         inside, place = within(self.index, classes)

@@ -706,16 +706,6 @@ def test_no_logits_are_overwritten_before_they_are_read(n, rows, per, wide, monk
         assert torch.equal(held.gradient, -1 - number.unsqueeze(-1).expand(n, per))
 
 
-def test_features_by_columns(monkeypatch):
-    """As a GPU reads them in float32."""
-    arguments = (*problem(600), 3)
-    expected = results(linear_lml_loss, *arguments)
-    seen = []
-    monkeypatch.setattr(_scan, "by_columns", lambda features: seen.append(1) or features.t().contiguous().t())
-    assert_same(results(linear_lml_loss, *arguments), expected)
-    assert seen
-
-
 @pytest.mark.parametrize("tile", [1, 1 << 20])
 def test_a_bias_of_another_dtype(tile, monkeypatch):
     monkeypatch.setattr(_scan, "TILE", {"cpu": tile, "cuda": tile})
