@@ -443,8 +443,17 @@ def two_way_joined(parts_ptr, c_ptr, n, parts, warm, cool, margin, LONG: tl.cons
 @triton.jit(do_not_specialize=["rows", "n"])
 def two_way_total(r_ptr, c_ptr, total_ptr, result_ptr, rows, n, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """The loss of the rows, and for each row with a positive the mean of the columns'; or the mean over such rows."""
-    loss, count = _parts(r_ptr, r_ptr + rows, rows, BLOCK)
-    loss, count, by_class, occur = sum4(loss, count, *_parts(c_ptr, c_ptr + n, n, BLOCK), 0)
+    loss = tl.zeros((BLOCK,), tl.float32)
+    count = tl.zeros((BLOCK,), tl.float32)
+    by_class = tl.zeros((BLOCK,), tl.float32)
+    occur = tl.zeros((BLOCK,), tl.float32)
+    for i in range(0, tl.maximum(rows, n), BLOCK):  # all at once: one wait for memory
+        at = i + tl.arange(0, BLOCK)
+        loss += tl.load(r_ptr + at, mask=at < rows, other=0.0)
+        count += tl.load(r_ptr + rows + at, mask=at < rows, other=0.0)
+        by_class += tl.load(c_ptr + at, mask=at < n, other=0.0)
+        occur += tl.load(c_ptr + n + at, mask=at < n, other=0.0)
+    loss, count, by_class, occur = sum4(loss, count, by_class, occur, 0)
     over = 1.0 / tl.maximum(occur, 1.0)
     factor = tl.full((), 1.0, tl.float32)
     if MEAN:
