@@ -24,7 +24,7 @@ from lastlayer._triton.weighted_shared import shared
 
 LONGEST = 16384  # classes of a row held in registers, with their weights
 MOST = 1 << 22  # classes of a row; one program takes longer for more of them than plain torch
-SETTLE = {"GROUP": 256, "C": 512, "num_warps": 8}  # rows at a time that the last kernel looks at, and classes of one
+SETTLE = {"GROUP": 2048, "C": 512, "num_warps": 8}  # rows at a time that the last kernel looks at, and classes of one
 STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
 LONG: dict[int, dict[str, int]] = {  # the same for its values; a row of float32 has a multiprocessor to itself
     4: {"W": 2, "C": 4096, "num_warps": 32},
