@@ -26,9 +26,10 @@ LONGEST = 16384  # classes of a row held in registers, with their weights
 MOST = 1 << 22  # classes of a row; one program takes longer for more of them than plain torch
 SETTLE = {"GROUP": 2048, "C": 512, "num_warps": 8}  # rows at a time that the last kernel looks at, and classes of one
 STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
-LONG: dict[int, dict[str, int]] = {  # the same for its values; a row of float32 has a multiprocessor to itself
-    4: {"W": 2, "C": 4096, "num_warps": 32},
-    2: {"W": 2, "C": 2048, "num_warps": 8},
+# The same for its values, and the classes of the first guess; a row of float32 has a multiprocessor to itself.
+LONG: dict[int, dict[str, int]] = {
+    4: {"W": 2, "C": 4096, "SAMPLE": 4096, "num_warps": 32},
+    2: {"W": 1, "C": 2048, "SAMPLE": 4096, "num_warps": 8},
 }
 # Up to a number of classes per row, the number of them that a thread holds.
 FORWARD: dict[int, shapes.Table] = {
@@ -179,7 +180,8 @@ def _forward(
     constants = {**g.constants, "TOL": tolerance}
     if general is None:
         align = shapes.alignment(g.n)
-        constants |= {"ALIGN": align, **LONG[out.element_size()]}
+        tiles = LONG[out.element_size()]
+        constants |= {"ALIGN": align, **tiles, "V": tiles["C"] // (32 * tiles["num_warps"])}
         return Launch(forward_row, (g.rows,), (*pointers, g.n // align, *strides), constants)
     together = not g.masked and max(g.given.values()) < 2
     table = FORWARD if not together else SHARED if g.bounded else UNBOUNDED
