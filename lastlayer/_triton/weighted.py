@@ -24,11 +24,12 @@ from lastlayer._triton.weighted_shared import shared
 
 LONGEST = 16384  # classes of a row held in registers, with their weights
 MOST = 1 << 22  # classes of a row; one program takes longer for more of them than plain torch
-SETTLE = {"GROUP": 256, "C": 512, "num_warps": 8}  # rows at a time that the last kernel looks at, and classes of one
+SETTLE = {"GROUP": 2048, "C": 512, "num_warps": 8}  # rows at a time that the last kernel looks at, and classes of one
 STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
-LONG: dict[int, dict[str, int]] = {  # the same for its values; a row of float32 has a multiprocessor to itself
-    4: {"W": 2, "C": 4096, "num_warps": 32},
-    2: {"W": 2, "C": 2048, "num_warps": 8},
+# The same for its values, and the classes of the first guess; a row of float32 has a multiprocessor to itself.
+LONG: dict[int, dict[str, int]] = {
+    4: {"W": 2, "C": 4096, "SAMPLE": 4096, "num_warps": 32},
+    2: {"W": 1, "C": 2048, "SAMPLE": 4096, "num_warps": 8},
 }
 # Up to a number of classes per row, the number of them that a thread holds.
 FORWARD: dict[int, shapes.Table] = {
@@ -50,6 +51,7 @@ BACKWARD: dict[int, shapes.Table] = {
 HELD = 8192  # classes up to which a thread holds their weights; those of longer rows are read again from the cache
 MOST_REGISTERS = 255  # of a thread
 REGISTERS = 128  # of a thread where they are not held, so that a multiprocessor has two rows at once
+STAGES = 3  # of `shared`: scores of one block are searched, and those of two more are on their way
 # Of the last step: what the values follow to float32 rounding, or need not follow.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.002, torch.float16: 0.0005}
 
@@ -69,6 +71,13 @@ def _processors(device: int) -> int:
     return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _memory(device: int) -> int:
+    """Bytes of shared memory of a multiprocessor; the least there are where torch does not know."""
+    properties = None if INTERPRETED else torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_multiprocessor", 64 * 1024)
+
+
 def _tiles(plan: shapes.Plan) -> dict[str, int]:
     return {name: value for name, value in plan.tiles.items() if name != "BLOCK"}
 
@@ -79,22 +88,23 @@ def _lines(plan: shapes.Plan, x: Tensor) -> int:
 
 
 def _registers(n: int, itemsize: int, bounded: bool, warps: int) -> int:
-    """Registers per thread of `shared`, the fastest that were tried: spilled ones take long to come back.
-
-    A row of 8,193 to 10,240 classes of float32 has a multiprocessor to itself, and registers for the next one's scores.
-    """
+    """Registers per thread of `shared`: with few spilled ones, which take long to come back, as many rows as can be."""
     if n > HELD:
-        wanted = MOST_REGISTERS if itemsize == 4 or bounded else REGISTERS
+        wanted = MOST_REGISTERS if bounded else REGISTERS
     elif itemsize == 2 and not bounded and n > 768:
         wanted = 248
     else:
-        wanted = 168 if bounded or n <= 1024 else REGISTERS
+        wanted = 168 if bounded else REGISTERS
     return min(wanted, 65536 // (32 * warps) // 8 * 8)
 
 
-def _programs(device: int, registers: int, warps: int) -> int:
-    """Programs that run at once. A warp has its registers in one of the four parts of a multiprocessor."""
-    return _processors(device) * min(32, max(1, 16384 // (32 * registers) * 4 // warps))
+def _programs(device: int, registers: int, warps: int, memory: int) -> int:
+    """Programs that run at once. A warp has its registers in one of the four parts of a multiprocessor.
+
+    Beside the scores on their way, shared memory has sums and a part of the system's.
+    """
+    most = min(16384 // (32 * registers) * 4 // warps, _memory(device) // (memory + 2048))
+    return _processors(device) * min(32, max(1, most))
 
 
 def _skip(plan: shapes.Plan, n: int, itemsize: int) -> int:
@@ -179,7 +189,8 @@ def _forward(
     constants = {**g.constants, "TOL": tolerance}
     if general is None:
         align = shapes.alignment(g.n)
-        constants |= {"ALIGN": align, **LONG[out.element_size()]}
+        tiles = LONG[out.element_size()]
+        constants |= {"ALIGN": align, **tiles, "V": tiles["C"] // (32 * tiles["num_warps"])}
         return Launch(forward_row, (g.rows,), (*pointers, g.n // align, *strides), constants)
     together = not g.masked and max(g.given.values()) < 2
     table = FORWARD if not together else SHARED if g.bounded else UNBOUNDED
@@ -202,15 +213,17 @@ def _shared(
     registers = _registers(g.n, out.element_size(), g.bounded, p.warps)
     tiles = {name: p.tiles[name] for name in ("R", "C", "WA", "WB", "WC", "FULL")}
     blocks = shapes.cdiv(g.rows, p.rows)
-    most = _programs(out.get_device(), registers, p.warps)
+    narrow = shapes.vector(g.n, out.element_size()) * out.element_size() < 4  # too little at once for shared memory
+    stages = 1 if narrow else STAGES if g.n <= HELD else 2
+    memory = (stages - 1) * p.rows * tiles["C"] * (tiles["WA"] + tiles["WB"] + tiles["WC"]) * out.element_size()
+    most = _programs(out.get_device(), registers, p.warps, memory)
     return Launch(
         shared, (shapes.cdiv(blocks, shapes.cdiv(blocks, most)),),
         (g.x, k, *g.pointers, out, nu, g.rows, *k_row, g.inv_t),
         {
             **tiles, **g.given, "AT_MOST": g.at_most, "TOL": TOLERANCE[out.dtype], "LIGHT": out.dtype != torch.float32,
-            "AHEAD": registers == MOST_REGISTERS, "LINES": _lines(p, g.x), "N": g.n,
-            "SKIP": _skip(p, g.n, out.element_size()), "num_warps": p.warps,
-            **({} if INTERPRETED else {"maxnreg": registers}),
+            "LINES": _lines(p, g.x), "N": g.n, "SKIP": _skip(p, g.n, out.element_size()), "STAGES": stages,
+            "num_warps": p.warps, **({} if INTERPRETED else {"maxnreg": registers}),
         },
     )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Rows with weights and bounds that are too long for registers: one program streams a row, from the cache if it can.
 
-The search is that of `weighted`, with points that are computed anew in each pass. Rows with finite scores, positive
-weights and no lower bounds, whose budget is not most of what they can take, have the shortest way; others are searched
-with sums in float64. A row that neither solves is left to the same second kernel.
+The search is that of `weighted`, with points that are computed anew in each pass. Rows with finite scores and positive
+weights, whose budget is not most of what they can take and is not mostly that of lower bounds, have the shortest way: a
+guess from some of their classes, as a rule two passes, and one that writes the values. Others are searched with sums in
+float64. A row that neither solves is left to the same second kernel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -10,7 +11,7 @@ with sums in float64. A row that neither solves is left to the same second kerne
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import LN2, LOG2E, exp, exp2, is_finite, log2, rcp, scaled, sum3, sum5
+from lastlayer._triton.device import LN2, LOG2E, RUN, exp, exp2, is_finite, log2, rcp, scaled, sum2, sum3, sum5
 from lastlayer._triton.weighted_parts import (
     DIGITS,
     PASSES,
@@ -55,120 +56,188 @@ def _some_term(ptr, row, n, cols, WHOLE: tl.constexpr, GIVEN: tl.constexpr, DEFA
 
 @triton.jit
 def _some_classes(
-    x_ptr, w_ptr, u_ptr, row, n, cols, inv_t, WHOLE: tl.constexpr, WEIGHT: tl.constexpr, UPPER: tl.constexpr
+    x_ptr, w_ptr, l_ptr, u_ptr, row, n, cols, inv_t, WHOLE: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
 ):  # fmt: skip
-    """Scores, weights and upper bounds of some classes, 0 beyond the row."""
+    """Scores, weights, lower and upper bounds of some classes, 0 beyond the row."""
     if WHOLE:
         x = tl.load(x_ptr + (row * n + cols)).to(tl.float32)
     else:
         x = tl.load(x_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
     weight = _some_term(w_ptr, row, n, cols, WHOLE, WEIGHT, 1.0)
-    return scaled(x, inv_t), weight, _some_term(u_ptr, row, n, cols, WHOLE, UPPER, 1.0)
+    lower = _some_term(l_ptr, row, n, cols, WHOLE, LOWER, 0.0)
+    return scaled(x, inv_t), weight, lower, _some_term(u_ptr, row, n, cols, WHOLE, UPPER, 1.0)
 
 
 @triton.jit
-def _moments(z, w, upper, UPPER: tl.constexpr):
-    """Sums of a, a z, a z^2, a w z, a w and a w^2 over the first dimension, the largest weight and the least term."""
-    a = w
-    least = w
-    if UPPER > 0:
-        a = w * upper
-        least = tl.minimum(w, upper)
-    az = a * z
-    aw = a * w
-    return (
-        tl.sum(a, 0), tl.sum(az, 0), tl.sum(az * z, 0), tl.sum(az * w, 0), tl.sum(aw, 0), tl.sum(aw * w, 0),
-        tl.max(w, 0), tl.min(least, 0),
-    )  # fmt: skip
+def _share(w, lower, upper, LOWER: tl.constexpr, UPPER: tl.constexpr):
+    """What a class can add to the sum."""
+    if LOWER > 0:
+        return w * (upper - lower)
+    elif UPPER > 0:
+        return w * upper
+    else:
+        return w
 
 
 @triton.jit
-def _terms(z, w, upper, center, UPPER: tl.constexpr):
-    """Sums of the values and of their first two derivatives over the first dimension."""
+def _own(tile, V: tl.constexpr):
+    """The sum of a tile over its first dimension and over the V neighbours that a thread has."""
+    W: tl.constexpr = tile.shape[0]
+    C: tl.constexpr = tile.shape[1]
+    return tl.sum(tl.sum(tl.reshape(tile, (W, C // V, V)), 2), 0)
+
+
+@triton.jit
+def _own_least(tile, V: tl.constexpr):
+    W: tl.constexpr = tile.shape[0]
+    C: tl.constexpr = tile.shape[1]
+    return tl.min(tl.min(tl.reshape(tile, (W, C // V, V)), 2), 0)
+
+
+@triton.jit
+def _terms(z, w, a, center):
+    """The terms of the sum of the values and of its first two derivatives."""
     y = rcp(1 + exp2(tl.fma(w, center, z) * -LOG2E))
-    ay = w * y
-    if UPPER > 0:
-        ay = ay * upper
+    ay = a * y
     other = tl.fma(w * -1.0, y, w)
     s = ay * other
-    return tl.sum(ay, 0), tl.sum(s, 0), tl.sum(s * tl.fma(other, 2.0, w * -1.0), 0)
+    return ay, s, s * tl.fma(other, 2.0, w * -1.0)
 
 
 @triton.jit
-def _values(z, w, upper, center, delta, UPPER: tl.constexpr):
+def _sample(
+    x_ptr, w_ptr, l_ptr, u_ptr, row, n, k, inv_t, SAMPLE: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
+    UPPER: tl.constexpr,
+):  # fmt: skip
+    """A guess of nu from SAMPLE classes: runs of RUN neighbours, spread evenly. Wherever it is, the search corrects it.
+
+    As if scores and weights were normal; then a step for the sums of the sample.
+    """
+    run: tl.constexpr = min(RUN.value, SAMPLE)
+    i = tl.arange(0, SAMPLE)
+    cols = (i // run) * (n // (SAMPLE // run) // 16 * 16) + i % run
+    z, w, lower, upper = _some_classes(
+        x_ptr, w_ptr, l_ptr, u_ptr, row, n, cols, inv_t, True, WEIGHT, LOWER, UPPER
+    )  # fmt: skip
+    z = tl.where(is_finite(z), z, 0.0)
+    a = _share(w, lower, upper, LOWER, UPPER)
+    az = a * z
+    aw = a * w
+    z1, z2, zw, w1, w2 = sum5(az, az * z, az * w, aw, aw * w, 0)
+    s0 = tl.sum(a, 0)
+    goal = k * (SAMPLE / n)
+    if LOWER > 0:
+        goal = goal - tl.sum(w * lower, 0)
+    over = rcp(s0)
+    logit = (log2(goal) - log2(s0 - goal)) * LN2
+    center = normal_start(logit, z1 * over, z2 * over, zw * over, w1 * over, w2 * over)
+    f, s1, s2 = _terms(z, w, a, center)
+    f, s1, s2 = sum3(f, s1, s2, 0)
+    moved = center + log_step(f, goal, s1, s2)
+    center = tl.where(tl.abs(moved) < 1e30, moved, center)
+    return tl.where(tl.abs(center) < 1e30, center, 0.0)
+
+
+@triton.jit
+def _part(
+    x_ptr, w_ptr, l_ptr, u_ptr, row, n, cols, center, inv_t, f, s1, s2, s0, sure, top, least, V: tl.constexpr,
+    WHOLE: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """The sums of `_pass` with those of some classes added."""
+    z, w, lower, upper = _some_classes(
+        x_ptr, w_ptr, l_ptr, u_ptr, row, n, cols, inv_t, WHOLE, WEIGHT, LOWER, UPPER
+    )  # fmt: skip
+    a = _share(w, lower, upper, LOWER, UPPER)
+    q0, q1, q2 = _terms(z, w, a, center)
+    f += _own(q0, V)
+    s1 += _own(q1, V)
+    s2 += _own(q2, V)
+    if FIRST:
+        s0 += _own(tl.fma(z, 0.0, a), V)  # nan where a score is not finite
+        top = tl.minimum(top, _own_least(w * -1.0, V))
+        low = w
+        if LOWER > 0:
+            sure += _own(w * lower, V)
+            low = tl.minimum(w, tl.minimum(lower, upper - lower))
+        elif UPPER > 0:
+            low = tl.minimum(w, upper)
+        least = tl.minimum(least, _own_least(low, V))
+    return f, s1, s2, s0, sure, top, least
+
+
+@triton.jit
+def _pass(
+    x_ptr, w_ptr, l_ptr, u_ptr, row, n, center, inv_t, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr,
+    WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """The sums of one row at a center: of its values above their lower bounds, and two derivatives.
+
+    FIRST: also those of its shares and of what is certain, the largest weight, and the least term.
+    """
+    tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
+    whole = n // (W * C) * (W * C)
+    f = tl.zeros([C // V], tl.float32)
+    s1, s2, s0, sure, top, least = f, f, f, f, f, f
+    for start in range(0, whole, W * C):
+        f, s1, s2, s0, sure, top, least = _part(
+            x_ptr, w_ptr, l_ptr, u_ptr, row, n, start + tile, center, inv_t, f, s1, s2, s0, sure, top, least, V,
+            True, WEIGHT, LOWER, UPPER, FIRST,
+        )  # fmt: skip
+    for start in range(whole, n, W * C):
+        f, s1, s2, s0, sure, top, least = _part(
+            x_ptr, w_ptr, l_ptr, u_ptr, row, n, start + tile, center, inv_t, f, s1, s2, s0, sure, top, least, V,
+            False, WEIGHT, LOWER, UPPER, FIRST,
+        )  # fmt: skip
+    f, s1, s2 = sum3(f, s1, s2, 0)
+    if FIRST:
+        s0, sure = sum2(s0, sure, 0)
+        return f, s1, s2, s0, sure, -tl.min(top, 0), tl.min(least, 0)
+    else:
+        return f, s1, s2, f, f, f, f
+
+
+@triton.jit
+def _write(
+    x_ptr, w_ptr, l_ptr, u_ptr, out_ptr, row, n, cols, center, delta, inv_t, WHOLE: tl.constexpr,
+    WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+):  # fmt: skip
+    z, w, lower, upper = _some_classes(
+        x_ptr, w_ptr, l_ptr, u_ptr, row, n, cols, inv_t, WHOLE, WEIGHT, LOWER, UPPER
+    )  # fmt: skip
     y = rcp(1 + exp2(tl.fma(w, delta, tl.fma(w, center, z)) * -LOG2E))
-    if UPPER > 0:
+    if LOWER > 0:
+        y = tl.minimum(tl.fma(upper - lower, y, lower), upper)
+    elif UPPER > 0:
         y = y * upper
-    return y
+    here = out_ptr + (row * n + cols)
+    if WHOLE:
+        tl.store(here, y.to(out_ptr.dtype.element_ty))
+    else:
+        tl.store(here, y.to(out_ptr.dtype.element_ty), mask=cols < n)
 
 
 @triton.jit
 def _short_way(
-    x_ptr, w_ptr, u_ptr, out_ptr, row, n, k, inv_t, W: tl.constexpr, C: tl.constexpr, WEIGHT: tl.constexpr,
-    UPPER: tl.constexpr, AT_MOST: tl.constexpr, TOL: tl.constexpr,
+    x_ptr, w_ptr, l_ptr, u_ptr, out_ptr, row, n, k, inv_t, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr,
+    SAMPLE: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr,
+    TOL: tl.constexpr,
 ):  # fmt: skip
     """Search one row and write its values. Return nu, or nan for a row that is not for it."""
-    tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
-    whole = n // (W * C) * (W * C)
-    s0 = tl.zeros([C], tl.float32)
-    z1 = tl.zeros([C], tl.float32)
-    z2 = tl.zeros([C], tl.float32)
-    zw = tl.zeros([C], tl.float32)
-    w1 = tl.zeros([C], tl.float32)
-    w2 = tl.zeros([C], tl.float32)
-    top = tl.zeros([C], tl.float32)
-    least = tl.zeros([C], tl.float32)
-    for start in range(0, whole, W * C):
-        z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, True, WEIGHT, UPPER)
-        q0, q1, q2, q3, q4, q5, most, low = _moments(z, w, upper, UPPER)
-        s0 += q0
-        z1 += q1
-        z2 += q2
-        zw += q3
-        w1 += q4
-        w2 += q5
-        top = tl.maximum(top, most)
-        least = tl.minimum(least, low)
-    for start in range(whole, n, W * C):
-        z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, False, WEIGHT, UPPER)
-        q0, q1, q2, q3, q4, q5, most, low = _moments(z, w, upper, UPPER)
-        s0 += q0
-        z1 += q1
-        z2 += q2
-        zw += q3
-        w1 += q4
-        w2 += q5
-        top = tl.maximum(top, most)
-        least = tl.minimum(least, low)
-    z1, z2, zw, w1, w2 = sum5(z1, z2, zw, w1, w2, 0)
-    s0 = tl.sum(s0, 0)
-    inv_unit = 1 / unit_above(tl.max(top, 0))
     goal = k.to(tl.float32)
-    over = rcp(s0)
-    logit = (log2(goal) - log2(s0 - goal)) * LN2
-    center = normal_start(logit, z1 * over, z2 * over, zw * over, w1 * over, w2 * over)
-    fit = is_finite(z1 + z2 + zw + w1 + w2) & (tl.min(least, 0) >= 0) & (goal > 1e-20) & (goal <= 0.45 * s0)
-    fit = fit & (tl.abs(center) < 1e30)
+    center = _sample(x_ptr, w_ptr, l_ptr, u_ptr, row, n, goal, inv_t, SAMPLE, WEIGHT, LOWER, UPPER)
+    f, s1, s2, s0, sure, top, least = _pass(
+        x_ptr, w_ptr, l_ptr, u_ptr, row, n, center, inv_t, W, C, V, WEIGHT, LOWER, UPPER, True
+    )
+    if LOWER > 0:
+        goal = (k - sure.to(tl.float64)).to(tl.float32)
+    inv_unit = 1 / unit_above(top)
+    # What is certain is rounded as the sum of the values is: it must not be more than that.
+    fit = is_finite(s0) & (least >= 0) & (goal > 1e-20) & (goal <= 0.45 * s0) & (sure <= goal)
     delta = center * 0.0
-    found = goal < 0
+    found = fit & (goal < 0)  # not yet
     left = tl.where(fit, PASSES, 0)
     while left > 0:
-        f = tl.zeros([C], tl.float32)
-        s1 = tl.zeros([C], tl.float32)
-        s2 = tl.zeros([C], tl.float32)
-        for start in range(0, whole, W * C):
-            z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, True, WEIGHT, UPPER)
-            q0, q1, q2 = _terms(z, w, upper, center, UPPER)
-            f += q0
-            s1 += q1
-            s2 += q2
-        for start in range(whole, n, W * C):
-            z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, False, WEIGHT, UPPER)
-            q0, q1, q2 = _terms(z, w, upper, center, UPPER)
-            f += q0
-            s1 += q1
-            s2 += q2
-        f, s1, s2 = sum3(f, s1, s2, 0)
         s1 = s1 * inv_unit
         s2 = s2 * inv_unit * inv_unit
         inverse = rcp(s1)
@@ -179,6 +248,10 @@ def _short_way(
         moved = center + log_step(f, goal, s1, s2) * inv_unit
         center = tl.where(close, center, moved)
         left = tl.where(close | ((tl.abs(r) >= 0) == 0), 0, left - 1)
+        if left > 0:
+            f, s1, s2, _, _, _, _ = _pass(
+                x_ptr, w_ptr, l_ptr, u_ptr, row, n, center, inv_t, W, C, V, WEIGHT, LOWER, UPPER, False
+            )
     nu = center.to(tl.float64) + delta.to(tl.float64)
     if AT_MOST:
         free = nu > 0
@@ -186,14 +259,18 @@ def _short_way(
         center = tl.where(free, 0.0, center)
         delta = tl.where(free, 0.0, delta)
     if found:
+        tile = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
+        whole = n // (W * C) * (W * C)
         for start in range(0, whole, W * C):
-            z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, True, WEIGHT, UPPER)
-            y = _values(z, w, upper, center, delta, UPPER)
-            tl.store(out_ptr + (row * n + start + tile), y.to(out_ptr.dtype.element_ty))
+            _write(
+                x_ptr, w_ptr, l_ptr, u_ptr, out_ptr, row, n, start + tile, center, delta, inv_t, True, WEIGHT, LOWER,
+                UPPER,
+            )  # fmt: skip
         for start in range(whole, n, W * C):
-            z, w, upper = _some_classes(x_ptr, w_ptr, u_ptr, row, n, start + tile, inv_t, False, WEIGHT, UPPER)
-            y = _values(z, w, upper, center, delta, UPPER)
-            tl.store(out_ptr + (row * n + start + tile), y.to(out_ptr.dtype.element_ty), mask=start + tile < n)
+            _write(
+                x_ptr, w_ptr, l_ptr, u_ptr, out_ptr, row, n, start + tile, center, delta, inv_t, False, WEIGHT, LOWER,
+                UPPER,
+            )  # fmt: skip
     return tl.where(found, nu, float("nan"))
 
 
@@ -302,16 +379,19 @@ def _long_way(
 @triton.jit(do_not_specialize=["units"])
 def forward_row(
     x_ptr, m_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, units, m_row, m_col, k_row, k_low, inv_t,
-    ALIGN: tl.constexpr, W: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr,
-    LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr, TOL: tl.constexpr,
+    ALIGN: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, SAMPLE: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr,
+    TOL: tl.constexpr,
 ):  # fmt: skip
     """One row per program. One that is not solved has a nu of nan, and nothing else is written that stays."""
     n = units * ALIGN
     row = tl.program_id(0).to(tl.int64)
     k = budget_of(k_ptr, k_low, row, k_row)
     nu = k * float("nan")
-    if MASKED == 0 and LOWER == 0:
-        nu = _short_way(x_ptr, w_ptr, u_ptr, out_ptr, row, n, k, inv_t, W, C, WEIGHT, UPPER, AT_MOST, TOL)
+    if MASKED == 0:
+        nu = _short_way(
+            x_ptr, w_ptr, l_ptr, u_ptr, out_ptr, row, n, k, inv_t, W, C, V, SAMPLE, WEIGHT, LOWER, UPPER, AT_MOST, TOL
+        )
         tl.store(nu_ptr + row, nu)
     if nu != nu:
         _long_way(

@@ -54,9 +54,16 @@ LEAST = tl.constexpr(1e-20)  # of a goal: what float32 has dropped from the sums
 
 
 @triton.jit
-def _raw_tile(x_ptr, row, n, first, W, C, FULL: tl.constexpr):
-    """A tile as it is stored; 0 beyond the row."""
+def _raw_tile(x_ptr, rows, n, block, first, R: tl.constexpr, W, C, FULL: tl.constexpr):
+    """A tile of the rows of a block as it is stored; 0 beyond the row.
+
+    The place is that of the first row and a short distance: it is not that of the values, which a compiler would keep.
+    """
     cols = columns(first, W, C)
+    top = (tl.full((), 0, tl.int64) + block) * R
+    row = top + tl.arange(0, R)
+    if R > 1:
+        row = top + tl.minimum(tl.arange(0, R), rows - 1 - top)
     here = x_ptr + (by_row(row) * n + cols)
     # Past the first cache, which has other things to keep.
     if FULL:
@@ -193,6 +200,19 @@ def _aim(certain, most, scale, bad, first, second):
     logit = (log2(goal) - log2(tl.where(searched, tl.maximum(c, rest), 1.0))) * LN2
     c0, c1, c2, c3 = start_curve(logit)
     return c, goal, side, searched, (rest <= 0) & (bad <= 0), logit, first * over, second * over, c0, c1, c2, c3
+
+
+@triton.jit
+def _worst(value, R: tl.constexpr, C: tl.constexpr):
+    """The largest of the values of some rows, which are not negative; nan is the largest.
+
+    Whole numbers of a whole warp have an instruction for it, so that values are compared by their bits.
+    """
+    if COMPILED and R > 1:
+        bits = tl.broadcast_to(value.to(tl.int32, bitcast=True)[:, None], (R, C))
+        return tl.max(bits).to(tl.float32, bitcast=True)
+    else:
+        return tl.max(value, 0)
 
 
 @triton.jit
@@ -364,13 +384,13 @@ def shared(
     x_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, k_row, k_low, inv_t,
     R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr, FULL: tl.constexpr,
     WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr, TOL: tl.constexpr,
-    LIGHT: tl.constexpr, AHEAD: tl.constexpr, LINES: tl.constexpr, N: tl.constexpr, SKIP: tl.constexpr,
+    LIGHT: tl.constexpr, LINES: tl.constexpr, N: tl.constexpr, SKIP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """R rows at a time per program, which reads the weights and bounds once.
 
     A row that is not solved has a nu of nan, and nothing else is written that stays. LIGHT: a last step shorter than
-    TOL is not followed by the values. AHEAD: the scores of the next rows are loaded before they are needed, not only
-    brought into the cache.
+    TOL is not followed by the values. The scores of the next STAGES - 1 blocks are on their way to shared memory, which
+    Triton arranges for a loop without another directly in it.
     """
     n: tl.constexpr = N
     BOUNDED: tl.constexpr = LOWER + UPPER > 0
@@ -433,36 +453,17 @@ def shared(
         c, goal, side, searched, met, logit, mean, square, c0, c1, c2, c3 = _aim(
             certain, room - certain, scale, bad, w1, w2
         )
-    row = tl.minimum(some + tl.program_id(0) * R, rows - 1)
-    xa = _raw_tile(x_ptr, row, n, 0, WA, C, FULL_A)
-    xb, xc = xa, xa
-    if WB > 0:
-        xb = _raw_tile(x_ptr, row, n, AT_B, WB, C, FULL_B)
-    if WC > 0:
-        xc = _raw_tile(x_ptr, row, n, AT_C, WC, C, FULL)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         row = tl.minimum(some + block * R, rows - 1)
-        if not AHEAD:
+        if STAGES < 3:
             _fetch(x_ptr, rows, n, block + tl.num_programs(0), R, LINES)
-            xa = _raw_tile(x_ptr, row, n, 0, WA, C, FULL_A)
-            if WB > 0:
-                xb = _raw_tile(x_ptr, row, n, AT_B, WB, C, FULL_B)
-            if WC > 0:
-                xc = _raw_tile(x_ptr, row, n, AT_C, WC, C, FULL)
-        za = scaled(xa.to(tl.float32), inv_t)
+        za = scaled(_raw_tile(x_ptr, rows, n, block, 0, R, WA, C, FULL_A).to(tl.float32), inv_t)
         zb = za
         zc = za
         if WB > 0:
-            zb = scaled(xb.to(tl.float32), inv_t)
+            zb = scaled(_raw_tile(x_ptr, rows, n, block, AT_B, R, WB, C, FULL_B).to(tl.float32), inv_t)
         if WC > 0:
-            zc = scaled(xc.to(tl.float32), inv_t)
-        if AHEAD:
-            then = tl.minimum(some + (block + tl.num_programs(0)) * R, rows - 1)
-            xa = _raw_tile(x_ptr, then, n, 0, WA, C, FULL_A)
-            if WB > 0:
-                xb = _raw_tile(x_ptr, then, n, AT_B, WB, C, FULL_B)
-            if WC > 0:
-                xc = _raw_tile(x_ptr, then, n, AT_C, WC, C, FULL)
+            zc = scaled(_raw_tile(x_ptr, rows, n, block, AT_C, R, WC, C, FULL).to(tl.float32), inv_t)
         if turned:
             za = _turn(za, w_ptr, any_row, n, 0, WA, C, FULL_A, WEIGHT)
             if WB > 0:
@@ -489,7 +490,7 @@ def shared(
         flip = side * over
         center = curve_start(logit, z1 * flip, z2 * over, zw * flip, mean, square, c0, c1, c2, c3)
         digits = goal * DIGITS
-        if tl.max(tl.where(tl.abs(center) < 1e30, 0, 1), 0) > 0:
+        if _worst(tl.where(tl.abs(center) < 1e30, 0.0, 1.0), R, C) > 0:
             digits = tl.where(tl.abs(center) < 1e30, digits, goal * FEWER_DIGITS)
             finite = _finite_guess(
                 x_ptr, w_ptr, l_ptr, u_ptr, row, n, inv_t, inv_unit, side, c, C, WEIGHT, LOWER, UPPER
@@ -515,28 +516,29 @@ def shared(
         lost = ~(open_ & (tl.abs(delta) < SPREAD))  # also nan
         delta = tl.where(lost, 0.0, delta)
         step = delta
-        worst = tl.max(tl.where(lost, 0.0, far), 0)
+        worst = _worst(tl.where(lost, 0.0, far), R, C)
         left = PASSES
-        while (worst > FAR) & (left > 0):  # the step before was a long one
-            move = step * -LOG2E
-            ea, f0, s1, s2 = _next_pass(ea, wa, da, move)
-            if WB > 0:
-                eb, q0, q1, q2 = _next_pass(eb, wb, db, move)
-                f0 += q0
-                s1 += q1
-                s2 += q2
-            if WC > 0:
-                ec, q0, q1, q2 = _next_pass(ec, wc, dc, move)
-                f0 += q0
-                s1 += q1
-                s2 += q2
-            f0, s1, s2 = sum3(f0, s1, s2, 1)
-            step, far = _log_step(f0, goal, s1, s2)
-            lost = lost | ~(tl.abs(delta + step) < SPREAD)
-            step = tl.where(lost, 0.0, step)
-            worst = tl.max(tl.where(lost, 0.0, far), 0)
-            delta = delta + step
-            left -= 1
+        if worst > FAR:  # the step before was a long one
+            while (worst > FAR) & (left > 0):
+                move = step * -LOG2E
+                ea, f0, s1, s2 = _next_pass(ea, wa, da, move)
+                if WB > 0:
+                    eb, q0, q1, q2 = _next_pass(eb, wb, db, move)
+                    f0 += q0
+                    s1 += q1
+                    s2 += q2
+                if WC > 0:
+                    ec, q0, q1, q2 = _next_pass(ec, wc, dc, move)
+                    f0 += q0
+                    s1 += q1
+                    s2 += q2
+                f0, s1, s2 = sum3(f0, s1, s2, 1)
+                step, far = _log_step(f0, goal, s1, s2)
+                lost = lost | ~(tl.abs(delta + step) < SPREAD)
+                step = tl.where(lost, 0.0, step)
+                worst = _worst(tl.where(lost, 0.0, far), R, C)
+                delta = delta + step
+                left -= 1
         left = tl.where(worst > FAR, 0, left)
         move = step * -LOG2E
         ya, f, mass = _moved(ea, wa, da, move, LIGHT)
@@ -561,33 +563,34 @@ def shared(
         over_mass = rcp(mass)
         r = (f - goal) * over_mass
         size = tl.where(lost, 0.0, tl.where(r * r * unsure > mass * LEFT, 1.0, tl.abs(r)))
-        worst = tl.max(tl.where(size == size, size, 1.0), 0)
+        worst = _worst(tl.where(size == size, size, 1.0), R, C)
         step = tl.where(lost, 0.0, -r * (1 + 0.5 * r * s2 * over_mass))  # Chebyshev's
-        while (worst > TOL) & (left > 0):
-            lost = lost | ~(tl.abs(step) < NEAR)
-            step = tl.where(lost, 0.0, step)
-            delta = delta + step
-            move = step * -LOG2E
-            s1 = mass
-            ya, f, mass = _moved_again(ya, wa, da, move)
-            if WB > 0:
-                yb, q0, q1 = _moved_again(yb, wb, db, move)
-                f += q0
-                mass += q1
-            if WC > 0:
-                yc, q0, q1 = _moved_again(yc, wc, dc, move)
-                f += q0
-                mass += q1
-            f, mass = sum2(f, mass, 1)
-            # What was an estimate is not built upon.
-            s2 = tl.where(tl.abs(step) > 1e-3, (mass - s1) * rcp(step), s2)
-            unsure = mass * tl.where(tl.abs(step) > 1e-3, tl.abs(step), 1.0)
-            over_mass = rcp(mass)
-            r = (f - goal) * over_mass
-            size = tl.where(lost, 0.0, tl.where(r * r * unsure > mass * LEFT, 1.0, tl.abs(r)))
-            worst = tl.max(tl.where(size == size, size, 1.0), 0)
-            step = tl.where(lost, 0.0, -r * (1 + 0.5 * r * s2 * over_mass))
-            left -= 1
+        if worst > TOL:
+            while (worst > TOL) & (left > 0):
+                lost = lost | ~(tl.abs(step) < NEAR)
+                step = tl.where(lost, 0.0, step)
+                delta = delta + step
+                move = step * -LOG2E
+                s1 = mass
+                ya, f, mass = _moved_again(ya, wa, da, move)
+                if WB > 0:
+                    yb, q0, q1 = _moved_again(yb, wb, db, move)
+                    f += q0
+                    mass += q1
+                if WC > 0:
+                    yc, q0, q1 = _moved_again(yc, wc, dc, move)
+                    f += q0
+                    mass += q1
+                f, mass = sum2(f, mass, 1)
+                # What was an estimate is not built upon.
+                s2 = tl.where(tl.abs(step) > 1e-3, (mass - s1) * rcp(step), s2)
+                unsure = mass * tl.where(tl.abs(step) > 1e-3, tl.abs(step), 1.0)
+                over_mass = rcp(mass)
+                r = (f - goal) * over_mass
+                size = tl.where(lost, 0.0, tl.where(r * r * unsure > mass * LEFT, 1.0, tl.abs(r)))
+                worst = _worst(tl.where(size == size, size, 1.0), R, C)
+                step = tl.where(lost, 0.0, -r * (1 + 0.5 * r * s2 * over_mass))
+                left -= 1
         delta = delta + step
         lost = lost | ~((size <= TOL) & (mass > digits) & (tl.abs(delta) < SPREAD))
         if not LIGHT:  # noqa: SIM102, since the first is a constant

@@ -87,7 +87,7 @@ def test_long_rows(kind, monkeypatch):
 
     monkeypatch.setattr(weighted, "LONGEST", 16)
     monkeypatch.setattr(weighted, "STREAM", {"C": 32, "num_warps": 1})
-    monkeypatch.setattr(weighted, "LONG", {4: {"W": 2, "C": 16, "num_warps": 1}})
+    monkeypatch.setattr(weighted, "LONG", {4: {"W": 2, "C": 32, "SAMPLE": 32, "num_warps": 1}})
     x, k, options = problem(4, 70, kind, 2.0)
     x[1, 3], x[2, 4] = -torch.inf, torch.inf
     k[2] += options["weight"][4].clamp(max=0).double()
@@ -98,6 +98,31 @@ def test_long_rows(kind, monkeypatch):
         for value, expected in zip(found, exact, strict=True):
             room = 2e-5 * float(1 + expected.abs().nan_to_num().max())
             torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=room, equal_nan=True)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_long_rows_with_bounds(per_row, monkeypatch):
+    from lastlayer._triton import weighted
+
+    monkeypatch.setattr(weighted, "LONGEST", 16)
+    monkeypatch.setattr(weighted, "STREAM", {"C": 64, "num_warps": 1})
+    monkeypatch.setattr(weighted, "LONG", {4: {"W": 2, "C": 64, "SAMPLE": 64, "num_warps": 1}})
+    x, _, options = problem(6, 300, "positive", 3.0, per_row)
+    x[4, 7] = -torch.inf
+    # What is certain is little, or more than what is left of the budget; a row has to take most of what it can.
+    options["lower"] = torch.linspace(0, 0.05, 300, device=DEVICE).expand(options["weight"].shape).contiguous()
+    options["upper"] = torch.linspace(1, 0.4, 300, device=DEVICE).expand(options["weight"].shape).contiguous()
+    certain = (options["weight"] * options["lower"]).double().expand(6, 300).sum(-1)
+    k = certain + torch.tensor([60.0, 20.0, 3.0, 1e-3, 40.0, 190.0], dtype=DOUBLE, device=DEVICE)
+    wide = {name: value.double() for name, value in options.items()}
+    for one in (options, options | {"lower": None}, options | {"upper": None}):
+        both = {name: None if value is None else wide[name] for name, value in one.items()}
+        for function in (ll.lml, ll.lml_at_most):
+            found = results(function, x, k, one, "triton")
+            exact = results(function, x.double(), k, both, "torch")
+            for value, expected in zip(found, exact, strict=True):
+                room = 2e-5 * float(1 + expected.abs().nan_to_num().max())
+                torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=room, equal_nan=True)
 
 
 def test_masked_infinite_and_half_precision_rows():
