@@ -51,7 +51,6 @@ BACKWARD: dict[int, shapes.Table] = {
 HELD = 8192  # classes up to which a thread holds their weights; those of longer rows are read again from the cache
 MOST_REGISTERS = 255  # of a thread
 REGISTERS = 128  # of a thread where they are not held, so that a multiprocessor has two rows at once
-STAGES = 3  # of `shared`: scores of one block are searched, and those of two more are on their way
 # Of the last step: what the values follow to float32 rounding, or need not follow.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.002, torch.float16: 0.0005}
 
@@ -88,14 +87,28 @@ def _lines(plan: shapes.Plan, x: Tensor) -> int:
 
 
 def _registers(n: int, itemsize: int, bounded: bool, warps: int) -> int:
-    """Registers per thread of `shared`: with few spilled ones, which take long to come back, as many rows as can be."""
+    """Registers per thread of `shared`, the fastest that were tried: spilled ones take long to come back.
+
+    A row of 8,193 to 10,240 classes of float32 has a multiprocessor to itself, and registers for the next one's scores.
+    """
     if n > HELD:
-        wanted = MOST_REGISTERS if bounded else REGISTERS
+        wanted = MOST_REGISTERS if itemsize == 4 or bounded else REGISTERS
     elif itemsize == 2 and not bounded and n > 768:
         wanted = 248
     else:
-        wanted = 168 if bounded else REGISTERS
+        wanted = 168 if bounded or 256 < n <= 1024 else REGISTERS
     return min(wanted, 65536 // (32 * warps) // 8 * 8)
+
+
+def _stages(n: int, itemsize: int, bounded: bool, registers: int) -> int:
+    """STAGES of `shared`, the fastest that were tried: copies help where a warp has several rows, or little to read."""
+    if n > HELD:
+        return 0 if registers == MOST_REGISTERS else 1
+    if shapes.vector(n, itemsize) * itemsize < 4:  # too little at once for shared memory
+        return 1
+    if bounded:
+        return 2 if n <= 2048 else 1
+    return 3 if n <= 256 or itemsize == 2 else 1
 
 
 def _programs(device: int, registers: int, warps: int, memory: int) -> int:
@@ -213,9 +226,9 @@ def _shared(
     registers = _registers(g.n, out.element_size(), g.bounded, p.warps)
     tiles = {name: p.tiles[name] for name in ("R", "C", "WA", "WB", "WC", "FULL")}
     blocks = shapes.cdiv(g.rows, p.rows)
-    narrow = shapes.vector(g.n, out.element_size()) * out.element_size() < 4  # too little at once for shared memory
-    stages = 1 if narrow else STAGES if g.n <= HELD else 2
-    memory = (stages - 1) * p.rows * tiles["C"] * (tiles["WA"] + tiles["WB"] + tiles["WC"]) * out.element_size()
+    stages = _stages(g.n, out.element_size(), g.bounded, registers)
+    held = tiles["C"] * (tiles["WA"] + tiles["WB"] + tiles["WC"])
+    memory = max(stages - 1, 0) * p.rows * held * out.element_size()
     most = _programs(out.get_device(), registers, p.warps, memory)
     return Launch(
         shared, (shapes.cdiv(blocks, shapes.cdiv(blocks, most)),),

@@ -73,6 +73,21 @@ def _raw_tile(x_ptr, rows, n, block, first, R: tl.constexpr, W, C, FULL: tl.cons
 
 
 @triton.jit
+def _raw_row(
+    x_ptr, rows, n, block, R: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr, C: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """The tiles of the rows of a block; the first stands for those that there are not."""
+    xa = _raw_tile(x_ptr, rows, n, block, 0, R, WA, C, FULL or WB > 0)
+    xb, xc = xa, xa
+    if WB > 0:
+        xb = _raw_tile(x_ptr, rows, n, block, WA * C, R, WB, C, FULL or WC > 0)
+    if WC > 0:
+        xc = _raw_tile(x_ptr, rows, n, block, (WA + WB) * C, R, WC, C, FULL)
+    return xa, xb, xc
+
+
+@triton.jit
 def _fetch(x_ptr, rows, n, block, R: tl.constexpr, LINES: tl.constexpr):
     """Have the lines of a later block brought into the cache."""
     if COMPILED:
@@ -390,9 +405,10 @@ def shared(
 
     A row that is not solved has a nu of nan, and nothing else is written that stays. LIGHT: a last step shorter than
     TOL is not followed by the values. The scores of the next STAGES - 1 blocks are on their way to shared memory, which
-    Triton arranges for a loop without another directly in it.
+    Triton arranges for a loop without another directly in it; with 0 those of the next block are loaded ahead.
     """
     n: tl.constexpr = N
+    AHEAD: tl.constexpr = STAGES == 0
     BOUNDED: tl.constexpr = LOWER + UPPER > 0
     FULL_A: tl.constexpr = FULL or WB > 0
     FULL_B: tl.constexpr = FULL or WC > 0
@@ -453,17 +469,24 @@ def shared(
         c, goal, side, searched, met, logit, mean, square, c0, c1, c2, c3 = _aim(
             certain, room - certain, scale, bad, w1, w2
         )
-    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
+    if AHEAD:
+        xa, xb, xc = _raw_row(x_ptr, rows, n, tl.program_id(0), R, WA, WB, WC, C, FULL)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=1 if AHEAD else STAGES):
         row = tl.minimum(some + block * R, rows - 1)
-        if STAGES < 3:
-            _fetch(x_ptr, rows, n, block + tl.num_programs(0), R, LINES)
-        za = scaled(_raw_tile(x_ptr, rows, n, block, 0, R, WA, C, FULL_A).to(tl.float32), inv_t)
+        if not AHEAD:
+            if STAGES < 3:
+                _fetch(x_ptr, rows, n, block + tl.num_programs(0), R, LINES)
+            xa, xb, xc = _raw_row(x_ptr, rows, n, block, R, WA, WB, WC, C, FULL)
+        za = scaled(xa.to(tl.float32), inv_t)
         zb = za
         zc = za
         if WB > 0:
-            zb = scaled(_raw_tile(x_ptr, rows, n, block, AT_B, R, WB, C, FULL_B).to(tl.float32), inv_t)
+            zb = scaled(xb.to(tl.float32), inv_t)
         if WC > 0:
-            zc = scaled(_raw_tile(x_ptr, rows, n, block, AT_C, R, WC, C, FULL).to(tl.float32), inv_t)
+            zc = scaled(xc.to(tl.float32), inv_t)
+        if AHEAD:
+            then = tl.minimum(block + tl.num_programs(0), blocks - 1)
+            xa, xb, xc = _raw_row(x_ptr, rows, n, then, R, WA, WB, WC, C, FULL)
         if turned:
             za = _turn(za, w_ptr, any_row, n, 0, WA, C, FULL_A, WEIGHT)
             if WB > 0:

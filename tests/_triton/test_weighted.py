@@ -100,6 +100,25 @@ def test_long_rows(kind, monkeypatch):
             torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=room, equal_nan=True)
 
 
+@pytest.mark.parametrize("stages", [0, 1, 2, 3])
+def test_rows_that_are_on_their_way_ahead_of_time(stages, monkeypatch):
+    """More rows than programs at once, an odd number of them, and one tile per row or three."""
+    from lastlayer._triton import plan, weighted
+
+    monkeypatch.setattr(plan, "PATIENCE", 1)
+    monkeypatch.setattr(weighted, "_stages", lambda *_: stages)
+    monkeypatch.setattr(weighted, "_programs", lambda *_: 3)
+    for n in (28, 112):
+        x, k, options = problem(61, n, "positive", 2.0)
+        x[5, 2] = -torch.inf
+        given = {"weight": options["weight"], "upper": torch.linspace(1, 0.4, n, device=DEVICE)}
+        wide = {name: value.double() for name, value in given.items()}
+        found, exact = results(ll.lml, x, k, given, "triton"), results(ll.lml, x.double(), k, wide, "torch")
+        for value, expected in zip(found, exact, strict=True):
+            room = 2e-5 * float(1 + expected.abs().nan_to_num().max())
+            torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=room, equal_nan=True)
+
+
 @pytest.mark.parametrize("per_row", [False, True])
 def test_long_rows_with_bounds(per_row, monkeypatch):
     from lastlayer._triton import weighted
