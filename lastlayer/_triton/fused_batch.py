@@ -121,13 +121,15 @@ def _quotient(x, share, live, peak, log_c):
 
 
 # numbers: three for each row from `quasibinary_sums`, then its loss and the sum of the slopes. SUMMED: 0, or the rows
-# that every program sums itself, where these are few: that takes less time than a launch.
+# that every program sums itself, where these are few: that takes less time than a launch. The first block of a row is
+# on its way meanwhile.
 @triton.jit(do_not_specialize=["rows", "n", "width"])
 def quasibinary_loss(
     x_ptr, d_ptr, numbers_ptr, result_ptr, rows, n, width,
     TARGET: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    x, share, live = load_classes(x_ptr, d_ptr, row, n, width, tl.arange(0, BLOCK), TARGET)
     if SUMMED > 0:
         peak, log_c, known, factor = _normaliser(numbers_ptr, rows, SUMMED)
         if row == 0:
@@ -136,9 +138,8 @@ def quasibinary_loss(
         peak = tl.load(result_ptr)
         log_c = tl.load(result_ptr + 1)
         known = tl.load(result_ptr + 2)
-    loss = tl.zeros((BLOCK,), tl.float32)
-    slopes = tl.zeros((BLOCK,), tl.float32)
-    for j in range(0, n, BLOCK):
+    loss, slopes = _quotient(x, share, live, peak, log_c)
+    for j in range(BLOCK, n, BLOCK):
         x, share, live = load_classes(x_ptr, d_ptr, row, n, width, j + tl.arange(0, BLOCK), TARGET)
         term, slope = _quotient(x, share, live, peak, log_c)
         loss += term
