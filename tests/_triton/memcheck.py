@@ -72,6 +72,41 @@ def budgets(rows, n):
     print("weights and bounds", rows, n, flush=True)
 
 
+def ahead_of_time(rows, n):
+    """Rows with shared weights, more of them than programs, whose next scores are on their way."""
+    from lastlayer._triton import plan, weighted
+
+    plan.PATIENCE, stages, programs = 1, weighted._stages, weighted._programs
+    x, weight = torch.randn(rows, n, device=DEVICE), torch.rand(n, device=DEVICE) + 0.5
+    weighted._programs = lambda *_: 3
+    for number in (0, 1, 2, 3):
+        weighted._stages = lambda *_, number=number: number
+        ll.lml(x, 3.0, weight=weight, upper=weight / 2)
+    weighted._stages, weighted._programs, plan.PATIENCE = stages, programs, 3
+    torch.cuda.synchronize()
+    print("weights ahead of time", rows, n, flush=True)
+
+
+def steps(rows, n):
+    """Training steps until they take the short way."""
+    x = torch.randn(rows, n, device=DEVICE, requires_grad=True)
+    hot = (torch.rand(rows, n, device=DEVICE) < 0.1).float()
+    for _ in range(6):
+        ll.lml_loss(x, torch.zeros(rows, dtype=torch.int64, device=DEVICE), 3).backward()
+        ll.lml_loss(x, hot, 3, observed=0.5).backward()
+    torch.cuda.synchronize()
+    print("training steps", rows, n, flush=True)
+
+
+def two_way(rows, n):
+    """Columns in several parts, and soft labels."""
+    x = torch.randn(rows, n, device=DEVICE, requires_grad=True)
+    hot = (torch.rand(rows, n, device=DEVICE) < 0.1).float()
+    (ll.two_way_loss(x, hot) + ll.two_way_loss(x, 0.7 * hot)).backward()
+    torch.cuda.synchronize()
+    print("two-way", rows, n, flush=True)
+
+
 def balanced(rows, columns, k):
     x = 3 * torch.randn(rows, columns, device=DEVICE, requires_grad=True)
     ll.lml_balanced(x, k).square().sum().backward()
@@ -91,6 +126,9 @@ def main():
     both_passes(4, 333, 3.0)
     others(4, 37)
     others(3, 333)
+    two_way(600, 37)
+    steps(7, 40)
+    ahead_of_time(61, 28)
     budgets(5, 37)
     weighted.LONGEST = 512
     budgets(3, 1000)
