@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lastlayer._check import Labels
 from lastlayer._triton import fused_batch as batch_of
+from lastlayer._triton import fused_flat as flat_rows
 from lastlayer._triton import fused_lml as budget
 from lastlayer._triton import fused_order as order
 from lastlayer._triton import fused_rows as rows_of
@@ -68,6 +69,7 @@ _REGISTERS = {
     "asymmetric": 64,
     "warp": 56,
     "marginals": 128,
+    "flat": 64,
 }
 
 
@@ -211,6 +213,7 @@ def _subsets(
     given = [float(value) for value in numbers] + [0.0] * (4 - len(numbers)) + [scale]
     args = (x, target, e, None, first, None, loss, out, marks, table, rows, n, width, e_row, e_col, 0, 0, 0, *given)
     block, warps = _sizes("marginals", n, rows)
+    flat = labels is None and gradient and numbers[0] <= int(flat_rows.FEW.value)
     options = {
         "TARGET": held,
         "HARD": True,
@@ -218,10 +221,10 @@ def _subsets(
         "BLOCK": block,
         "WIDE": 32 * warps,
         "ONE": n <= block,
-        "FLAT": _flat(n, block) if labels is None and gradient and degrees == 32 else 0,
+        "FLAT": flat,
         "DEGREES": degrees,
         "num_warps": warps,
-        **_limited("marginals", rows, warps),
+        **_limited("flat" if flat else "marginals", rows, warps),
     }
     if first is None and is_new((name, x.get_device(), x.dtype, *options.values())):
         follows: tuple[Launch, ...]
@@ -233,14 +236,6 @@ def _subsets(
         compile_ahead(*follows)
     launch(subset.marginals if first is None else subset.marginals_backward, (rows,), *args, **options)
     return Result(loss, out, counts, table)
-
-
-def _flat(n: int, block: int) -> int:
-    """Return how many classes of a flat row a program takes at once: all, unless they are too many for registers.
-
-    Flat rows are those of few classes per subset, so that other polynomials need no kernels for them.
-    """
-    return next((block << i for i in range(3) if n <= block << i), block)
 
 
 def _degrees(numbers: Sequence[float]) -> int:

@@ -12,7 +12,7 @@ threshold has the marginal v = e (G_(k-1) - e G_(k-2) + e^2 G_(k-3) - ...) / G_k
 v = e (G_(k+1) - e G_(k+2) + ...) / G_k. By Horner's rule all steps of that are weights of other classes over G_k, at
 most about 1, so that float32 is enough. No step takes more than 2 k numbers per class.
 
-That is for any row. Those without large marginals are flat, and `fused_flat` takes them in less time.
+That is for any row. Most rows of few classes per subset are flat, and `fused_flat` takes them in less time.
 
 A row is taken by one program, both ways. Polynomials are vectors that every warp holds, so that a step from one degree
 to the next waits for no other warp. What one thread leaves to others, or a forward to a backward pass, is in a table:
@@ -26,7 +26,6 @@ import triton.language as tl
 
 from lastlayer._triton.device import COMPILED, LN2, LOG2E, LOG2E_LOW, exp2, is_finite, log2, rcp, scaled, sum2, sum5
 from lastlayer._triton.fused_flat import (
-    FEW,
     FLAT_ROW,
     end_of,
     flat_change,
@@ -397,8 +396,8 @@ def _at(value, place, k):
 
 
 # number0: k; with labels number1: tau, number2: alpha. Then all classes of a row but its first label are taken, for
-# k - 1/2 of them: half way between the two sizes of subsets that the loss needs. extra: the table. FLAT: the classes of
-# a flat row at once, all of them if that is more than BLOCK; 0 if there are none.
+# k - 1/2 of them: half way between the two sizes of subsets that the loss needs. extra: the table. FLAT: whether
+# k is small enough for flat rows.
 @triton.jit(do_not_specialize=["rows", "n", "width", "f_row", "e_row", "p_row"])
 def marginals(
     x_ptr, d_ptr, e_ptr, p_ptr, f_ptr, s_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, rows, n, width,
@@ -420,16 +419,11 @@ def marginals(
     sound = False
     p1 = near
     p2 = near
-    if FLAT > 0:  # noqa: SIM102, since it is known to the compiler
-        if k <= FEW:
-            whole = held
-            if FLAT > BLOCK:
-                whole = load_scores(x_ptr, row, n, tile(0, WIDE, FLAT))
-            here = extra_ptr + row * (HEAD + VECTORS * DEGREES)
-            flat, sound, near, p1, p2 = flat_marginals(
-                whole, x_ptr, out_ptr, here, here + (HEAD + SMALL * DEGREES), row, n, k, WIDE, FLAT,
-                ONE or FLAT > BLOCK,
-            )  # fmt: skip
+    if FLAT:
+        here = extra_ptr + row * (HEAD + VECTORS * DEGREES)
+        flat, sound, near, p1, p2 = flat_marginals(
+            held, x_ptr, out_ptr, here, here + (HEAD + SMALL * DEGREES), row, n, k, WIDE, BLOCK, ONE
+        )
     if not flat:
         _marginals(
             held, x_ptr, d_ptr, e_ptr, loss_ptr, out_ptr, counts_ptr, extra_ptr, row, n, width, label, e_row, e_col,
@@ -624,20 +618,15 @@ def marginals_backward(
     if ONE:
         held = _load_scores(x_ptr, d_ptr, row, n, width, 0, tile(0, WIDE, BLOCK), TARGET)
     rises = held
-    if ONE and FLAT > 0:
+    if ONE and FLAT:
         rises = load_upstream(e_ptr, row, e_row, e_col, n, tile(0, WIDE, BLOCK))
     flat = False
-    if FLAT > 0:
+    if FLAT:
         flat = many == FLAT_ROW
         if flat:
-            whole = held
-            lift = rises
-            if FLAT > BLOCK:
-                whole = load_scores(x_ptr, row, n, tile(0, WIDE, FLAT))
-                lift = load_upstream(e_ptr, row, e_row, e_col, n, tile(0, WIDE, FLAT))
             flat_change(
-                whole, lift, x_ptr, e_ptr, out_ptr, row, n, e_row, e_col, k, center, g0, g1, g2, g3, g4,
-                WIDE, FLAT, ONE or FLAT > BLOCK,
+                held, rises, x_ptr, e_ptr, out_ptr, row, n, e_row, e_col, k, center, g0, g1, g2, g3, g4,
+                WIDE, BLOCK, ONE,
             )  # fmt: skip
     if not flat:
         _marginals_backward(

@@ -271,21 +271,49 @@ def test_flat_rows_of_subsets(monkeypatch, watched):
     """Rows whose marginals come from one pass, beside others that are a threshold's."""
     from lastlayer._triton import fused, fused_flat
 
-    x = torch.randn(6, 300)
+    torch.manual_seed(0)
+    x = torch.randn(7, 300)
     x[1] += 1e4
     x[2, ::2] = -torch.inf
-    x[3] *= 8
+    x[3] *= 3
     x[4, 75] = 40.0
     x[5] = x[5].round()
+    x[6, 1:] *= 0.01
+    x[6, 0] = 7.5
     x = x.to(DEVICE)
     for k in (1, 2, 3, 4, 5, 6):
         table = fused.run("marginals", x, None, (k,)).extra
         flat = table[:, 2] == fused_flat.FLAT_ROW.value
-        assert flat.tolist() == [k < 6] * 3 + [False] * 2 + [k < 6]
-        for upstream in (torch.randn(x.shape), torch.randn(6, 1).expand(x.shape)):
+        assert flat.tolist() == [k < 6] * 4 + [k == 1] + [k < 6] * 2
+        for upstream in (torch.randn(x.shape), torch.randn(7, 1).expand(x.shape)):
             given = x, (), {"k": k}, upstream.to(DEVICE)
             check_as_accurate(*three(monkeypatch, ll.subset_marginals, *given), f"{k} of {x.shape[-1]}")
     assert all(done for _, done in watched), watched
+
+
+def test_flat_rows_of_few_classes():
+    """Sums over all subsets, of which there are few; rows that lose too many digits are left to the threshold."""
+    from lastlayer._triton import fused, fused_flat
+
+    torch.manual_seed(0)
+    scale = torch.tensor([0.0, 0.1, 1.0, 2.0, 4.0, 6.0, 12.0, 40.0])
+    x = (torch.randn(8, 7) * scale[:, None]).double()
+    x[2, 1] = x[2, 4]
+    upstream = torch.randn(x.shape).double()
+    taken = []
+    for k in (1, 2, 3, 4, 5):
+        subsets = torch.tensor([[float(i in one) for i in range(7)] for one in itertools.combinations(range(7), k)])
+        leaf = x.clone().requires_grad_()
+        exact = (leaf @ subsets.T.double()).softmax(-1) @ subsets.double()
+        (slope,) = torch.autograd.grad(exact, leaf, upstream)
+        found = fused.run("marginals", x.float().to(DEVICE), None, (k,))
+        given = {"each": upstream.float().to(DEVICE), "first": found.extra}
+        change = fused.run("marginals_backward", x.float().to(DEVICE), None, (k,), **given)
+        torch.testing.assert_close(found.out.cpu().double(), exact.detach(), rtol=0, atol=8 * EPS)
+        torch.testing.assert_close(change.out.cpu().double(), slope, rtol=0, atol=16 * EPS)
+        taken.append((found.extra[:, 2] == fused_flat.FLAT_ROW.value).tolist())
+    assert all(all(row[:4]) for row in taken)
+    assert not any(row[7] for row in taken[1:])
 
 
 def test_odd_scores_in_flat_rows(monkeypatch):
@@ -319,8 +347,9 @@ def test_flat_rows_of_several_tiles(monkeypatch, watched):
     from lastlayer._triton import fused, fused_flat
 
     monkeypatch.setattr(fused, "MANY", 2)
+    torch.manual_seed(0)
     for n in (500, 1000, 1500, 5000):
-        x = torch.randn(3, n).to(DEVICE)
+        x = (torch.randn(3, n) * torch.tensor([[1.0], [2.0], [3.0]])).to(DEVICE)
         assert (fused.run("marginals", x, None, (5,)).extra[:, 2] == fused_flat.FLAT_ROW.value).all()
         for upstream in (torch.randn(x.shape), torch.randn(3, 1).expand(x.shape)):
             given = x, (), {"k": 5}, upstream.to(DEVICE)
