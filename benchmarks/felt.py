@@ -14,6 +14,7 @@ ratio of five rounds.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import itertools
 import json
@@ -62,12 +63,71 @@ device = torch.device("cuda"); torch.zeros(1, device=device).sum().item(); impor
 x = torch.randn({rows}, {n}, device=device, dtype=torch.{dtype}, requires_grad={grad})
 t = torch.randint({n}, ({rows},), device=device); y = (torch.rand({rows}, {n}, device=device) < 0.01).float()
 w = torch.rand({n}, device=device) + 0.5
+k, lists = torch.full(({rows},), 5.0, device=device), torch.randint({n}, ({rows}, 3), device=device)
+layer = torch.randn({n}, 64, device=device, dtype=torch.{dtype}, requires_grad={grad})
 z = x.detach().float().requires_grad_(); torch.softmax(z, -1).backward(torch.ones_like(z)); torch.cuda.synchronize()
 start = time.perf_counter()  # torch has done what it does before a first backward pass
 out = {call}
 if {grad}: out.backward(torch.ones_like(out))
 torch.cuda.synchronize(); print(time.perf_counter() - start)
 """
+SHAPES = [(256, 1000, "float32"), (256, 1000, "bfloat16"), (64, 20000, "float32"), (64, 100000, "float32")]
+COMMON = {  # as a function of what is in `FIRST`, and whether both ways
+    "lml": ("ll.lml(x, 5)", False),
+    "lml, both ways": ("ll.lml(x, 5)", True),
+    "lml_loss, both ways": ("ll.lml_loss(x, t, 5)", True),
+    "lml_loss multi-hot, both ways": ("ll.lml_loss(x, y, 5, observed=0.5)", True),
+    "lml with weights, both ways": ("ll.lml(x, 5, weight=w)", True),
+    "lml with weights and bounds, both ways": ("ll.lml(x, 5, weight=w, upper=w)", True),
+}
+RARE: dict[str, tuple[str, int, int, str]] = {  # all of them both ways
+    "lml, temperature": ("ll.lml(x, 5, temperature=2.0)", 256, 1000, "float32"),
+    "lml, temperature, bfloat16": ("ll.lml(x, 5, temperature=2.0)", 256, 1000, "bfloat16"),
+    "lml, temperature, long rows": ("ll.lml(x, 5, temperature=2.0)", 64, 100_001, "float32"),
+    "lml, k per row": ("ll.lml(x, k)", 256, 1000, "float32"),
+    "lml, k of no dimension": ("ll.lml(x, k[0])", 256, 1000, "float16"),
+    "lml, mask": ("ll.lml(x, 5, mask=y == 0)", 64, 20_000, "float32"),
+    "log_lml, temperature": ("ll.log_lml(x, 5, temperature=0.5)", 256, 1000, "float32"),
+    "log_lml": ("ll.log_lml(x, 5)", 64, 20_000, "bfloat16"),
+    "lml_threshold": ("ll.lml_threshold(x, 5)", 256, 1000, "float32"),
+    "lml_threshold, mask": ("ll.lml_threshold(x, k, mask=y == 0)", 256, 1000, "bfloat16"),
+    "lml, weights per row": ("ll.lml(x, 5, weight=y + 0.5)", 256, 1000, "float32"),
+    "lml, both bounds": ("ll.lml(x, 5, lower=0.001 * w, upper=0.6 * w)", 256, 1000, "float32"),
+    "lml, lower bounds": ("ll.lml(x, 5, lower=0.001 * w)", 256, 1000, "bfloat16"),
+    "lml, upper bounds, long rows": ("ll.lml(x, 5, upper=0.6 * w)", 64, 100_000, "float32"),
+    "lml, gradients of weights": ("ll.lml(x, 5, weight=w.clone().requires_grad_())", 256, 1000, "float32"),
+    "log_lml, weights": ("ll.log_lml(x, 5, weight=w)", 256, 1000, "float32"),
+    "lml_threshold, weights": ("ll.lml_threshold(x, 5, weight=w)", 256, 1000, "float32"),
+    "lml_at_most, weights": ("ll.lml_at_most(x, 5, weight=w)", 256, 1000, "float32"),
+    "lml_at_most, k per row": ("ll.lml_at_most(x, k)", 256, 1000, "float32"),
+    "lml_loss, lists": ("ll.lml_loss(x, lists, 5)", 256, 1000, "float32"),
+    "lml_loss, lists, bfloat16": ("ll.lml_loss(x, lists, 5)", 256, 1000, "bfloat16"),
+    "lml_loss, lists and observed": ("ll.lml_loss(x, lists, 5, observed=0.5)", 256, 1000, "float32"),
+    "lml_loss, lists, temperature, long rows": ("ll.lml_loss(x, lists, 5, temperature=2.0)", 64, 100_000, "float32"),
+    "lml_loss, boolean": ("ll.lml_loss(x, y > 0, 5)", 256, 1000, "float32"),
+    "lml_loss, int8": ("ll.lml_loss(x, y.to(torch.int8), 5, observed=0.5)", 64, 20_000, "float32"),
+    "lml_loss, bfloat16": ("ll.lml_loss(x, y.bfloat16(), 5)", 256, 100, "bfloat16"),
+    "lml_loss, mask": ("ll.lml_loss(x, t, 5, mask=y == 0)", 256, 1000, "float32"),
+    "lml_loss, k per row": ("ll.lml_loss(x, t, k)", 256, 1000, "float32"),
+    "lml_loss, sample_weight": ("ll.lml_loss(x, t, 5, sample_weight=k)", 256, 1000, "float32"),
+    "lml_loss, per row": ('ll.lml_loss(x, y, 5, reduction="none")', 256, 1000, "float32"),
+    "lml_loss, sum, long rows": ('ll.lml_loss(x, t, 5, reduction="sum")', 64, 20_000, "bfloat16"),
+    "linear_lml_loss": ("ll.linear_lml_loss(x[:, :64], layer, t, 5)", 4096, 20_000, "bfloat16"),
+    "linear_lml_loss, lists": ("ll.linear_lml_loss(x[:, :64], layer, lists, 5)", 2048, 40_000, "float32"),
+    "lml_balanced": ("ll.lml_balanced(x, 2)", 1024, 64, "float32"),
+    "lml_balanced, k per row": ("ll.lml_balanced(x, k)", 300, 100, "bfloat16"),
+    "two_way_loss, lists": ("ll.two_way_loss(x, lists)", 256, 1000, "float32"),
+    "two_way_loss, per row": ('ll.two_way_loss(x, y, reduction="none")', 256, 1000, "float32"),
+    "asymmetric_loss, boolean": ("ll.asymmetric_loss(x, y > 0)", 256, 1000, "float32"),
+    "asymmetric_loss, many rows": ("ll.asymmetric_loss(x, y)", 4096, 1000, "float32"),
+    "binary_loss, weights": ("ll.binary_loss(x, y, weight=w)", 256, 1000, "bfloat16"),
+    "truncated_entropy_loss, float16": ("ll.loss.truncated_entropy_loss(x, y.half(), 5)", 256, 1000, "float32"),
+    "lml_fenchel_young_loss, lists": ("ll.lml_fenchel_young_loss(x, lists, 5)", 256, 1000, "float32"),
+    "warp_loss, one class": ("ll.loss.warp_loss(x, t)", 256, 1000, "float32"),
+    "capped_softmax, k per row": ("ll.capped_softmax(x, k)", 256, 1000, "float32"),
+    "subset_marginals, long rows": ("ll.subset_marginals(x, 5)", 256, 10_000, "float32"),
+    "smooth_topk_svm_loss, many rows": ("ll.loss.smooth_topk_svm_loss(x, t, 5)", 4096, 1000, "float32"),
+}
 
 
 def both(function: Callable[[Tensor], Tensor], x: Tensor) -> Thunk:
@@ -317,36 +377,30 @@ def device_us(thunk: Thunk) -> list[float]:
     return found
 
 
-def first_calls(others: bool = False) -> Iterator[dict[str, Any]]:
-    """Seconds of a first call in a new process with an empty cache, both ways where there is a gradient."""
-    calls = {
-        "lml": ("ll.lml(x, 5)", False),
-        "lml, both ways": ("ll.lml(x, 5)", True),
-        "lml_loss, both ways": ("ll.lml_loss(x, t, 5)", True),
-        "lml_loss multi-hot, both ways": ("ll.lml_loss(x, y, 5, observed=0.5)", True),
-        "lml with weights, both ways": ("ll.lml(x, 5, weight=w)", True),
-        "lml with weights and bounds, both ways": ("ll.lml(x, 5, weight=w, upper=w)", True),
-    }
-    cases = [(256, 1000, "float32"), (256, 1000, "bfloat16"), (64, 20000, "float32"), (64, 100000, "float32")]
+def first_calls(others: bool = False, at_once: int = 4) -> Iterator[dict[str, Any]]:
+    """Seconds of a first call in a new process with an empty cache, both ways where there is a gradient.
+
+    So many processes run at once.
+    """
     if others:
         head = "from benchmarks.felt import OTHERS"
-        calls = {f"{name}, both ways": (f"OTHERS[{name!r}](x, y, t)", True) for name in OTHERS}
-        cases = [(256, 1000, "float32")]
+        cases = [(f"{name}, both ways", f"OTHERS[{name!r}](x, y, t)", True, *SHAPES[0]) for name in OTHERS]
     else:
         head = ""
-    for name, (call, grad) in calls.items():
-        for rows, n, dtype in cases:
-            with tempfile.TemporaryDirectory() as cache:
-                code = head + FIRST.format(rows=rows, n=n, dtype=dtype, call=call, grad=grad)
-                env = {**os.environ, "TRITON_CACHE_DIR": cache, "CUDA_CACHE_PATH": cache}
-                out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-            yield {
-                "name": f"first call, {name}",
-                "rows": rows,
-                "n": n,
-                "dtype": dtype,
-                "s": round(float(out.stdout), 2),
-            }
+        cases = [(name, *call, *shape) for name, call in COMMON.items() for shape in SHAPES]
+        cases += [(f"{name}, both ways", call, True, *shape) for name, (call, *shape) in RARE.items()]  # type: ignore[arg-type]
+
+    def seconds(case: tuple[str, str, bool, int, int, str]) -> float:
+        _, call, grad, rows, n, dtype = case
+        with tempfile.TemporaryDirectory() as cache:
+            code = head + FIRST.format(rows=rows, n=n, dtype=dtype, call=call, grad=grad)
+            env = {**os.environ, "TRITON_CACHE_DIR": cache, "CUDA_CACHE_PATH": cache}
+            out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        return float(out.stdout)
+
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        for (name, _, _, rows, n, dtype), found in zip(cases, pool.map(seconds, cases), strict=True):
+            yield {"name": f"first call, {name}", "rows": rows, "n": n, "dtype": dtype, "s": round(found, 2)}
 
 
 def many_sizes(device: torch.device, others: bool = False) -> Iterator[dict[str, Any]]:

@@ -12,12 +12,35 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lastlayer._triton import INTERPRETED
-from lastlayer._triton.launch import compile_early, in_thread
+from lastlayer._triton import INTERPRETED, loaded
+from lastlayer._triton.launch import (
+    PATIENCE,
+    at_hand,
+    compile_early,
+    compile_meanwhile,
+    in_thread,
+    key_of,
+    launch_compiled,
+)
 from lastlayer._triton.launch import launch as launch_one
+from lastlayer._triton.plan import in_general_form
 
 _compiling: dict[tuple[Any, ...], threading.Thread] = {}
 _met: set[tuple[Any, ...]] = set()  # kinds of calls whose kernels are compiled, or being compiled
+_absent: dict[tuple[Any, ...], _Wait | None] = {}  # kinds of calls; None if their kernels are at hand
+MOST = 1 << 28  # logits of a call in its general form, which takes more memory
+
+
+class Absent(Exception):
+    """A kernel would have to be compiled first; the call is to be made in its general form, whose kernels are there."""
+
+
+class _Wait:
+    """A kind of call whose own kernels are not at hand."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.threads: list[threading.Thread] = []
 
 
 class Launch(NamedTuple):
@@ -59,18 +82,75 @@ def is_new(kind: tuple[Any, ...]) -> bool:
     return not INTERPRETED
 
 
-def launch_all(launches: list[Launch], later: Callable[[], list[Launch]] | None = None) -> Any:
+def _provided(x: Any) -> bool:
+    """Whether kernels for the general form of a call come with the package, and can be used."""
+    usable = not INTERPRETED and loaded.AVAILABLE and loaded.serves(x.get_device())
+    return usable and x.numel() <= MOST and not in_general_form()
+
+
+def absent(launches: list[Launch], lasting: bool | None = None) -> bool:
+    """Whether a call would have to wait for its own kernels, and is better made in its general form.
+
+    As soon as they are worth it, its own kernels are compiled meanwhile, unless `lasting`. Kernels that hold rows in
+    registers are not, if nothing else is said: they serve many lengths, and one that is met often is given others.
+    """
+    kernel, _, args, options = launches[0]
+    if not _provided(args[0]):
+        return False
+    device = args[0].get_device()
+    kind = (*key_of(kernel, device, args, options), *(one.case for one in launches[1:]))
+    if kind not in _absent:
+        _absent[kind] = None if all(at_hand(one.kernel, one.args, one.options) for one in launches) else _Wait()
+    wait = _absent[kind]
+    if wait is None:
+        return False
+    wait.calls += 1
+    lasting = "R" in options if lasting is None else lasting
+    if wait.calls == PATIENCE and not lasting:
+        cases = {key_of(one.kernel, device, one.args, one.options): one for one in launches}
+        wait.threads = [compile_meanwhile(key, one.kernel, device, one.args, one.options) for key, one in cases.items()]
+    if wait.threads and not any(thread.is_alive() for thread in wait.threads):
+        _absent[kind] = None
+        return False
+    return True
+
+
+def launch_all(
+    launches: list[Launch],
+    later: Callable[[], list[Launch]] | None = None,
+    *,
+    shared: bool = False,
+    lasting: bool | None = None,
+) -> Any:
     """Launch kernels one after another; the first time all of them, and those of `later`, are compiled side by side.
 
-    Return what `launch` returns for the last of them.
+    Return what `launch` returns for the last of them. With `shared`, raise `Absent` instead of compiling any: see
+    `absent`.
     """
     x = launches[0].args[0]
+    if shared and _provided(x):
+        held = _launch_compiled(launches)
+        if held is not None:
+            return held
+        if absent(launches, lasting):
+            raise Absent
+        later = None  # what is not at hand by then has its general form, too
     if is_new((x.get_device(), x.dtype, later is None, *(one.case for one in launches))):
         every = launches[1:] + ([] if later is None else later())
         compile_ahead(*{one.case: one for one in every}.values())
     held = None
     for kernel, grid, args, options in launches:
         held = launch(kernel, grid, *args, **options)
+    return held
+
+
+def _launch_compiled(launches: list[Launch]) -> Any:
+    """Launch kernels that are compiled by now; None if one of them is not, and all have to be launched again."""
+    held = None
+    for kernel, grid, args, options in launches:
+        held = launch_compiled(kernel, grid, args, options)
+        if held is None:
+            break
     return held
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from lastlayer._triton import fused_lml as budget
 from lastlayer._triton import fused_order as order
 from lastlayer._triton import fused_rows as rows_of
 from lastlayer._triton import fused_subset as subset
+from lastlayer._triton import loaded
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.ahead import Launch, compile_ahead, is_new, launch
+from lastlayer._triton.ahead import Launch, absent, compile_ahead, is_new, launch
 
 MOST_LISTED = 16  # labels of an index list that a kernel compares with every class
 MOST_ROWS = 8192  # of a batch whose columns are taken by one program each
@@ -71,6 +72,9 @@ _REGISTERS = {
     "marginals": 128,
     "flat": 64,
 }
+
+
+_own: set[tuple[Any, ...]] = set()  # kinds of calls that have kernels of their own
 
 
 class Result(NamedTuple):
@@ -160,15 +164,46 @@ def _run(
         "num_warps": warps,
         **_limited(name, rows, warps),
     }
+    unusual = rows >= MANY or not gradient or _is_rare(target, held)
+    if unusual and _absent(name, held, Launch(kernel, (1,), args, constants)):
+        block, warps = _sizes(name, n)
+        constants |= {"GRADIENT": True, "BLOCK": block, "num_warps": warps}
+        constants.pop("maxnreg", None)
+        args = (*args[:7], torch.empty_like(x) if out is None else out, *args[8:])
+        if _is_rare(target, held):
+            args, constants["HARD"] = (x, _in_float32(target), *args[2:]), False
     if not name.endswith("_backward") and is_new((name, x.get_device(), x.dtype, held, block, warps)):
         _compile_ahead(name, args, constants)
     launch(kernel, (shapes.cdiv(n, block) if columns else rows,), *args, **constants)
     return Result(loss, out, counts, extra)
 
 
+def _absent(name: str, held: str, own: Launch) -> bool:
+    """Whether a call is to use the kernel for few rows, a target of float32 and a gradient, as its own is not there."""
+    x, target, *others = own.args[:6]
+    kind = (name, x.get_device(), x.dtype, held, None if target is None else target.dtype, *own.options.values())
+    kind += tuple(other is None for other in others)
+    if kind in _own:
+        return False
+    if absent([own]):
+        return True
+    _own.add(kind)
+    return False
+
+
+def _is_rare(target: Tensor | None, held: str) -> TypeGuard[Tensor]:
+    """Whether a multi-hot target has a type for which no kernels come with the package."""
+    return target is not None and held == "dense" and target.dtype not in (torch.float32, torch.uint8)
+
+
+def _in_float32(target: Tensor) -> Tensor:
+    """Return a multi-hot target as a soft one, in which a whole label is 1."""
+    return target.float() if target.is_floating_point() else target.clamp(max=1).float()
+
+
 def _compile_ahead(name: str, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Compile the launcher of a kernel, and what follows a projection or a loss."""
-    follows = [Launch(rows_of.blank, (1,), args, constants)]
+    """Compile the launcher of a kernel, if it is one of Triton's, and what follows a projection or a loss."""
+    follows = [] if loaded.takes(constants) else [Launch(rows_of.blank, (1,), args, constants)]
     x, _, e, _, first, second, loss, out, counts, extra, _, n = args[:12]
     if f"{name}_backward" in HELD:  # of a contiguous upstream gradient
         mask = e if name == "at_most" else None
@@ -226,6 +261,14 @@ def _subsets(
         "num_warps": warps,
         **_limited("flat" if flat else "marginals", rows, warps),
     }
+    kernel = subset.marginals if first is None else subset.marginals_backward
+    unusual = rows >= MANY or not gradient or _is_rare(target, held)
+    if unusual and _absent(name, held, Launch(kernel, (1,), args, options)):
+        block, warps = _sizes("marginals", n)
+        options |= {"GRADIENT": True, "BLOCK": block, "WIDE": 32 * warps, "ONE": n <= block, "num_warps": warps}
+        options.pop("maxnreg", None)
+        args = (*args[:7], torch.empty_like(x) if out is None else out, *args[8:])
+        args = (x, _in_float32(target), *args[2:]) if _is_rare(target, held) else args
     if first is None and is_new((name, x.get_device(), x.dtype, *options.values())):
         follows: tuple[Launch, ...]
         if loss is not None and marks is not None:
@@ -234,7 +277,7 @@ def _subsets(
             back = (x, None, out, None, table, None, None, out, None, None, 1, n, 0, n, 1, 0, 0, 0, *given)
             follows = (Launch(subset.marginals_backward, (1,), back, options),)
         compile_ahead(*follows)
-    launch(subset.marginals if first is None else subset.marginals_backward, (rows,), *args, **options)
+    launch(kernel, (rows,), *args, **options)
     return Result(loss, out, counts, table)
 
 
@@ -322,6 +365,8 @@ def quasibinary(x: Tensor, labels: Labels, mean: bool) -> tuple[Tensor, Tensor]:
         del steps[1]
     args = (x, target, total, result, x, n, width, factor)
     last = Launch(batch_of.quasibinary_backward, (rows,), args, of_row)
+    if _is_rare(target, held) and absent([*steps, last]):
+        return quasibinary(x, Labels(None, _in_float32(target), n), mean)
     _take(("quasibinary", x.get_device(), held, block), steps, last)
     return total, result
 
@@ -330,11 +375,12 @@ def quasibinary_backward(x: Tensor, labels: Labels, mean: bool, result: Tensor, 
     """Return the gradient of the loss of `quasibinary`."""
     n, (held, target, width) = x.shape[-1], _target(labels)
     rows, (block, warps) = x.numel() // n, _sizes("quasibinary", n)
-    out = torch.empty_like(x)
-    launch(
-        batch_of.quasibinary_backward, (rows,), x, target, upstream, result, out, n, width,
-        1.0 / rows if mean else 1.0, TARGET=held, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+    out, factor = torch.empty_like(x), 1.0 / rows if mean else 1.0
+    options = {"TARGET": held, "BLOCK": block, "num_warps": warps}
+    args = (x, target, upstream, result, out, n, width, factor)
+    if _is_rare(target, held) and absent([Launch(batch_of.quasibinary_backward, (1,), args, options)]):
+        args = (x, _in_float32(target), *args[2:])
+    launch(batch_of.quasibinary_backward, (rows,), *args, **options)
     return out
 
 
@@ -360,7 +406,10 @@ def two_way(x: Tensor, labels: Labels, form: Sequence[float], mean: bool) -> tup
     steps.append(Launch(batch_of.two_way_total, (1,), (by_row, by_column, total, result, rows, n), both))
     args = (x, target, total, by_row, by_column, result, x, rows, n, width, 1, *form[:2])
     options = {"TARGET": held, "BLOCK": block, "num_warps": warps, "maxnreg": 64}
-    _take(("two way", x.get_device(), held, block), steps, Launch(batch_of.two_way_backward, (1,), args, options))
+    last = Launch(batch_of.two_way_backward, (1,), args, options)
+    if _is_rare(target, held) and absent([*steps, last]):
+        return two_way(x, Labels(None, _in_float32(target), n), form, mean)
+    _take(("two way", x.get_device(), held, block), steps, last)
     return total, by_row, by_column, result
 
 
@@ -371,10 +420,11 @@ def two_way_backward(
     n, (held, target, width) = x.shape[-1], _target(labels)
     rows, (block, warps) = x.numel() // n, _sizes("two_way_rows", n)
     out, per = torch.empty_like(x), 4 if rows >= MANY else 1
-    launch(
-        batch_of.two_way_backward, (shapes.cdiv(rows, per),), x, target, up, by_row, by_column, result, out,
-        rows, n, width, per, form[0], form[1], TARGET=held, BLOCK=block, num_warps=warps, maxnreg=64,
-    )  # fmt: skip
+    options = {"TARGET": held, "BLOCK": block, "num_warps": warps, "maxnreg": 64}
+    args = (x, target, up, by_row, by_column, result, out, rows, n, width, per, form[0], form[1])
+    if _is_rare(target, held) and absent([Launch(batch_of.two_way_backward, (1,), args, options)]):
+        args = (x, _in_float32(target), *args[2:])
+    launch(batch_of.two_way_backward, (shapes.cdiv(rows, per),), *args, **options)
     return out
 
 

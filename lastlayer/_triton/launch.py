@@ -30,6 +30,8 @@ _current: Any = getattr(torch._C, "_cuda_getDevice", None)
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _early: dict[tuple[Any, ...], Any] = {}  # compiled, but not loaded yet
 _ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_slower: dict[tuple[Any, ...], int] = {}  # launches of kernels that assume less than they could
+PATIENCE = 3  # launches after which such a kernel is worth another
 _starting: list[threading.Thread] = []
 
 
@@ -85,15 +87,36 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
             return launch(kernel, grid, *args, num_warps=num_warps, **constants)
     key, given = case_of(kernel, device, args, num_warps, constants)
     held = _compiled.get(key)
-    if held is None:
+    if held is None or held[3]:
         options = {"num_warps": num_warps, **constants}
-        compiled = _load(key, kernel, device, args, options) or _by_triton(kernel, grid, args, options)
+        if held is None:
+            compiled = _load(key, kernel, device, args, options) or _by_triton(kernel, grid, args, options)
+        else:
+            compiled = _faster(key, kernel, device, args, options) or held[0]
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        held = _compiled[key] = compiled, last, kernel  # which stays alive: its id is in the key
-    compiled, last, _ = held
+        held = _compiled[key] = compiled, last, kernel, key in _slower  # the kernel stays alive: its id is in the key
+    _launch(held, grid, device, given)
+    return held
+
+
+def launch_compiled(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Do the same as `launch` with a kernel that is compiled by now; otherwise do nothing, and return None."""
+    device = args[0].get_device()
+    if not _DIRECT or device != torch.cuda.current_device():
+        return None
+    constants = options.copy()
+    key, given = case_of(kernel, device, args, constants.pop("num_warps"), constants)
+    held = _compiled.get(key)
+    if held is None or held[3]:
+        return None
+    _launch(held, grid, device, given)
+    return held
+
+
+def _launch(held: tuple[Any, ...], grid: tuple[int, ...], device: int, given: list[Any]) -> None:
+    compiled, last, _, _ = held
     x, y, z = (*grid, 1, 1)[:3]
     _run(compiled, (x, y, z), device, (*given, *last))
-    return held
 
 
 def case_of(
@@ -124,14 +147,62 @@ def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...],
     if not loaded.takes(options):
         return None
     with contextlib.suppress(Exception):  # the driver may be too old for it, or Triton tell arguments otherwise
-        stored = loaded.stored_key(device, kernel, args, options)
+        stored, fast = loaded.stored_key(device, kernel, args, options)
         if stored is not None:
-            return loaded.load_stored(kernel, stored, device)
+            found = loaded.load_stored(kernel, stored, device, bool(options.get("launch_cooperative_grid")))
+            if not fast:
+                _slower[key] = 1
+            return found
     with contextlib.suppress(Exception):  # other versions of Triton or torch; or Triton will raise it again
         wait_for_start()
         compiled = _early.pop(key, None) or loaded.compile_for(loaded.target_of(device), kernel, args, options)
         return loaded.load(compiled, device)
     return None
+
+
+def _faster(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Count a launch of a kernel that assumes less than it could; in the end, return one compiled meanwhile."""
+    if key in _early:
+        if torch.cuda.is_current_stream_capturing():  # loading could disturb it
+            return None
+        _slower.pop(key, None)
+        with contextlib.suppress(Exception):
+            return loaded.load(_early.pop(key), device)
+        return None
+    _slower[key] += 1
+    if _slower[key] == PATIENCE:
+        compile_meanwhile(key, kernel, device, args, options)
+    return None
+
+
+def compile_meanwhile(
+    key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...], options: dict[str, Any]
+) -> threading.Thread:
+    """Have a kernel compiled while others do its work; the large tensors among the arguments are not kept."""
+    return in_thread(_compile_meanwhile, key, kernel, device, loaded.like(args), options)
+
+
+def _compile_meanwhile(
+    key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    with contextlib.suppress(Exception):
+        wait_for_start()
+        _early[key] = loaded.compile_for(loaded.target_of(device), kernel, args, options)
+
+
+def at_hand(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a kernel is compiled or comes with the package; or cannot come with it, so that it is to be compiled."""
+    device = args[0].get_device()
+    if not (_DIRECT and loaded.takes(options) and loaded.serves(device)):
+        return True
+    key = key_of(kernel, device, args, options)
+    return key in _compiled or key in _early or loaded.stored_key(device, kernel, args, options)[0] is not None
+
+
+def key_of(kernel: Any, device: int, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Return all that a kernel is compiled for."""
+    constants = options.copy()
+    return case_of(kernel, device, args, constants.pop("num_warps"), constants)[0]
 
 
 def _by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -143,10 +214,9 @@ def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
     """Compile a kernel that is launched later; it is not loaded, which could disturb the capture of a CUDA graph."""
     device = args[0].get_device()
     if loaded.takes(options):
-        constants = {name: value for name, value in options.items() if name != "num_warps"}
-        key, _ = case_of(kernel, device, args, options["num_warps"], constants)
-        if loaded.stored_key(device, kernel, args, options) is None:
+        if loaded.stored_key(device, kernel, args, options)[0] is None:
             wait_for_start()
+            key = key_of(kernel, device, args, options)
             _early[key] = loaded.compile_for(loaded.target_of(device), kernel, args, options)
         return
     wait_for_start()
@@ -158,7 +228,7 @@ def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
 def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[Any, ...]) -> None:
     """As ``compiled[grid](*given)``, which asks for the device and prepares the kernel each time."""
     stream, told = _stream(device), _is_told()
-    if type(compiled) is Loaded:
+    if isinstance(compiled, Loaded):
         if not told or compiled.compiled is None:  # of a kernel of the package there is nothing to tell
             compiled.launch(grid[0], grid[1], grid[2], stream, given)
             return
@@ -180,7 +250,7 @@ def _is_told() -> bool:
 
 def prepare(key: tuple[Any, ...], held: Any, rows: int) -> None:
     """Keep what `launch` has returned under a short key, with the number of rows per program."""
-    if held is not None:
+    if held is not None and not held[3]:  # or `launch` would not replace it
         _ready[key] = (*held[:2], rows)
 
 

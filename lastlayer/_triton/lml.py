@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.ahead import Launch, launch_all
+from lastlayer._triton.ahead import Absent, Launch, launch_all
 from lastlayer._triton.device import (
     by_row,
     cardinality,
@@ -40,7 +40,7 @@ from lastlayer._triton.lml_loss import scale_rows_ as scale_rows_
 from lastlayer._triton.lml_loss import step_of as step_of
 from lastlayer._triton.lml_loss import take_step as take_step
 from lastlayer._triton.long import emit, solve_long
-from lastlayer._triton.rows import PER_ROW, Rows, end_of_no_classes_
+from lastlayer._triton.rows import PER_ROW, Rows, end_of_no_classes_, general_form
 
 
 @triton.jit
@@ -148,6 +148,23 @@ def forward(
     logits: Tensor, k: Tensor | float, mask: Tensor | None, temperature: float, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do the same as `lastlayer.project.lml._plain`; `k` may be one number."""
+    try:
+        return _forward(logits, k, mask, temperature, kind)
+    except Absent:
+        return _general_forward(logits, k, mask, temperature, kind)
+
+
+def _general_forward(
+    logits: Tensor, k: Tensor | float, mask: Tensor | None, temperature: float, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    with shapes.general_form():
+        out, center, delta = _forward(*general_form(logits, k, mask), temperature, kind)
+    return out.to(logits.dtype), center, delta
+
+
+def _forward(
+    logits: Tensor, k: Tensor | float, mask: Tensor | None, temperature: float, kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
     n = logits.shape[-1]
     x = logits.contiguous()
     out = x.new_empty(0) if kind == "nu" else torch.empty_like(x)
@@ -156,13 +173,13 @@ def forward(
     rows = center.numel()
     if rows == 0 or n == 0:
         return out, center.zero_(), end_of_no_classes_(delta, k)
-    if n > shapes.LONGEST:
+    if n > shapes.longest():
         solve_long(Rows(x.view(rows, n), k, mask, temperature), out, center, delta, None, kind)
     else:
         p = shapes.plan(n, shapes.FORWARD, x.element_size())
         given = Rows(x.view(rows, n), k, mask, temperature, p.align)
         if p is shapes.shared(n):
-            launch_all(_halves(given, out, center, delta, kind, p))
+            launch_all(_halves(given, out, center, delta, kind, p), shared=True)
         else:
             kernel, grid, args, options = _whole(given, out, center, delta, kind, p)
             launch(kernel, grid, *args, **options)
@@ -213,13 +230,19 @@ def probabilities(
     p = shapes.plan(n, shapes.FORWARD, x.element_size()) if n <= shapes.LONGEST else None
     rare = p is None or p is shapes.shared(n)
     after = functools.partial(later, flat, temperature, numbers.view(3, rows), out, rare) if record else None
-    if p is None:
-        solve_long(Rows(flat, k, None, temperature), out, center, delta, None, "y", after)
-        return out, numbers
-    given = Rows(flat, k, None, temperature, p.align)
     if rare:
-        launch_all(_halves(given, out, center, delta, "y", p), after)
+        try:
+            if p is None:
+                solve_long(Rows(flat, k, None, temperature), out, center, delta, None, "y", after)
+            else:
+                given = Rows(flat, k, None, temperature, p.align)
+                launch_all(_halves(given, out, center, delta, "y", p), after, shared=True)
+        except Absent:
+            out, center, delta = _general_forward(logits, k, None, temperature, "y")
+            return out, torch.stack([center, delta, delta]).squeeze(-1)
         return out, numbers
+    assert p is not None
+    given = Rows(flat, k, None, temperature, p.align)
     held = launch_all([_whole(given, out, center, delta, "y", p)], after)
     if p is shapes.exact(n, shapes.FORWARD[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.ahead import Launch, launch, launch_all
+from lastlayer._triton.ahead import Absent, Launch, absent, launch, launch_all
 from lastlayer._triton.device import (
     by_row,
     columns,
@@ -29,7 +29,7 @@ from lastlayer._triton.device import (
     whole_tiles,
 )
 from lastlayer._triton.launch import prepare, relaunch
-from lastlayer._triton.rows import PER_ROW, Rows
+from lastlayer._triton.rows import PER_ROW, Rows, general_form
 
 TINY = tl.constexpr(1e-20)  # a sum of h below which its parts may have underflowed
 LONGEST = 16384  # classes of a row whose logits and upstream gradient are held in registers
@@ -354,19 +354,40 @@ def backward(
     kind: str,
 ) -> tuple[Tensor, Tensor]:
     """Do the same as `lastlayer.project.lml._plain_backward`."""
+    try:
+        return _backward(logits, mask, temperature, center, delta, grad_out, grad_delta, kind)
+    except Absent:
+        x, _, mask = general_form(logits, None, mask)
+        grad_out = None if grad_out is None else grad_out.float()
+        with shapes.general_form():
+            dx, dk = _backward(x, mask, temperature, center, delta, grad_out, grad_delta, kind)
+        return dx.to(logits.dtype), dk
+
+
+def _backward(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    center: Tensor,
+    delta: Tensor,
+    grad_out: Tensor | None,
+    grad_delta: Tensor | None,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
     n = logits.shape[-1]
     x = logits.contiguous()
     dx, dk = torch.empty_like(x), torch.empty_like(delta, memory_format=torch.contiguous_format)
     rows = dk.numel()
     if rows == 0 or n == 0:
         return dx, dk.zero_()
-    p = shapes.plan(n, shapes.BACKWARD, x.element_size()) if n <= LONGEST else None
+    p = shapes.plan(n, shapes.BACKWARD, x.element_size()) if n <= shapes.longest(LONGEST) else None
     given = Rows(x.view(rows, n), None, mask, temperature, None if p is None else p.align)
     g = x if grad_out is None else grad_out.contiguous()
     gd = center if grad_delta is None else grad_delta.contiguous()
     kind = "nu" if grad_out is None else kind
     pointers = (g, gd, center.contiguous(), delta.contiguous(), dx, dk)
-    launch_all(_launches(given, pointers, kind, grad_delta is not None, p))
+    rare = p is None or p is shapes.shared(n)
+    launch_all(_launches(given, pointers, kind, grad_delta is not None, p), shared=rare)
     return dx, dk
 
 
@@ -419,7 +440,10 @@ def probabilities_backward(
     p = shapes.plan(n, shapes.BACKWARD, x.element_size())
     one = Rows(x.view(rows, n), None, None, temperature, p.align)
     center, delta, spare = numbers
-    ((kernel, grid, args, options),) = _launches(one, (g, center, center, delta, dx, spare), "y", False, p)
+    launches = _launches(one, (g, center, center, delta, dx, spare), "y", False, p)
+    if p is shapes.shared(n) and absent(launches):
+        return backward(logits, mask, temperature, center.unsqueeze(-1), delta.unsqueeze(-1), grad, None, "y")[0]
+    ((kernel, grid, args, options),) = launches
     held = launch(kernel, grid, *args, **options)
     if p is shapes.exact(n, shapes.BACKWARD[x.element_size()], x.element_size()):
         prepare(key, held, p.rows)

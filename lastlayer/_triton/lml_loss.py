@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.ahead import Launch, compile_ahead, is_new, launch_all
+from lastlayer._triton.ahead import Absent, Launch, compile_ahead, is_new, launch_all
 from lastlayer._triton.ahead import launch as launch_when_compiled
 from lastlayer._triton.device import (
     by_row,
@@ -42,9 +42,10 @@ from lastlayer._triton.device import (
 )
 from lastlayer._triton.launch import launch, on_current, prepare, ready, relaunch, run_again
 from lastlayer._triton.long import solve_long
-from lastlayer._triton.rows import PER_ROW, Rows, end_of_no_classes_
+from lastlayer._triton.rows import PER_ROW, Rows, end_of_no_classes_, general_form
 
 _SMALL = 1 << 18  # numbers of a multi-hot target up to which launches take longer than the work
+_LABELS = 32  # labels at a time, at most
 
 
 @triton.jit
@@ -501,10 +502,10 @@ class Target:
         dense = dense.view(torch.uint8) if dense is not None and dense.dtype == torch.bool else dense
         self.dense = x if dense is None else dense.contiguous()
         self.n_labels = 0 if index is None else index.shape[-1]
-        self.options: dict[str, Any] = {
-            "DENSE": dense is not None,
-            "M": min(shapes.power_of_2(max(self.n_labels, 1)), 32),
-        }
+        at_a_time = min(shapes.power_of_2(max(self.n_labels, 1)), _LABELS)
+        if self.n_labels > 1 and shapes.in_general_form():
+            at_a_time = _LABELS
+        self.options: dict[str, Any] = {"DENSE": dense is not None, "M": at_a_time}
 
 
 def loss_forward(
@@ -554,6 +555,34 @@ def _forward(
     weight: Tensor | None,
     count: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, the numbers of `loss_forward_with_grad`, and with a weight the gradient."""
+    try:
+        return _own_forward(logits, k, mask, temperature, observed, index, dense, weight, count)
+    except Absent:  # the general form has a gradient, and weights that are known
+        if weight is None:
+            weight = shapes.floats(logits, ()).fill_(1)
+        elif count:
+            shares = row_weights(index, dense, logits.shape[-1], _form(observed) > 0, mean=True, counted=False)
+            assert shares is not None
+            weight.copy_(shares)
+        x, k, mask = general_form(logits, k, mask)
+        dense = None if dense is None else dense.float()
+        with shapes.general_form():
+            loss, numbers, grad = _own_forward(x, k, mask, temperature, observed, index, dense, weight)
+        return loss, numbers, grad.to(logits.dtype)
+
+
+def _own_forward(
+    logits: Tensor,
+    k: Tensor | float,
+    mask: Tensor | None,
+    temperature: float,
+    observed: float | Tensor,
+    index: Tensor | None,
+    dense: Tensor | None,
+    weight: Tensor | None,
+    count: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     n, x = logits.shape[-1], logits.contiguous()
     batch = x.shape[:-1]
     loss, numbers = shapes.floats(x, batch), shapes.floats(x, (4, *batch, 1))
@@ -564,12 +593,12 @@ def _forward(
         center.zero_(), loss.zero_(), pull.zero_(), mass.fill_(torch.inf)
         end_of_no_classes_(delta, k)
         return loss, numbers, grad
-    if n > shapes.LONGEST:
+    if n > shapes.longest():
         center, delta, mass, pull = numbers
         known = _known_launch(x, mask, temperature, observed, index, dense, weight, grad, center, loss, *numbers)
         given = Rows(x.view(rows, n), k, mask, temperature)
         solve_long(given, x.new_empty(0), center, delta, mass, "nu", lambda: [known])
-        launch_all([known])
+        launch_all([known], shared=True)
         return loss, numbers, grad
     target, form = Target(x, index, dense), _form(observed)
     if count and dense is not None:
@@ -609,7 +638,7 @@ def _forward(
     }  # fmt: skip
     whole = Launch(_resident, (shapes.cdiv(rows, p.rows),), args, options)
     if rare:
-        launch_all([whole, whole._replace(kernel=_settled)])
+        launch_all([whole, whole._replace(kernel=_settled)], shared=True)
         return loss, numbers, grad
     held = launch(*whole[:2], *args, **options)
     if key and p is shapes.exact(n, table[x.element_size()], x.element_size()):
@@ -623,10 +652,13 @@ _steps: dict[tuple[Any, ...], Any] = {}
 
 def _keep_step(x: Tensor, labels: Tensor, form: int, key: tuple[Any, ...]) -> None:
     """Keep the kernels for the next step of this shape: that of the loss, and that which counts multi-hot rows."""
+    dense = labels.is_floating_point()
+    kernels = ready(key), ready(_count_key(labels, form > 0)) if dense else None
+    if dense and kernels[1] is None:
+        return
     if len(_steps) >= 1024:  # shapes that vary
         _steps.clear()
-    counts = ready(_count_key(labels, form > 0)) if labels.is_floating_point() else None
-    _steps[_step_key(x, labels, form)] = ready(key), counts
+    _steps[_step_key(x, labels, form)] = kernels
 
 
 def _step_key(x: Tensor, labels: Tensor, form: int) -> tuple[Any, ...]:
@@ -711,6 +743,7 @@ def _known_launch(
     whole = dense is not None or form > 0 or weight is None
     chunk = n if whole else min(shapes.CHUNK, n)
     block = max(4, min(4096, shapes.power_of_2(n)))  # a quarter of it takes the ends of a row
+    block = 4096 if shapes.in_general_form() else block
     most = 16 if dense is not None or form > 0 else 8  # so much code per class takes long to compile for many of them
     args = (
         *given.head, target.index, target.dense, factor, grad, grad_k, pull if loss is None else loss, center,
@@ -743,21 +776,31 @@ def loss_backward(
     if dx.numel() == 0:
         return dx, dk.zero_()
     rows = [t.contiguous() for t in (center, delta, log_mass, pull)]
-    launch_all([_known_launch(x, mask, temperature, observed, index, dense, grad, dx, dk, None, *rows)])
-    return dx, dk
+    own = _known_launch(x, mask, temperature, observed, index, dense, grad, dx, dk, None, *rows)
+    try:
+        launch_all([own], shared=True)
+        return dx, dk
+    except Absent:
+        x, _, mask = general_form(x, None, mask)
+        dx, dense = torch.empty_like(x), None if dense is None else dense.float()
+    with shapes.general_form():
+        launch_all([_known_launch(x, mask, temperature, observed, index, dense, grad, dx, dk, None, *rows)])
+    return dx.to(logits.dtype), dk
 
 
-def row_weights(index: Tensor | None, dense: Tensor | None, n: int, observed: bool, mean: bool) -> Tensor | None:
+def row_weights(
+    index: Tensor | None, dense: Tensor | None, n: int, observed: bool, mean: bool, counted: bool = True
+) -> Tensor | None:
     """The weight of each row in the reduced loss, or that of all rows; in few launches, as they take time.
 
-    None is one over the number of rows that count, which the kernel of the loss finds by itself.
+    None is one over the number of rows that count, which the kernel of the loss finds by itself if it is to.
     """
     if dense is not None:
-        few = 0 < dense.numel() <= _SMALL and dense.shape[:-1].numel() <= 1024 and n <= shapes.LONGEST
+        few = counted and 0 < dense.numel() <= _SMALL and dense.shape[:-1].numel() <= 1024 and n <= shapes.LONGEST
         return None if few and mean else weights_of_dense(dense, observed, mean)
     assert index is not None
     if mean and not observed:
-        return None if _counts_rows(index, n) else weight_of_mean(index)
+        return None if counted and _counts_rows(index, n) else weight_of_mean(index)
     rows = index.shape[:-1].numel() if mean else 1  # a row without a label has no loss by itself
     return index.new_full((), 1 / max(rows, 1), dtype=torch.float32)
 
@@ -785,8 +828,8 @@ def _plain_weight_of_mean(index: Tensor) -> Tensor:
 
 
 def _wide(n: int) -> int:
-    """The classes that are looked at together where rows with a label are counted."""
-    return min(shapes.power_of_2(n), 1024)
+    """The classes that are looked at together where rows with a label are counted; few sizes, as each is compiled."""
+    return 64 if n <= 64 else 256 if n <= 256 else 1024
 
 
 def _count_key(dense: Tensor, observed: bool) -> tuple[Any, ...]:

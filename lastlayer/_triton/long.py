@@ -220,7 +220,7 @@ def solve_long(
     results = (out, center, delta, center if mass is None else mass)
     if not shapes.is_split(rows, n):
         args = (*given.head, *results, *given.tail)
-        launch_all([Launch(_streamed, (rows,), args, {**end, "SAMPLE": shapes.SAMPLE, **common})], later)
+        launch_all([Launch(_streamed, (rows,), args, {**end, "SAMPLE": shapes.SAMPLE, **common})], later, shared=True)
         return
     splits = shapes.cdiv(n, shapes.CHUNK)
     common["G"] = shapes.group(splits)
@@ -233,4 +233,4 @@ def solve_long(
         args = (*given.head, parts[before], parts[i], state[before], state[i], rows, *tail)
         launches.append(Launch(_split_pass, grid, args, {"FIRST": i == 0, "SAMPLE": shapes.SAMPLE, **common}))
     args = (*given.head, parts[-1], state[-1], *results, rows, *tail)
-    launch_all([*launches, Launch(_split_finish, grid, args, {**end, **common})], later)
+    launch_all([*launches, Launch(_split_finish, grid, args, {**end, **common})], later, shared=True)

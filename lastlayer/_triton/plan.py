@@ -1,6 +1,9 @@
 """How rows are laid over programs: all sizes are here."""
 
+import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +112,39 @@ class Seen:
 
 
 _seen: dict[tuple[int, int], Seen] = {}
+_form = threading.local()
+
+
+@contextlib.contextmanager
+def general_form() -> Iterator[None]:
+    """Have calls use the kernels that serve most of them, which come with the package."""
+    before, _form.general = in_general_form(), True
+    try:
+        yield
+    finally:
+        _form.general = before
+
+
+def in_general_form() -> bool:
+    return getattr(_form, "general", False)
+
+
+def longest(own: int | None = None) -> int:
+    """Classes of a row that is held; few in the general form, since the code for many takes the driver long to load."""
+    return CLASSES[4] if in_general_form() else LONGEST if own is None else own
+
+
+def start_of_rows(n: int) -> int:
+    """What a kernel for long rows assumes of their start; nothing in the general form."""
+    return 1 if in_general_form() else alignment(n)
+
+
+def inverse(temperature: float) -> float | None:
+    """One over the temperature, None where it is 1: that is known when a kernel is compiled, and spares a product.
+
+    In the general form it is a number, with the same result, so that there are fewer kernels.
+    """
+    return None if temperature == 1 and not in_general_form() else 1.0 / temperature
 
 
 def plan(n: int, tables: dict[int, Table], itemsize: int) -> Plan:
@@ -117,6 +153,8 @@ def plan(n: int, tables: dict[int, Table], itemsize: int) -> Plan:
     A kernel takes a second or more to compile. A length that has been met rarely is therefore given one that serves
     all lengths up to the next of `CLASSES` and is slower; kernels of its own follow when they are worth it.
     """
+    if in_general_form():
+        return shared(n)
     seen = _seen.get((id(tables), itemsize))
     if seen is None:
         seen = _seen[id(tables), itemsize] = Seen()

@@ -1,8 +1,10 @@
 """Kernels that come with the package, so that a first call compiles nothing: PTX, which every GPU since 2020 takes.
 
-There is a file per kernel with its variants, made by ``make kernels``. A variant is found by a hash of the source, of
-the types of the arguments and of the constants. After a change of the source it is compiled as any other, until it is
-made anew.
+There is a file per kernel with its variants, made by ``make kernels``. The key of a variant is a hash of the source, of
+the types of the arguments and of the constants, followed by what the variant assumes of each argument. After a change
+of the source a variant is compiled as any other, until it is made anew.
+
+A file is an index and groups of variants, each compressed by itself: a call reads the groups that it needs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -13,6 +15,8 @@ import hashlib
 import inspect
 import json
 import lzma
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +25,11 @@ import triton.language as tl
 
 FOLDER = Path(__file__).parent / "kernels"
 LEAST = (8, 0)  # the compute capability that the kernels need
+GROUP = 32  # variants at most; larger groups are smaller in all, but take longer to read
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 4, "lp": 0, "pb": 0}]  # for text
 _HEADER = 8  # bytes that hold the length of the index
+_HASH = 24  # characters
+NOTHING, ONE, MULTIPLE = "-", "1", "D"  # is assumed of an argument; that it is 1; that it is a multiple of 16
 
 
 class Kernel(NamedTuple):
@@ -35,9 +43,32 @@ class Kernel(NamedTuple):
 
 
 def key_of(kernel: Any, specialization: list[Any], options: dict[str, Any]) -> str:
-    """Return a hash of all that a kernel is compiled for; `options` are those that are no constants of it."""
-    told = repr((fingerprint(kernel), [tuple(one) for one in specialization], sorted(options.items())))
-    return hashlib.sha256(told.encode()).hexdigest()[:24]
+    """Return the key of a variant from all that it is compiled for; `options` are those that are no constants of it."""
+    types: list[tuple[Any, ...]] = []
+    assumed = ""
+    for (kind, extra), parameter in zip(specialization, kernel.params, strict=True):
+        if parameter.is_constexpr or (kind == "constexpr" and extra is None):
+            types.append((kind, extra))
+            assumed += NOTHING
+        elif kind == "constexpr":  # 1, the only number that Triton takes as a constant
+            types.append(("i32",))
+            assumed += ONE
+        else:
+            types.append((kind,))
+            assumed += MULTIPLE if extra == "D" else NOTHING
+    told = repr((fingerprint(kernel), types, sorted(options.items())))
+    return hashlib.sha256(told.encode()).hexdigest()[:_HASH] + assumed
+
+
+def weaker(specialization: list[Any], kernel: Any) -> list[Any]:
+    """Return the specialization of the variant that assumes nothing of the arguments but their types."""
+    found: list[Any] = []
+    for (kind, extra), parameter in zip(specialization, kernel.params, strict=True):
+        if parameter.is_constexpr or (kind == "constexpr" and extra is None):
+            found.append((kind, extra))
+        else:
+            found.append(("i32" if kind == "constexpr" else kind, ""))
+    return found
 
 
 @functools.cache
@@ -63,31 +94,105 @@ def file_of(kernel: Any) -> Path:
     return FOLDER / f"{kernel.fn.__module__.rsplit('.', 1)[-1]}.{kernel.fn.__name__}.xz"
 
 
-def find(kernel: Any, key: str) -> Kernel | None:
-    """Return a variant of a kernel, if it comes with the package."""
-    return read(file_of(kernel)).get(key)
+def find(kernel: Any, key: str) -> str | None:
+    """Return the key of the variant that serves a call best, if one comes with the package."""
+    return best(_index(file_of(kernel))[0], key)
+
+
+def best(keys: Collection[str], key: str) -> str | None:
+    """Return which of some variants of a kernel assumes nothing that is not so, and most of what is."""
+    if key in keys:
+        return key
+    head, wanted = key[:_HASH], key[_HASH:]
+    fit = [
+        one
+        for one in keys
+        if one.startswith(head) and all(has in (NOTHING, asked) for has, asked in zip(one[_HASH:], wanted, strict=True))
+    ]
+    return min(fit, key=lambda one: one.count(NOTHING), default=None)
+
+
+def load(kernel: Any, key: str) -> Kernel:
+    """Return a variant of a kernel."""
+    return _kernel(file_of(kernel), key)
+
+
+def read(path: Path) -> dict[str, Kernel]:
+    """Return the kernels of a file by their keys."""
+    return {key: _kernel(path, key) for key in _index(path)[0]}
+
+
+def _kernel(path: Path, key: str) -> Kernel:
+    index, _ = _index(path)
+    name, warps, shared, types, group, first, last = index[key]
+    return Kernel(name, warps, shared, tuple(types), _restored(_group(path, group)[first:last]))
 
 
 @functools.cache
-def read(path: Path) -> dict[str, Kernel]:
-    """Return the kernels of a file by their keys."""
+def _index(path: Path) -> tuple[dict[str, list[Any]], list[tuple[int, int]]]:
+    """Return what a file says of its variants, and where its groups begin and end."""
     if not path.exists():
-        return {}
-    data = lzma.decompress(path.read_bytes())
-    end = _HEADER + int.from_bytes(data[:_HEADER], "little")
-    return {
-        key: Kernel(name, warps, shared, tuple(types), data[end + first : end + last])
-        for key, (name, warps, shared, types, first, last) in json.loads(data[_HEADER:end]).items()
-    }
+        return {}, []
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(_HEADER), "little")
+        index, sizes = json.loads(lzma.decompress(file.read(size)))
+    ends = [_HEADER + size + sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return index, [(end - length, end) for length, end in zip(sizes, ends, strict=True)]
+
+
+@functools.lru_cache(maxsize=8)
+def _group(path: Path, group: int) -> bytes:
+    first, last = _index(path)[1][group]
+    with path.open("rb") as file:
+        file.seek(first)
+        return lzma.decompress(file.read(last - first))
+
+
+def forget() -> None:
+    """Read files anew, after they have been written."""
+    _index.cache_clear()
+    _group.cache_clear()
 
 
 def write(path: Path, kernels: dict[str, Kernel]) -> None:
     """Write a file of kernels, in the order of their sizes: much is the same from one to the next."""
-    index, parts, place = {}, [], 0
-    for key, one in sorted(kernels.items(), key=lambda item: (len(item[1].ptx), item[0])):
-        index[key] = (*one[:-1], place, place + len(one.ptx))
-        parts.append(one.ptx)
-        place += len(one.ptx)
-    head = json.dumps(index).encode()
+    order = sorted(kernels.items(), key=lambda item: (len(item[1].ptx), item[0]))
+    index: dict[str, tuple[Any, ...]] = {}
+    groups: list[bytes] = []
+    for start in range(0, len(order), GROUP):
+        group = b""
+        for key, one in order[start : start + GROUP]:
+            text = _shortened(one.ptx)
+            assert _restored(text) == one.ptx
+            index[key] = (*one[:-1], len(groups), len(group), len(group) + len(text))
+            group += text
+        groups.append(group)
+    parts = [lzma.compress(group, filters=_FILTERS) for group in groups]
+    head = lzma.compress(json.dumps((index, [len(part) for part in parts])).encode(), filters=_FILTERS)
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(lzma.compress(len(head).to_bytes(_HEADER, "little") + head + b"".join(parts), preset=9))
+    path.write_bytes(b"".join([len(head).to_bytes(_HEADER, "little"), head, *parts]))
+    forget()
+
+
+def _shortened(ptx: bytes) -> bytes:
+    """Number each register from the one before it: where two kernels do the same, they then read the same."""
+    last: dict[bytes, int] = {}
+
+    def step(found: re.Match[bytes]) -> bytes:
+        kind, number = found[1], int(found[2])
+        before, last[kind] = last.get(kind, 0), number
+        return b"%%%s%+d" % (kind, number - before)
+
+    return re.sub(rb"%([a-z]+)(\d+)", step, ptx)
+
+
+def _restored(text: bytes) -> bytes:
+    """Return the PTX that was shortened."""
+    last: dict[bytes, int] = {}
+
+    def number(found: re.Match[bytes]) -> bytes:
+        kind = found[1]
+        last[kind] = last.get(kind, 0) + int(found[2])
+        return b"%%%s%d" % (kind, last[kind])
+
+    return re.sub(rb"%([a-z]+)([+-]\d+)", number, text)

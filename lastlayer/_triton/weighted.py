@@ -14,7 +14,8 @@ from torch import Tensor
 from lastlayer._threshold.budget import Budget
 from lastlayer._triton import INTERPRETED
 from lastlayer._triton import plan as shapes
-from lastlayer._triton.ahead import Launch, launch_all
+from lastlayer._triton.ahead import Absent, Launch, launch_all
+from lastlayer._triton.rows import general_form
 from lastlayer._triton.weighted_gradients import gradients
 from lastlayer._triton.weighted_long import backward_row, forward_row
 from lastlayer._triton.weighted_rare import rare
@@ -141,7 +142,7 @@ class _Given:
         self.x = x.contiguous().view(self.rows, self.n)
         self.m, *self.m_strides = shapes.flat_mask(mask, self.x)
         self.masked = mask is not None
-        self.inv_t = None if temperature == 1 else 1.0 / temperature
+        self.inv_t = shapes.inverse(temperature)
         held = [_term_of(t, x) for t in terms]
         self.pointers = [self.x if t is None else t for t, _ in held]
         self.given = {name: kind for name, (_, kind) in zip(("WEIGHT", "LOWER", "UPPER"), held, strict=True)}
@@ -159,11 +160,35 @@ def _term_of(value: Tensor | None, x: Tensor) -> tuple[Tensor | None, int]:
     return value.expand(x.shape).contiguous(), 2
 
 
+def _general(budget: Budget) -> Budget:
+    """Return the same rows in the form to which all can be brought: in float32, with a mask, weights and bounds."""
+    x, terms, mask, temperature, at_most = budget
+    shape = x.shape if any(_term_of(t, x)[1] == 2 for t in terms) else x.shape[-1:]
+    given = [
+        x.new_full((), value, dtype=torch.float32).expand(shape) if t is None else t.float().expand(shape)
+        for t, value in zip(terms, (1.0, 0.0, 1.0), strict=True)
+    ]
+    x, _, mask = general_form(x, None, mask)
+    return Budget(x, given, mask, temperature, at_most)
+
+
 def forward(budget: Budget, k: Tensor | float, wanted: tuple[bool, ...] | None = None) -> tuple[Tensor, Tensor]:
     """Return y and nu, in float64 ``(..., 1)``; `k` is one number, or float64, ``(..., 1)``.
 
     `wanted` is that of the backward pass, if there will be one: on a first call it is compiled meanwhile.
     """
+    try:
+        return _own_forward(budget, k, wanted)
+    except Absent:
+        x = budget.logits
+        if not isinstance(k, Tensor):
+            k = torch.full((), k, dtype=torch.float64, device=x.device).expand(*x.shape[:-1], 1)
+        with shapes.general_form():
+            out, nu = _own_forward(_general(budget), k, None)
+        return out.to(x.dtype), nu
+
+
+def _own_forward(budget: Budget, k: Tensor | float, wanted: tuple[bool, ...] | None) -> tuple[Tensor, Tensor]:
     logits = budget.logits
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     nu = logits.new_empty((*logits.shape[:-1], 1), dtype=torch.float64)
@@ -183,13 +208,14 @@ def forward(budget: Budget, k: Tensor | float, wanted: tuple[bool, ...] | None =
         (g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n, each, *g.m_strides, *k_row, g.inv_t),
         {**SETTLE, **g.constants},
     )  # fmt: skip
-    general = None if g.n > LONGEST else shapes.shared(g.n)
+    general = None if g.n > shapes.longest(LONGEST) else shapes.shared(g.n)
 
     def later() -> list[Launch]:
         others = [nu.new_empty(4, dtype=torch.float32) if asked else None for asked in wanted or ()]
         return [_backward(g, general, nu, out, out, nu, others)]
 
-    launch_all([_forward(g, general, k, k_row, out, nu), last], None if wanted is None else later)
+    first = _forward(g, general, k, k_row, out, nu)
+    launch_all([first, last], None if wanted is None else later, shared=first.kernel in (rare, forward_row))
     return out, nu
 
 
@@ -201,8 +227,7 @@ def _forward(
     tolerance = 0.0052 if out.dtype == torch.float32 else 0.05  # of r: the error in nu is at most 0.42 r^3
     constants = {**g.constants, "TOL": tolerance}
     if general is None:
-        align = shapes.alignment(g.n)
-        tiles = LONG[out.element_size()]
+        align, tiles = shapes.start_of_rows(g.n), LONG[out.element_size()]
         constants |= {"ALIGN": align, **tiles, "V": tiles["C"] // (32 * tiles["num_warps"])}
         return Launch(forward_row, (g.rows,), (*pointers, g.n // align, *strides), constants)
     together = not g.masked and max(g.given.values()) < 2
@@ -245,14 +270,28 @@ def backward(
     budget: Budget, nu: Tensor, grad: Tensor, wanted: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return the gradients of logits, k, and of those of weight, lower and upper that are wanted."""
+    try:
+        return _own_backward(budget, nu, grad, wanted)
+    except Absent:
+        every = (any(wanted),) * 3
+        with shapes.general_form():
+            grad_x, grad_k, others = _own_backward(_general(budget), nu, grad.float(), every)
+        kept = [other if asked else None for other, asked in zip(others, wanted, strict=True)]
+        return grad_x.to(budget.logits.dtype), grad_k, kept
+
+
+def _own_backward(
+    budget: Budget, nu: Tensor, grad: Tensor, wanted: tuple[bool, ...]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     logits = budget.logits
     grad_x, grad_k = torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty_like(nu)
     others = [torch.empty_like(grad_x, dtype=torch.float32) if asked else None for asked in wanted]
     if logits.numel() == 0:
         return grad_x, grad_k.zero_(), others
     g = _Given(budget)
-    p = None if g.n > LONGEST else shapes.plan(g.n, BACKWARD, logits.element_size())
-    launch_all([_backward(g, p, nu, grad.contiguous(), grad_x, grad_k, others)])
+    p = None if g.n > shapes.longest(LONGEST) else shapes.plan(g.n, BACKWARD, logits.element_size())
+    own = _backward(g, p, nu, grad.contiguous(), grad_x, grad_k, others)
+    launch_all([own], shared=p is None or p is shapes.shared(g.n))
     return grad_x, grad_k, others
 
 
@@ -267,7 +306,7 @@ def _backward(
     )  # fmt: skip
     constants = g.constants | dict(zip(("BY_W", "BY_L", "BY_U"), wanted, strict=True))
     if p is None:
-        align = shapes.alignment(g.n)
+        align = shapes.start_of_rows(g.n)
         sizes = (g.n // align, *g.m_strides, g.inv_t)
         return Launch(backward_row, (g.rows,), (*pointers, *sizes), {"ALIGN": align, **constants, **STREAM})
     # With a few registers more, a multiprocessor has one row of 16 warps at a time instead of two.

@@ -61,3 +61,68 @@ def test_a_kind_of_call_is_new_once(monkeypatch):
         False,
         True,
     ]
+
+
+class Wanted:
+    """Stands for a kernel of `launch.at_hand`."""
+
+    arg_names = ("x", "n", "R")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The kernels that are at hand, and those that are compiled meanwhile."""
+    there, made = set(), []
+
+    def compile_meanwhile(key, kernel, *given):
+        made.append(kernel)
+        return threading.Thread()  # which has ended
+
+    monkeypatch.setattr(ahead, "_provided", lambda x: True)
+    monkeypatch.setattr(ahead, "_absent", {})
+    monkeypatch.setattr(ahead, "at_hand", lambda kernel, *given: kernel in there)
+    monkeypatch.setattr(ahead, "compile_meanwhile", compile_meanwhile)
+    monkeypatch.setattr(ahead, "launch_compiled", lambda *given: None)
+    return there, made
+
+
+def test_a_call_waits_for_no_kernel(asked):
+    there, made = asked
+    x, one, other = torch.zeros(8), Wanted(), Wanted()
+    launches = [ahead.Launch(kernel, (1,), (x, 8), {"num_warps": 4}) for kernel in (one, other)]
+    there.add(one)
+    for _ in range(ahead.PATIENCE - 1):
+        with pytest.raises(ahead.Absent):
+            ahead.launch_all(launches, shared=True)
+    assert not made
+    assert not ahead.absent(launches)  # the third call: its kernels are compiled, in no time
+    assert made == [one, other]
+    assert not ahead.absent(launches)
+    assert made == [one, other]
+
+
+def test_kernels_for_rows_in_registers_are_not_compiled_meanwhile(asked):
+    there, made = asked
+    launches = [ahead.Launch(Wanted(), (1,), (torch.zeros(8), 8), {"num_warps": 4, "R": 2})]
+    assert all(ahead.absent(launches) for _ in range(2 * ahead.PATIENCE))
+    assert not made
+    ahead._absent.clear()
+    there.add(launches[0].kernel)
+    assert not ahead.absent(launches)
+
+
+def test_what_does_not_come_with_the_package_is_compiled():
+    launches = [ahead.Launch(Wanted(), (1,), (torch.zeros(8), 8), {"num_warps": 4})]
+    assert not ahead.absent(launches)  # on a CPU
+
+
+def test_kernels_that_are_compiled_are_launched_at_once(asked, monkeypatch):
+    x, one, other, found = torch.zeros(8), Wanted(), Wanted(), []
+    launches = [ahead.Launch(kernel, (1,), (x, 8), {"num_warps": 4}) for kernel in (one, other)]
+    compiled = {one: "first"}
+    monkeypatch.setattr(ahead, "launch_compiled", lambda kernel, *given: found.append(kernel) or compiled.get(kernel))
+    with pytest.raises(ahead.Absent):
+        ahead.launch_all(launches, shared=True)
+    compiled[other] = "last"
+    assert ahead.launch_all(launches, shared=True) == "last"
+    assert found == [one, other, one, other]

@@ -1,5 +1,6 @@
 """The launcher past Triton's binder, with a kernel that only writes down how it is called."""
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -160,8 +161,9 @@ def torch_loads(kernel, monkeypatch):
     monkeypatch.setattr(loaded, "_launcher", found)
     monkeypatch.setattr(loaded, "compile_for", compile_for)
     monkeypatch.setattr(loaded, "target_of", lambda device: "target")
-    monkeypatch.setattr(loaded, "stored_key", lambda *given: None)
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: (None, False))
     monkeypatch.setattr(launcher, "_early", {})
+    monkeypatch.setattr(launcher, "_slower", {})
     return found, compiled, said
 
 
@@ -211,8 +213,8 @@ def test_what_comes_with_the_package_is_not_compiled(kernel, torch_loads, monkey
     found, compiled, _ = torch_loads
     types = ("*fp32", "constexpr", "i32", "fp32", "constexpr", "constexpr", "scratch")
     one = loaded.store.Kernel("name", 4, 80, types, b"text")
-    monkeypatch.setattr(loaded, "stored_key", lambda *given: "key")
-    monkeypatch.setattr(loaded.store, "find", lambda kernel, key: one)
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
+    monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
     loaded.load_stored.cache_clear()
     x = torch.zeros(8)
     launcher.compile_early(kernel, (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})
@@ -228,8 +230,85 @@ def test_what_comes_with_the_package_is_not_compiled(kernel, torch_loads, monkey
     assert found.launched == told
 
 
-def test_triton_launches_programs_that_wait_for_each_other(kernel, torch_loads):
+def test_a_kernel_that_assumes_less_is_replaced(kernel, torch_loads, monkeypatch):
     found, compiled, _ = torch_loads
+    types = ("*fp32", "constexpr", "i32", "fp32", "constexpr", "constexpr")
+    one = loaded.store.Kernel("name", 4, 80, types, b"text")
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", False))
+    monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
+    monkeypatch.setattr(launcher, "in_thread", lambda target, *args: target(*args))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    loaded.load_stored.cache_clear()
+    x = torch.zeros(1000)
+    for _ in range(launcher.PATIENCE):
+        assert not compiled
+        held = call(kernel, x, n=16)
+    assert len(compiled) == 1
+    assert compiled[0][1][0].numel() < 100  # the compiler is not given the logits
+    launcher.prepare(("short",), held, 3)
+    assert not launcher.relaunch(("short",), -1, 7, x.data_ptr(), None, 16, 0.5)  # it would not be replaced
+    assert len(found.loaded) == 1
+    held = call(kernel, x, n=16)
+    assert len(found.loaded) == 2
+    call(kernel, x, n=16)
+    launcher.prepare(("short",), held, 3)
+    assert launcher.relaunch(("short",), -1, 7, x.data_ptr(), None, 16, 0.5)
+    assert (len(compiled), len(found.loaded), launcher._slower) == (1, 2, {})
+
+
+@pytest.mark.usefixtures("torch_loads")
+def test_what_is_at_hand(kernel, monkeypatch):
+    x, options = torch.zeros(8), {"num_warps": 4, "MASKED": False, "BLOCK": 64}
+    monkeypatch.setattr(loaded, "serves", lambda device: True)
+    assert not launcher.at_hand(kernel, (x, None, 5, 0.5), options)
+    launcher.compile_early(kernel, (x, None, 5, 0.5), options)
+    assert launcher.at_hand(kernel, (x, None, 5, 0.5), options)
+    assert not launcher.at_hand(kernel, (x, None, 16, 0.5), options)
+    call(kernel, x)
+    assert launcher.at_hand(kernel, (x, None, 5, 0.5), options)
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", False))
+    assert launcher.at_hand(kernel, (x, None, 16, 0.5), options)
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: (None, False))
+    monkeypatch.setattr(loaded, "serves", lambda device: False)  # then there is nothing to choose
+    assert launcher.at_hand(kernel, (x, None, 16, 0.5), options)
+
+
+def test_the_driver_launches_programs_that_wait_for_each_other(kernel, torch_loads, monkeypatch):
+    found, _, _ = torch_loads
+    types = ("*fp32", "constexpr", "i32", "fp32", "i64", "fp64", "constexpr", "scratch", "scratch")
+    one = loaded.store.Kernel("name", 4, 80, types, b"text")
+    said, answers = [], [0, 720]
+
+    def start(function, x, y, z, threads, rows, layers, shared, stream, arguments):
+        places = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p * 7)).contents
+        kinds = (
+            ctypes.c_uint64,
+            ctypes.c_int32,
+            ctypes.c_float,
+            ctypes.c_int64,
+            ctypes.c_double,
+            *[ctypes.c_uint64] * 2,
+        )
+        values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
+        said.append((function, (x, y, z), (threads, rows, layers), shared, stream, values))
+        return answers.pop(0)
+
+    signature = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
+    driver = ctypes.CFUNCTYPE(ctypes.c_int, *signature)(start)
+    monkeypatch.setattr(loaded, "_driver", lambda: driver)
+    assert loaded.takes({"launch_cooperative_grid": True})
+    together = loaded.Together(one, "name.ptx", -1)
+    given = (1 << 40, None, -7, 0.5, 1 << 33, 0.1, 64)
+    together.launch(3, 1, 1, 99, given)
+    assert said == [(77, (3, 1, 1), (128, 1, 1), 80, 99, [1 << 40, -7, 0.5, 1 << 33, 0.1, 0, 0])]
+    with pytest.raises(RuntimeError, match="error 720"):
+        together.launch(3, 1, 1, 99, given)
+    assert found.loaded == [("name.ptx", "name", 80, -1)]
+
+
+def test_triton_launches_such_programs_where_there_is_no_driver(kernel, torch_loads, monkeypatch):
+    found, compiled, _ = torch_loads
+    monkeypatch.setattr(loaded, "_driver", lambda: None)
     call(kernel, torch.zeros(8), launch_cooperative_grid=True)
     assert not compiled
     assert not found.launched
@@ -247,22 +326,43 @@ def test_a_kernel_is_made_stored_and_found(monkeypatch, tmp_path):
     loaded.target_of.cache_clear()
     options, kernel = {"BLOCK": 1024, "num_warps": 8}, lml_loss._over_sum
     one = {"module": kernel.fn.__module__, "name": "_over_sum", "args": [["float32", True], 64], "options": options}
+    one |= {"general": False}
     made = build.make(one)
     assert made.types[:3] == ("*fp32", "i32", "constexpr")
     assert made.ptx.startswith(b".version 8.0\n.target sm_80")
     weight = torch.zeros(96)
-    assert loaded.stored_key(0, kernel, (weight, 96), options) is None
+    assert loaded.stored_key(0, kernel, (weight, 96), options)[0] is None
     key = loaded.key_of(build.TARGET, kernel, (weight, 64), options)
     store.write(store.file_of(kernel), {key: made})
-    store.read.cache_clear()
-    assert store.find(kernel, key) == made
-    assert loaded.stored_key(0, kernel, (weight, 96), options) == key
-    assert loaded.stored_key(0, kernel, (weight[1:], 96), options) is None  # starts at no multiple of 16 bytes
-    assert loaded.stored_key(0, kernel, (weight, 96), {**options, "num_warps": 4}) is None
+    assert store.load(kernel, key) == made
+    assert loaded.stored_key(0, kernel, (weight, 96), options) == (key, True)
+    shifted = weight[1:]  # starts at no multiple of 16 bytes
+    assert loaded.stored_key(0, kernel, (shifted, 96), options)[0] is None
+    assert loaded.stored_key(0, kernel, (weight, 96), {**options, "num_warps": 4})[0] is None
+    plain = loaded.key_of(build.TARGET, kernel, (weight, 64), options, general=True)
+    store.write(store.file_of(kernel), {key: made, plain: build.make({**one, "general": True})})
+    assert loaded.stored_key(0, kernel, (shifted, 96), options) == (plain, True)
+    assert loaded.stored_key(0, kernel, (weight, 96), options) == (key, True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert loaded.stored_key(0, kernel, (weight, 96), options) is None
-    store.read.cache_clear()
-    loaded.target_of.cache_clear()
+    loaded.serves.cache_clear()
+    assert loaded.stored_key(0, kernel, (weight, 96), options)[0] is None
+    for known in (loaded.serves, loaded.target_of):
+        known.cache_clear()
+    store.forget()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_a_kernel_without_assumptions_takes_every_number():
+    """Numbers that are 1 or multiples of 16 are parameters like others."""
+    from lastlayer._triton import build, lml_loss
+
+    options = {"STEPS": 2, "BLOCK": 64, "SPAN": 1, "num_warps": 1}
+    one = {"module": lml_loss.__name__, "name": "_scale", "args": [["float32", True], ["float32", True], 64, 16, 1]}
+    one |= {"options": options}
+    exact, general = (build.make({**one, "general": general}) for general in (False, True))
+    assert exact.types[:5] == ("*fp32", "*fp32", "i32", "i32", "constexpr")
+    assert general.types[:5] == ("*fp32", "*fp32", "i32", "i32", "i32")
+    assert general.ptx.count(b".param .") == exact.ptx.count(b".param .") + 1
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has other kernels")
