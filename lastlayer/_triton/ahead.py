@@ -28,7 +28,7 @@ from lastlayer._triton.plan import in_general_form
 _compiling: dict[tuple[Any, ...], threading.Thread] = {}
 _met: set[tuple[Any, ...]] = set()  # kinds of calls whose kernels are compiled, or being compiled
 _absent: dict[tuple[Any, ...], _Wait | None] = {}  # kinds of calls; None if their kernels are at hand
-MOST = 1 << 28  # logits of a call in its general form, which takes more memory
+MOST = 7 << 20  # logits of a call in its general form, which takes more memory and more time than its own kernels
 
 
 class Absent(Exception):

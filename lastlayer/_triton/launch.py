@@ -37,7 +37,7 @@ _starting: list[threading.Thread] = []
 
 def in_thread(target: Any, *args: Any) -> threading.Thread:
     """Start a thread. Python waits for it at its end: to be stopped in the middle of the compiler would be a crash."""
-    thread = threading.Thread(target=target, args=args)
+    thread = threading.Thread(target=target, args=args, daemon=False)  # or it would be, if autograd's thread started it
     thread.start()
     return thread
 

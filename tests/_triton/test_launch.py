@@ -384,3 +384,21 @@ def test_all_that_a_kernel_uses_is_in_its_fingerprint(monkeypatch):
     monkeypatch.setattr(device, "ROWS_FIRST", type(device.LN2)(not device.ROWS_FIRST.value))
     assert told(lml._resident) == before[1]  # as Triton of another version
     store.fingerprint.cache_clear()
+
+
+def test_python_waits_for_a_compiling_thread_whoever_has_started_it():
+    """A thread of autograd counts as a daemon, and so would those that it starts: ended in the compiler, they abort."""
+    import _thread
+    import threading
+
+    found, done = [], threading.Event()
+
+    def backward():
+        thread = launcher.in_thread(lambda: None)
+        found.append((threading.current_thread().daemon, thread.daemon))
+        thread.join()
+        done.set()
+
+    _thread.start_new_thread(backward, ())  # as one that Python has not made
+    assert done.wait(20)
+    assert found == [(True, False)]
