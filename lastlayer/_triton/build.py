@@ -36,7 +36,6 @@ LONG_ROWS = (8, 192)  # few, which are split over programs, and many
 SHORT, LONG = plan.CLASSES[:5], (*plan.CLASSES[5:], 2 * plan.LONGEST)
 TARGET = GPUTarget("cuda", 10 * store.LEAST[0] + store.LEAST[1], 32)
 PTX = 80  # of CUDA 12.0: the oldest driver that takes the kernels
-_PROGRAMS = 132  # multiprocessors of the GPU for whose matrices kernels are made
 
 
 class Batch:
@@ -212,7 +211,6 @@ def record() -> list[dict[str, Any]]:
     take(FUSED, FLOAT, LONG[-2:-1], LONG_ROWS[:1])  # rows that are too long for some of the kernels
     recorder.general = True
     _of_layers()
-    _of_matrices(recorder)
     return list(recorder.found.values())
 
 
@@ -260,19 +258,6 @@ def _of_layers() -> None:
             target = torch.arange(labels).expand(rows, labels)
             ll.linear_lml_loss(features, weight, target, k, observed=observed).backward()
             ll.linear_lml_loss(features, weight, target, k, observed=observed, reduction="sum").backward()
-
-
-def _of_matrices(recorder: Recorder) -> None:
-    """Call the balanced assignment: in its general form for every width, and as it is for the most common sizes."""
-    balanced: Any = importlib.import_module("lastlayer._triton.balanced")
-    balanced._TOGETHER = {"launch_cooperative_grid": True}
-    balanced._programs = lambda device: _PROGRAMS
-    balanced._Answer.wait = lambda self, device: 0
-    for at_hand, rows in ((False, (1,)), (True, (1, 2, 4, 8))):
-        recorder.at_hand(lambda *given, at_hand=at_hand: at_hand)
-        for width, count in itertools.product((32, 64, 128, 256, 512, 1024), rows):
-            recorder.first()
-            ll.lml_balanced(torch.zeros(_PROGRAMS * count, width), 1.5)
 
 
 def _told(value: Any) -> Any:

@@ -149,7 +149,7 @@ def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...],
     with contextlib.suppress(Exception):  # the driver may be too old for it, or Triton tell arguments otherwise
         stored, fast = loaded.stored_key(device, kernel, args, options)
         if stored is not None:
-            found = loaded.load_stored(kernel, stored, device, bool(options.get("launch_cooperative_grid")))
+            found = loaded.load_stored(kernel, stored, device)
             if not fast:
                 _slower[key] = 1
             return found
@@ -228,7 +228,7 @@ def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
 def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[Any, ...]) -> None:
     """As ``compiled[grid](*given)``, which asks for the device and prepares the kernel each time."""
     stream, told = _stream(device), _is_told()
-    if isinstance(compiled, Loaded):
+    if type(compiled) is Loaded:
         if not told or compiled.compiled is None:  # of a kernel of the package there is nothing to tell
             compiled.launch(grid[0], grid[1], grid[2], stream, given)
             return

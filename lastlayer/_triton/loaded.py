@@ -7,12 +7,9 @@ where nothing is cached. The compiler needs neither, and torch has a launcher fo
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
-import struct
 import tempfile
-import threading
 from typing import Any
 
 import torch
@@ -23,14 +20,13 @@ from lastlayer._triton import INTERPRETED, store
 
 _launcher: Any = getattr(torch._C, "_StaticCudaLauncher", None)  # since torch 2.7, in builds with CUDA
 _TYPES = {"i1": "i", "i8": "b", "i16": "h", "i32": "i", "i64": "l", "u32": "I", "u64": "K", "fp32": "f", "fp64": "d"}
-_PACKED = {"i32": "i4x", "i64": "q", "u32": "I4x", "u64": "Q", "fp32": "f4x", "fp64": "d"}  # 8 bytes each
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")  # a kernel has a parameter for each that is known
 AVAILABLE = _launcher is not None and not INTERPRETED and torch.version.hip is None
 
 
 def takes(options: dict[str, Any]) -> bool:
-    """Whether a kernel with such options is loaded and launched here, and not by Triton."""
-    return AVAILABLE and (not options.get("launch_cooperative_grid") or _driver() is not None)
+    """Whether torch can launch a kernel with such options; it starts no programs that wait for each other."""
+    return AVAILABLE and not options.get("launch_cooperative_grid")
 
 
 class Loaded:
@@ -56,50 +52,14 @@ class Loaded:
         _launcher._launch_kernel(self.function, x, y, z, warps, shared, types, arguments, stream)
 
 
-@functools.cache
-def _driver() -> Any:
-    """Return the driver's function that launches programs which wait for each other; None where there is none."""
-    try:
-        found = ctypes.CDLL("libcuda.so.1").cuLaunchCooperativeKernel
-    except (OSError, AttributeError):
-        return None
-    sizes = [ctypes.c_uint] * 7  # of the grid, of a program, and of the memory that its threads share
-    found.argtypes = [ctypes.c_void_p, *sizes, ctypes.c_void_p, ctypes.c_void_p]
-    found.restype = ctypes.c_int
-    return found
-
-
-class Together(Loaded):
-    """A kernel whose programs all run at once; torch loads it, but does not launch it so."""
-
-    def __init__(self, one: store.Kernel, path: str, device: int, compiled: Any = None) -> None:
-        super().__init__(one, path, device, compiled)
-        self._start, self._sizes = _driver(), (32 * one.warps, 1, 1, one.shared)
-        kinds = [kind for kind in one.types if kind not in ("constexpr", "scratch")]
-        # The driver takes the address of each argument, and copies the arguments before it returns.
-        self._pack = struct.Struct("<" + "".join(_PACKED.get(kind, "Q") for kind in kinds))
-        slots = len(kinds) + len(self._scratch)  # of 8 bytes each; there is no scratch memory, whose address stays 0
-        self._memory = (ctypes.c_uint64 * slots)()
-        self._places = (ctypes.c_void_p * slots)(*(ctypes.addressof(self._memory) + 8 * i for i in range(slots)))
-        self._address = ctypes.addressof(self._places)
-        self._lock = threading.Lock()  # of the memory
-
-    def launch(self, x: int, y: int, z: int, stream: int, given: tuple[Any, ...]) -> None:
-        """Launch as `Loaded` does."""
-        with self._lock:
-            self._pack.pack_into(self._memory, 0, *self._arguments(given))
-            error = self._start(self.function, x, y, z, *self._sizes, stream, self._address)
-        if error:
-            raise RuntimeError(f"the CUDA driver did not launch programs that all run at once: its error {error}")
-
-
 def described(compiled: Any) -> store.Kernel:
     """Return what a launcher has to know of a compiled kernel."""
     metadata = compiled.metadata
     sizes = [getattr(metadata, name) for name in _SCRATCH if hasattr(metadata, name)]
     types = (*compiled.src.signature.values(), *("scratch" for _ in sizes))
     known = all(kind in _TYPES or kind in ("constexpr", "scratch") or kind.startswith("*") for kind in types)
-    if any(sizes) or metadata.num_ctas != 1 or not known:
+    plain = metadata.num_ctas == 1 and not getattr(metadata, "launch_cooperative_grid", False)
+    if any(sizes) or not plain or not known:
         raise NotImplementedError("such a kernel is for Triton's own launcher")
     return store.Kernel(metadata.name, metadata.num_warps, metadata.shared, types, b"")
 
@@ -107,8 +67,7 @@ def described(compiled: Any) -> store.Kernel:
 def load(compiled: Any, device: int) -> Loaded:
     """Load a kernel that Triton has compiled."""
     path = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
-    together = getattr(compiled.metadata, "launch_cooperative_grid", False)
-    return (Together if together else Loaded)(described(compiled), str(path), device, compiled)
+    return Loaded(described(compiled), str(path), device, compiled)
 
 
 @functools.cache
@@ -137,13 +96,13 @@ def _uses_alignment(kernel: Any, options: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def load_stored(kernel: Any, key: str, device: int, together: bool = False) -> Loaded:
+def load_stored(kernel: Any, key: str, device: int) -> Loaded:
     """Load a kernel that comes with the package; once, though it may serve several patterns of arguments."""
     one = store.load(kernel, key)
     with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
         file.write(one.ptx)
         file.flush()
-        return (Together if together else Loaded)(one, file.name, device)
+        return Loaded(one, file.name, device)
 
 
 @functools.cache

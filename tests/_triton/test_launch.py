@@ -1,6 +1,5 @@
 """The launcher past Triton's binder, with a kernel that only writes down how it is called."""
 
-import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -273,42 +272,8 @@ def test_what_is_at_hand(kernel, monkeypatch):
     assert launcher.at_hand(kernel, (x, None, 16, 0.5), options)
 
 
-def test_the_driver_launches_programs_that_wait_for_each_other(kernel, torch_loads, monkeypatch):
-    found, _, _ = torch_loads
-    types = ("*fp32", "constexpr", "i32", "fp32", "i64", "fp64", "constexpr", "scratch", "scratch")
-    one = loaded.store.Kernel("name", 4, 80, types, b"text")
-    said, answers = [], [0, 720]
-
-    def start(function, x, y, z, threads, rows, layers, shared, stream, arguments):
-        places = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p * 7)).contents
-        kinds = (
-            ctypes.c_uint64,
-            ctypes.c_int32,
-            ctypes.c_float,
-            ctypes.c_int64,
-            ctypes.c_double,
-            *[ctypes.c_uint64] * 2,
-        )
-        values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
-        said.append((function, (x, y, z), (threads, rows, layers), shared, stream, values))
-        return answers.pop(0)
-
-    signature = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
-    driver = ctypes.CFUNCTYPE(ctypes.c_int, *signature)(start)
-    monkeypatch.setattr(loaded, "_driver", lambda: driver)
-    assert loaded.takes({"launch_cooperative_grid": True})
-    together = loaded.Together(one, "name.ptx", -1)
-    given = (1 << 40, None, -7, 0.5, 1 << 33, 0.1, 64)
-    together.launch(3, 1, 1, 99, given)
-    assert said == [(77, (3, 1, 1), (128, 1, 1), 80, 99, [1 << 40, -7, 0.5, 1 << 33, 0.1, 0, 0])]
-    with pytest.raises(RuntimeError, match="error 720"):
-        together.launch(3, 1, 1, 99, given)
-    assert found.loaded == [("name.ptx", "name", 80, -1)]
-
-
-def test_triton_launches_such_programs_where_there_is_no_driver(kernel, torch_loads, monkeypatch):
+def test_triton_launches_programs_that_wait_for_each_other(kernel, torch_loads):
     found, compiled, _ = torch_loads
-    monkeypatch.setattr(loaded, "_driver", lambda: None)
     call(kernel, torch.zeros(8), launch_cooperative_grid=True)
     assert not compiled
     assert not found.launched
