@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from lastlayer._triton import INTERPRETED, loaded
 from lastlayer._triton.launch import (
     PATIENCE,
@@ -108,7 +110,8 @@ def absent(launches: list[Launch]) -> bool:
     if wait.calls == PATIENCE and "R" not in options:
         cases = {key_of(one.kernel, device, one.args, one.options): one for one in launches}
         wait.threads = [compile_meanwhile(key, one.kernel, device, one.args, one.options) for key, one in cases.items()]
-    if wait.threads and not any(thread.is_alive() for thread in wait.threads):
+    compiled = wait.threads and not any(thread.is_alive() for thread in wait.threads)
+    if compiled and not torch.cuda.is_current_stream_capturing():  # loading could disturb it
         _absent[kind] = None
         return False
     return True

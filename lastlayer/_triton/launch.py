@@ -87,14 +87,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
             return launch(kernel, grid, *args, num_warps=num_warps, **constants)
     key, given = case_of(kernel, device, args, num_warps, constants)
     held = _compiled.get(key)
-    if held is None or held[3]:
+    if held is None:
         options = {"num_warps": num_warps, **constants}
-        if held is None:
-            compiled = _load(key, kernel, device, args, options) or _by_triton(kernel, grid, args, options)
-        else:
-            compiled = _faster(key, kernel, device, args, options) or held[0]
+        compiled = _load(key, kernel, device, args, options) or _by_triton(kernel, grid, args, options)
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         held = _compiled[key] = compiled, last, kernel, key in _slower  # the kernel stays alive: its id is in the key
+    elif held[3]:
+        compiled = _faster(key, kernel, device, args, {"num_warps": num_warps, **constants})
+        if compiled is not None:
+            held = _compiled[key] = compiled, *held[1:3], False
     _launch(held, grid, device, given)
     return held
 
@@ -169,9 +170,11 @@ def _faster(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...
         with contextlib.suppress(Exception):
             return loaded.load(_early.pop(key), device)
         return None
-    _slower[key] += 1
-    if _slower[key] == PATIENCE:
-        compile_meanwhile(key, kernel, device, args, options)
+    launches = _slower.get(key)
+    if launches is not None:  # or another thread has the faster one by now
+        _slower[key] = launches + 1
+        if launches + 1 == PATIENCE:
+            compile_meanwhile(key, kernel, device, args, options)
     return None
 
 
@@ -196,7 +199,12 @@ def at_hand(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool
     if not (_DIRECT and loaded.takes(options) and loaded.serves(device)):
         return True
     key = key_of(kernel, device, args, options)
-    return key in _compiled or key in _early or loaded.stored_key(device, kernel, args, options)[0] is not None
+    if key in _compiled or key in _early:
+        return True
+    try:
+        return loaded.stored_key(device, kernel, args, options)[0] is not None
+    except Exception:  # as in `_load`: Triton may tell arguments otherwise, and is to compile it
+        return True
 
 
 def key_of(kernel: Any, device: int, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:

@@ -354,14 +354,29 @@ def backward(
     kind: str,
 ) -> tuple[Tensor, Tensor]:
     """Do the same as `lastlayer.project.lml._plain_backward`."""
+    given = (mask, temperature, center, delta, grad_out, grad_delta, kind)
     try:
-        return _backward(logits, mask, temperature, center, delta, grad_out, grad_delta, kind)
+        return _backward(logits, *given)
     except Absent:
-        x, _, mask = general_form(logits, None, mask)
-        grad_out = None if grad_out is None else grad_out.float()
-        with shapes.general_form():
-            dx, dk = _backward(x, mask, temperature, center, delta, grad_out, grad_delta, kind)
-        return dx.to(logits.dtype), dk
+        return _general_backward(logits, *given)
+
+
+def _general_backward(
+    logits: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    center: Tensor,
+    delta: Tensor,
+    grad_out: Tensor | None,
+    grad_delta: Tensor | None,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """Do the same in the form to which every call can be brought."""
+    x, _, mask = general_form(logits, None, mask)
+    grad_out = None if grad_out is None else grad_out.float()
+    with shapes.general_form():
+        dx, dk = _backward(x, mask, temperature, center, delta, grad_out, grad_delta, kind)
+    return dx.to(logits.dtype), dk
 
 
 def _backward(
@@ -442,7 +457,8 @@ def probabilities_backward(
     center, delta, spare = numbers
     launches = _launches(one, (g, center, center, delta, dx, spare), "y", False, p)
     if p is shapes.shared(n) and absent(launches):
-        return backward(logits, mask, temperature, center.unsqueeze(-1), delta.unsqueeze(-1), grad, None, "y")[0]
+        center, delta, _ = numbers.unsqueeze(-1)
+        return _general_backward(logits, mask, temperature, center, delta, grad, None, "y")[0]
     ((kernel, grid, args, options),) = launches
     held = launch(kernel, grid, *args, **options)
     if p is shapes.exact(n, shapes.BACKWARD[x.element_size()], x.element_size()):

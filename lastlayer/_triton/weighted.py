@@ -163,11 +163,11 @@ def _term_of(value: Tensor | None, x: Tensor) -> tuple[Tensor | None, int]:
 def _general(budget: Budget) -> Budget:
     """Return the same rows in the form to which all can be brought: in float32, with a mask, weights and bounds."""
     x, terms, mask, temperature, at_most = budget
-    shape = x.shape if any(_term_of(t, x)[1] == 2 for t in terms) else x.shape[-1:]
-    given = [
-        x.new_full((), value, dtype=torch.float32).expand(shape) if t is None else t.float().expand(shape)
-        for t, value in zip(terms, (1.0, 0.0, 1.0), strict=True)
+    held = [
+        _term_of(x.new_full((), value) if t is None else t, x) for t, value in zip(terms, (1.0, 0.0, 1.0), strict=True)
     ]
+    shape = x.shape if any(kind == 2 for _, kind in held) else x.shape[-1:]
+    given = [None if t is None else t.float().expand(shape) for t, _ in held]
     x, _, mask = general_form(x, None, mask)
     return Budget(x, given, mask, temperature, at_most)
 

@@ -83,7 +83,16 @@ def asked(monkeypatch):
     monkeypatch.setattr(ahead, "at_hand", lambda kernel, *given: kernel in there)
     monkeypatch.setattr(ahead, "compile_meanwhile", compile_meanwhile)
     monkeypatch.setattr(ahead, "launch_compiled", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return there, made
+
+
+def test_no_kernel_is_loaded_while_a_graph_is_captured(asked, monkeypatch):
+    launches = [ahead.Launch(Wanted(), (1,), (torch.zeros(8), 8), {"num_warps": 4})]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert all(ahead.absent(launches) for _ in range(ahead.PATIENCE + 1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not ahead.absent(launches)
 
 
 def test_a_call_waits_for_no_kernel(asked):

@@ -48,6 +48,9 @@ CALLS = {
     "log_lml": lambda x, y, w, k, t: ll.log_lml(x, k),
     "lml_threshold": lambda x, y, w, k, t: ll.lml_threshold(x, k, mask=y == 0),
     "weight": lambda x, y, w, k, t: ll.lml(x, 2.5, weight=w, temperature=1.5),
+    "one row of weights": lambda x, y, w, k, t: ll.lml(
+        x, 2.5, weight=w[None], upper=torch.full((1, 1), 0.9, device=DEVICE)
+    ),
     "weights": lambda x, y, w, k, t: ll.lml(x, k, weight=y + 0.5, upper=w, mask=w > 0.6),
     "bounds": lambda x, y, w, k, t: ll.lml(x, 2.5, lower=0.01 * w, upper=0.6 * w),
     "lml_at_most": lambda x, y, w, k, t: ll.lml_at_most(x, k, weight=w),
@@ -132,18 +135,6 @@ def test_gradients_of_weights(taken):
             if one is not None:
                 torch.testing.assert_close(one.grad.double(), right.grad, rtol=1e-4, atol=1e-5)
     assert taken
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_balanced(taken, dtype):
-    x, *_ = inputs(40, 20)
-    sizes = torch.full((40,), 3.5, device=DEVICE)
-    capacity = torch.full((20,), 7.0, device=DEVICE)
-    for given in ((3.5,), (sizes,), (3.5, capacity)):
-        y = ll.lml_balanced(x.to(dtype), *given, temperature=1.25)
-        exact = ll.lml_balanced(x.to(dtype).double(), *given, temperature=1.25)
-        torch.testing.assert_close(y, exact.to(dtype), rtol=0, atol=2e-6 if dtype == torch.float32 else 1e-2)
-    assert set(taken) == {"_solve"}
 
 
 def test_a_temperature_of_1_as_a_number_changes_nothing(monkeypatch):

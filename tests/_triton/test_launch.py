@@ -367,3 +367,15 @@ def test_python_waits_for_a_compiling_thread_whoever_has_started_it():
     _thread.start_new_thread(backward, ())  # as one that Python has not made
     assert done.wait(20)
     assert found == [(True, False)]
+
+
+def test_a_thread_that_comes_late_goes_on_with_the_slower_kernel(kernel, monkeypatch):
+    """Another thread may have the faster one by then: it has been compiled, and is being loaded."""
+    x = torch.zeros(8)
+    held = call(kernel, x)
+    key = next(iter(launcher._compiled))
+    launcher._compiled[key] = (*held[:3], True)
+    monkeypatch.setattr(launcher, "_slower", {})
+    assert call(kernel, x)[0] is held[0]
+    assert launcher._compiled[key][3]
+    assert len(kernel.launched) == 2
