@@ -409,6 +409,7 @@ def shared(
     """
     n: tl.constexpr = N
     AHEAD: tl.constexpr = STAGES == 0
+    DIRECT: tl.constexpr = STAGES < 2  # then loops may be directly in the loop, which takes fewer registers
     BOUNDED: tl.constexpr = LOWER + UPPER > 0
     FULL_A: tl.constexpr = FULL or WB > 0
     FULL_B: tl.constexpr = FULL or WC > 0
@@ -541,7 +542,7 @@ def shared(
         step = delta
         worst = _worst(tl.where(lost, 0.0, far), R, C)
         left = PASSES
-        if worst > FAR:  # the step before was a long one
+        if (worst > FAR) | DIRECT:  # the step before was a long one
             while (worst > FAR) & (left > 0):
                 move = step * -LOG2E
                 ea, f0, s1, s2 = _next_pass(ea, wa, da, move)
@@ -588,7 +589,7 @@ def shared(
         size = tl.where(lost, 0.0, tl.where(r * r * unsure > mass * LEFT, 1.0, tl.abs(r)))
         worst = _worst(tl.where(size == size, size, 1.0), R, C)
         step = tl.where(lost, 0.0, -r * (1 + 0.5 * r * s2 * over_mass))  # Chebyshev's
-        if worst > TOL:
+        if (worst > TOL) | DIRECT:
             while (worst > TOL) & (left > 0):
                 lost = lost | ~(tl.abs(step) < NEAR)
                 step = tl.where(lost, 0.0, step)
