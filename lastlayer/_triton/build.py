@@ -219,9 +219,8 @@ def launched_by(calls: list[Callable[[], Any]], recorded: list[dict[str, Any]]) 
 
     def case(module: str, name: str, args: list[Any], options: dict[str, Any], general: bool) -> str:
         types = [told[0] if isinstance(told, list) else type(told).__name__ for told in args]
-        ones = [
-            not general and type(told) is int and told == 1 for told in args
-        ]  # for which a kernel of its own is compiled
+        # Of an argument that is 1 a kernel is compiled for itself.
+        ones = [not general and type(told) is int and told == 1 for told in args]
         return json.dumps((module, name, types, ones, sorted(options.items())))
 
     known = {case(one["module"], one["name"], one["args"], one["options"], one["general"]) for one in recorded}

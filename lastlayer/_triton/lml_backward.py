@@ -354,28 +354,19 @@ def backward(
     kind: str,
 ) -> tuple[Tensor, Tensor]:
     """Do the same as `lastlayer.project.lml._plain_backward`."""
-    given = (mask, temperature, center, delta, grad_out, grad_delta, kind)
     try:
-        return _backward(logits, *given)
+        return _backward(logits, mask, temperature, center, delta, grad_out, grad_delta, kind)
     except Absent:
-        return _general_backward(logits, *given)
+        return _general_backward(logits, mask, (temperature, center, delta), grad_out, grad_delta, kind)
 
 
 def _general_backward(
-    logits: Tensor,
-    mask: Tensor | None,
-    temperature: float,
-    center: Tensor,
-    delta: Tensor,
-    grad_out: Tensor | None,
-    grad_delta: Tensor | None,
-    kind: str,
+    logits: Tensor, mask: Tensor | None, rows: tuple[float, Tensor, Tensor], grad_out: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """Do the same in the form to which every call can be brought."""
+    """Do the same in the form to which every call can be brought; `rows` are temperature, center and delta."""
     x, _, mask = general_form(logits, None, mask)
-    grad_out = None if grad_out is None else grad_out.float()
     with shapes.general_form():
-        dx, dk = _backward(x, mask, temperature, center, delta, grad_out, grad_delta, kind)
+        dx, dk = _backward(x, mask, *rows, None if grad_out is None else grad_out.float(), *rest)
     return dx.to(logits.dtype), dk
 
 
@@ -458,7 +449,7 @@ def probabilities_backward(
     launches = _launches(one, (g, center, center, delta, dx, spare), "y", False, p)
     if p is shapes.shared(n) and absent(launches):
         center, delta, _ = numbers.unsqueeze(-1)
-        return _general_backward(logits, mask, temperature, center, delta, grad, None, "y")[0]
+        return _general_backward(logits, mask, (temperature, center, delta), grad, None, "y")[0]
     ((kernel, grid, args, options),) = launches
     held = launch(kernel, grid, *args, **options)
     if p is shapes.exact(n, shapes.BACKWARD[x.element_size()], x.element_size()):
