@@ -165,9 +165,11 @@ def _tilt(
     nu = tl.where(good, sparse, lo / 2 + hi / 2)
     lo = lo - nu
     hi = hi - nu
+    # Subsets of k classes have digits while the sum is between k - 1 and k + 1. With labels k is half way between two
+    # sizes: where the sum is beyond one of them, all subsets of the other may have underflowed.
+    slack = tl.minimum(k, 2.0) * 0.5 if TARGET == "none" else tl.full((), 0.4, tl.float32)
     # The sum is at least k, and less than that of the exponentials. Else as many halvings as the largest interval
     # needs; one or two steps are the rule, of which the first are Newton's.
-    slack = tl.minimum(k, 2.0) * 0.5
     left = tl.where(solvable & ~(good & (k * lost < slack * (mass - lost))), 152, 0)
     while left > 0:
         total = tl.zeros((WIDE,), tl.float32)

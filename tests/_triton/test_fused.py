@@ -267,6 +267,21 @@ def test_subsets_of_rows_longer_than_a_tile(monkeypatch, watched):
     assert all(done for _, done in watched), watched
 
 
+def test_subsets_of_scores_far_apart(monkeypatch, watched):
+    """Where every class is sure to be in or out, only a threshold between two of them gives subsets a weight."""
+    x = torch.stack([torch.randperm(20) for _ in range(3)]) * torch.tensor([30.0, 3e3, 1e5])[:, None]
+    x, target = x.to(DEVICE), torch.randint(20, (3,)).to(DEVICE)
+    for k in (2, 5):
+        svm = ll.loss.smooth_topk_svm_loss, x, (target,), {"k": k, "reduction": "none"}, torch.rand(3).to(DEVICE)
+        marginals = ll.subset_marginals, x, (), {"k": k}, torch.randn(x.shape).to(DEVICE)
+        for given in (svm, marginals):
+            ways = three(monkeypatch, *given)
+            for row in range(len(x)):  # whose sizes differ
+                one = [[value[row] for value in way] for way in ways]
+                check_as_accurate(*one, f"{given[0].__name__}, {k}, row {row}")
+    assert all(done for _, done in watched), watched
+
+
 def test_flat_rows_of_subsets(monkeypatch, watched):
     """Rows whose marginals come from one pass, beside others that are a threshold's."""
     from lastlayer._triton import fused, fused_flat
