@@ -15,9 +15,10 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("suite")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreter import quicken
+    from interpreter import quicken, round_as_a_gpu
 
     quicken()
+    round_as_a_gpu()
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,8 @@ def check(op, case, impl, seed):
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_slice(op):
+    if not set(op.impls) & set(implementations()):
+        pytest.skip("this machine has no implementation of it")
     done = 0
     for seed in range(1000, 1008):
         case = op.adapt(generate(seed, op.largest).rows(slice(50)))
@@ -48,6 +50,16 @@ def test_slice_of_the_kernels(op):
         case = replace(case, layout="plain")
         if takes(op, case, "triton"):
             check(op, case, "triton", seed)
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="for Triton's interpreter: on a GPU `test_slice` runs these kernels")
+@pytest.mark.parametrize("op", [op for op in OPS if "triton" not in op.impls], ids=lambda op: op.name)
+def test_slice_of_the_fused_kernels(op):
+    for seed in (1000, 1001):
+        case = op.adapt(generate(seed, op.largest).rows(slice(40)))
+        if takes(op, case, "torch"):
+            check(op, case, "torch", seed)
 
 
 @pytest.mark.parametrize("entry", corpus.load(), ids=lambda entry: f"{entry['op']}-{entry['impl']}")
