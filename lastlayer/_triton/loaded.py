@@ -72,8 +72,8 @@ def load(compiled: Any, device: int) -> Loaded:
 
 @functools.cache
 def serves(device: int) -> bool:
-    """Whether a device takes the kernels that come with the package."""
-    return bool(torch.cuda.get_device_capability(device) >= store.LEAST)
+    """Whether a device takes the kernels that come with the package; -1 is the CPU, which does not."""
+    return device >= 0 and bool(torch.cuda.get_device_capability(device) >= store.LEAST)
 
 
 def stored_key(device: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[str | None, bool]:

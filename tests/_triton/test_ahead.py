@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lastlayer._triton import ahead
+from lastlayer._triton import ahead, loaded
 
 
 class Kernel:
@@ -122,7 +122,8 @@ def test_kernels_for_rows_in_registers_are_not_compiled_meanwhile(asked):
 
 def test_what_does_not_come_with_the_package_is_compiled():
     launches = [ahead.Launch(Wanted(), (1,), (torch.zeros(8), 8), {"num_warps": 4})]
-    assert not ahead.absent(launches)  # on a CPU
+    assert not ahead.absent(launches)  # on a CPU, whether or not there is a GPU
+    assert not loaded.serves(launches[0].args[0].get_device())
 
 
 def test_kernels_that_are_compiled_are_launched_at_once(asked, monkeypatch):
