@@ -137,6 +137,7 @@ def test_gradients_of_weights(taken):
     assert taken
 
 
+@pytest.mark.usefixtures("no_general_form")
 def test_a_temperature_of_1_as_a_number_changes_nothing(monkeypatch):
     from lastlayer._triton import lml, plan
 

@@ -88,6 +88,7 @@ def test_kernels_that_serve_all_lengths_up_to_a_power_of_two(n, monkeypatch):
         check(lambda x, k, impl, t=target: lml_loss(x, t, k, observed=0.4, reduction="sum", impl=impl), logits, k)
 
 
+@pytest.mark.usefixtures("no_general_form")
 def test_a_second_kernel_settles_rows_where_lengths_are_rare(monkeypatch):
     logits, _ = rows(40)
     logits[1] *= 100

@@ -202,7 +202,13 @@ def test_bad_values_inside_a_tensor_make_their_row_nan():
         assert found[7].isfinite().all()
 
 
-def test_one_number_is_one_per_row():
+@pytest.mark.usefixtures("no_general_form")
+@pytest.mark.parametrize("patience", [1, 10**9])  # for kernels of this length, and those that serve several
+def test_one_number_is_one_per_row(monkeypatch, patience):
+    from lastlayer._triton import plan
+
+    monkeypatch.setattr(plan, "PATIENCE", patience)
+    monkeypatch.setattr(plan, "OFTEN", 10**9)
     x, _, options = problem(20, 20, "positive", 2.0)
     for k in (7.3, 1e-3):
         number, rows = (ll.lml(x, size, impl="triton", **options) for size in (k, torch.full((20,), k, dtype=DOUBLE)))

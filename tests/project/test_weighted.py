@@ -154,7 +154,7 @@ def test_ends_and_rows_without_a_solution():
     assert leaf.grad.eq(0).all()
 
 
-@pytest.mark.parametrize("impl", ["torch", "native"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("name", "value"),
     [("weight", torch.nan), ("weight", torch.inf), ("lower", 2.0), ("lower", -torch.inf), ("lower", torch.nan),
