@@ -90,11 +90,11 @@ def _provided(x: Any) -> bool:
     return usable and x.numel() <= MOST and not in_general_form()
 
 
-def absent(launches: list[Launch]) -> bool:
+def absent(launches: list[Launch], lasting: bool | None = None) -> bool:
     """Whether a call would have to wait for its own kernels, and is better made in its general form.
 
-    As soon as they are worth it, its own kernels are compiled meanwhile; but not those that hold rows in registers, as
-    they serve many lengths, and one that is met often is given others.
+    As soon as they are worth it, its own kernels are compiled meanwhile, unless `lasting`. Kernels that hold rows in
+    registers are not, if nothing else is said: they serve many lengths, and one that is met often is given others.
     """
     kernel, _, args, options = launches[0]
     if not _provided(args[0]):
@@ -107,7 +107,8 @@ def absent(launches: list[Launch]) -> bool:
     if wait is None:
         return False
     wait.calls += 1
-    if wait.calls == PATIENCE and "R" not in options:
+    lasting = "R" in options if lasting is None else lasting
+    if wait.calls == PATIENCE and not lasting:
         cases = {key_of(one.kernel, device, one.args, one.options): one for one in launches}
         wait.threads = [compile_meanwhile(key, one.kernel, device, one.args, one.options) for key, one in cases.items()]
     compiled = wait.threads and not any(thread.is_alive() for thread in wait.threads)
@@ -122,6 +123,7 @@ def launch_all(
     later: Callable[[], list[Launch]] | None = None,
     *,
     shared: bool = False,
+    lasting: bool | None = None,
 ) -> Any:
     """Launch kernels one after another; the first time all of them, and those of `later`, are compiled side by side.
 
@@ -133,7 +135,7 @@ def launch_all(
         held = _launch_compiled(launches)
         if held is not None:
             return held
-        if absent(launches):
+        if absent(launches, lasting):
             raise Absent
         later = None  # what is not at hand by then has its general form, too
     if is_new((x.get_device(), x.dtype, later is None, *(one.case for one in launches))):

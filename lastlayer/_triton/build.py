@@ -211,6 +211,7 @@ def record() -> list[dict[str, Any]]:
     take(FUSED, FLOAT, LONG[-2:-1], LONG_ROWS[:1])  # rows that are too long for some of the kernels
     recorder.general = True
     _of_layers()
+    _of_matrices(recorder)
     return list(recorder.found.values())
 
 
@@ -257,6 +258,19 @@ def _of_layers() -> None:
             target = torch.arange(labels).expand(rows, labels)
             ll.linear_lml_loss(features, weight, target, k, observed=observed).backward()
             ll.linear_lml_loss(features, weight, target, k, observed=observed, reduction="sum").backward()
+
+
+def _of_matrices(recorder: Recorder) -> None:
+    """Call the balanced assignment in its general form, for every width."""
+    balanced: Any = importlib.import_module("lastlayer._triton.balanced")
+    balanced._TOGETHER = {"launch_cooperative_grid": True}
+    balanced._Answer.wait = lambda self, device: 0
+    recorder.at_hand(lambda *given: False)
+    width = balanced.WIDEST
+    while width >= 32:
+        recorder.first()
+        ll.lml_balanced(torch.zeros(64, width), 1.5)
+        width //= 2
 
 
 def _told(value: Any) -> Any:

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from lastlayer._triton import INTERPRETED, loaded
-from lastlayer._triton.loaded import Loaded
+from lastlayer._triton.loaded import Loaded, Refused
 
 # Since Triton 3.4 a compiled kernel takes all arguments, constants too, in the order of its signature; a pointer may be
 # a number, which spares asking each tensor for its address and the driver whether it is one of the device.
@@ -96,7 +96,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
         compiled = _faster(key, kernel, device, args, {"num_warps": num_warps, **constants})
         if compiled is not None:
             held = _compiled[key] = compiled, *held[1:3], False
-    _launch(held, grid, device, given)
+    try:
+        _launch(held, grid, device, given)
+    except Refused:
+        compiled = _by_triton(kernel, grid, args, {"num_warps": num_warps, **constants})
+        held = _compiled[key] = compiled, *held[1:3], False
+        _launch(held, grid, device, given)
     return held
 
 
@@ -110,7 +115,10 @@ def launch_compiled(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], o
     held = _compiled.get(key)
     if held is None or held[3]:
         return None
-    _launch(held, grid, device, given)
+    try:
+        _launch(held, grid, device, given)
+    except Refused:  # `launch` is to find another way
+        return None
     return held
 
 
@@ -150,7 +158,7 @@ def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...],
     with contextlib.suppress(Exception):  # the driver may be too old for it, or Triton tell arguments otherwise
         stored, fast = loaded.stored_key(device, kernel, args, options)
         if stored is not None:
-            found = loaded.load_stored(kernel, stored, device)
+            found = loaded.load_stored(kernel, stored, device, bool(options.get("launch_cooperative_grid")))
             if not fast:
                 _slower[key] = 1
             return found
@@ -236,7 +244,7 @@ def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
 def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[Any, ...]) -> None:
     """As ``compiled[grid](*given)``, which asks for the device and prepares the kernel each time."""
     stream, told = _stream(device), _is_told()
-    if type(compiled) is Loaded:
+    if isinstance(compiled, Loaded):
         if not told or compiled.compiled is None:  # of a kernel of the package there is nothing to tell
             compiled.launch(grid[0], grid[1], grid[2], stream, given)
             return
@@ -270,7 +278,11 @@ def relaunch(key: tuple[Any, ...], device: int, rows: int, *given: Any) -> bool:
     held = _ready.get(key)
     if held is None or device != _current():
         return False
-    run_again(held, device, rows, given)
+    try:
+        run_again(held, device, rows, given)
+    except Refused:  # `launch` is to find another way
+        _ready.pop(key, None)
+        return False
     return True
 
 
@@ -287,7 +299,7 @@ def ready(key: tuple[Any, ...]) -> Any:
 def run_again(held: Any, device: int, rows: int, given: tuple[Any, ...]) -> None:
     """Launch what `ready` has returned on the current device."""
     compiled, last, per = held
-    if type(compiled) is Loaded and not _is_told():
+    if isinstance(compiled, Loaded) and not _is_told():
         compiled.launch(-(-rows // per), 1, 1, _stream(device), given)  # which needs no constants
     else:
         _run(compiled, (-(-rows // per), 1, 1), device, (*given, *last))

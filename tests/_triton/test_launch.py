@@ -1,5 +1,7 @@
 """The launcher past Triton's binder, with a kernel that only writes down how it is called."""
 
+import ctypes
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -272,12 +274,120 @@ def test_what_is_at_hand(kernel, monkeypatch):
     assert launcher.at_hand(kernel, (x, None, 16, 0.5), options)
 
 
-def test_triton_launches_programs_that_wait_for_each_other(kernel, torch_loads):
+TOGETHER = {"launch_cooperative_grid": True}
+
+
+class Driver:
+    """Stands for the CUDA driver, which launches programs that all run at once, or answers with an error."""
+
+    types = ("*fp32", "constexpr", "i32", "fp32", "constexpr", "constexpr", "scratch", "scratch")
+    kinds = (ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
+
+    def __init__(self):
+        self.launched, self.error = [], 0
+        signature = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
+        self.function = ctypes.CFUNCTYPE(ctypes.c_int, *signature)(self.start)
+
+    def start(self, function, x, y, z, threads, rows, layers, shared, stream, arguments):
+        if not self.error:
+            places = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p * len(self.kinds))).contents
+            values = [kind.from_address(place).value for kind, place in zip(self.kinds, places, strict=True)]
+            self.launched.append((function, (x, y, z), (threads, rows, layers), shared, stream, values))
+        return self.error
+
+
+@pytest.fixture
+def driver(torch_loads, monkeypatch):
+    """A driver, and a kernel for it that comes with the package."""
+    found = Driver()
+    one = loaded.store.Kernel("name", 4, 80, Driver.types, b"text")
+    monkeypatch.setattr(loaded, "_driver", lambda: found.function)
+    monkeypatch.setattr(loaded, "_refusals", [])
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
+    monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
+    monkeypatch.setattr(launcher, "_stream", lambda device: 99)
+    monkeypatch.setattr(Compiled, "run", lambda self, *given: self.kernel.launched.append((given[:3], given[9:])))
+    loaded.load_stored.cache_clear()
+    return found
+
+
+def test_the_driver_launches_programs_that_wait_for_each_other(kernel, torch_loads, driver):
     found, compiled, _ = torch_loads
-    call(kernel, torch.zeros(8), launch_cooperative_grid=True)
+    x = torch.zeros(8)
+    assert loaded.takes(TOGETHER)
+    call(kernel, x, n=-7, **TOGETHER)
+    held = call(kernel, x, n=-9, scale=1e39, **TOGETHER)  # infinite in float32, as for the other launchers
+    launcher.prepare(("key",), held, 3)
+    assert launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 5, 0.25)
+    numbers = ((-7, 0.5), (-9, math.inf), (5, 0.25))
+    told = [(77, (3, 1, 1), (128, 1, 1), 80, 99, [x.data_ptr(), *some, 0, 0]) for some in numbers]
+    assert driver.launched == told
+    assert len(found.loaded) == 1
     assert not compiled
     assert not found.launched
+    assert not kernel.compiled
+
+
+def test_triton_launches_what_the_driver_refuses(kernel, torch_loads, driver):
+    x = torch.zeros(8)
+    launcher.prepare(("key",), call(kernel, x, **TOGETHER), 3)
+    driver.error = 720  # more programs than can run at once, or whatever it may be
+    assert not launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 5, 0.5)
+    assert not launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 5, 0.5)  # as it is forgotten
+    options = {"num_warps": 4, "MASKED": False, "BLOCK": 64, **TOGETHER}
+    assert launcher.launch_compiled(kernel, (3,), (x, None, 5, 0.5), options) is None
+    assert loaded._refusals == [720, 720]
+    assert not kernel.launched
+    for n in (5, 7):
+        call(kernel, x, n=n, **TOGETHER)
+    assert kernel.launched == [((3, 1, 1), (x.data_ptr(), None, n, 0.5, 64, False)) for n in (5, 7)]
+    assert len(kernel.compiled) == 1
+    assert not loaded.takes(TOGETHER)
+    assert loaded.takes({})
+    call(kernel, torch.zeros(8).double(), **TOGETHER)  # another variant, for which the driver is not asked
+    assert len(kernel.compiled) == 2
+    assert len(driver.launched) == 1
+
+
+def test_triton_launches_such_programs_where_there_is_no_driver(kernel, torch_loads, driver, monkeypatch):
+    found, compiled, _ = torch_loads
+    monkeypatch.setattr(loaded, "_driver", lambda: None)
+    call(kernel, torch.zeros(8), **TOGETHER)
+    assert not compiled
+    assert not found.loaded
     assert len(kernel.launched) == 1
+
+
+def test_a_library_without_the_function_is_no_driver(monkeypatch):
+    function = loaded._driver.__wrapped__
+    for library in (SimpleNamespace(), None):
+
+        def load(name, library=library):
+            if library is None:
+                raise OSError(name)
+            return library
+
+        monkeypatch.setattr(loaded.ctypes, "CDLL", load)
+        assert function() is None
+
+
+def test_arguments_are_not_mixed_between_threads(torch_loads, driver):
+    """The driver reads arguments while other threads run."""
+    import threading
+
+    together = loaded.Together(loaded.store.Kernel("name", 4, 80, Driver.types, b""), "name.ptx", -1)
+
+    def launch(i):
+        for _ in range(50):
+            together.launch(1, 1, 1, i, (i, None, i, float(i), 64, False))
+
+    threads = [threading.Thread(target=launch, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launched) == 200
+    assert all(values == [stream or 0] * 3 + [0, 0] for *_, stream, values in driver.launched)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
