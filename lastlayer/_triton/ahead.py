@@ -1,7 +1,7 @@
-"""First calls: what Triton has to do before a kernel runs for the first time, side by side and not in turn.
+"""First calls: what has to be done before a kernel runs for the first time, side by side and not in turn.
 
-With nothing cached Triton compiles the kernel. Little of that is Python, so that threads can share it. A first call
-then takes as long as its slowest kernel, and not as all of them.
+A kernel of the package is translated by the driver; any other is compiled by Triton first. Little of that is Python, so
+that threads can share it. A first call then takes as long as its slowest kernel, and not as all of them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from lastlayer._triton.launch import (
     in_thread,
     key_of,
     launch_compiled,
+    load_early,
 )
 from lastlayer._triton.launch import launch as launch_one
 from lastlayer._triton.plan import in_general_form
@@ -125,22 +126,22 @@ def launch_all(
     shared: bool = False,
     lasting: bool | None = None,
 ) -> Any:
-    """Launch kernels one after another; the first time all of them, and those of `later`, are compiled side by side.
+    """Launch kernels one after another; the first time all of them, and those of `later`, are made ready side by side.
 
     Return what `launch` returns for the last of them. With `shared`, raise `Absent` instead of compiling any: see
     `absent`.
     """
     x = launches[0].args[0]
-    if shared and _provided(x):
+    shared = shared and _provided(x)
+    if shared:
         held = _launch_compiled(launches)
         if held is not None:
             return held
         if absent(launches, lasting):
             raise Absent
-        later = None  # what is not at hand by then has its general form, too
     if is_new((x.get_device(), x.dtype, later is None, *(one.case for one in launches))):
-        every = launches[1:] + ([] if later is None else later())
-        compile_ahead(*{one.case: one for one in every}.values())
+        every = {one.case: one for one in launches[1:] + ([] if later is None else later())}
+        _ahead(every.values(), compiles=not shared)  # what is not at hand by then has its general form, too
     held = None
     for kernel, grid, args, options in launches:
         held = launch(kernel, grid, *args, **options)
@@ -158,11 +159,18 @@ def _launch_compiled(launches: list[Launch]) -> Any:
 
 
 def compile_ahead(*launches: Launch) -> None:
-    """Compile kernels that will be launched soon, each in a thread of its own."""
+    """Load kernels that will be launched soon, or compile them, each in a thread of its own."""
+    _ahead(launches, compiles=True)
+
+
+def _ahead(launches: Iterable[Launch], *, compiles: bool) -> None:
+    loads = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     for one in launches:
-        _compiling[one.case] = in_thread(_compile, one)
+        _compiling[one.case] = in_thread(_make_ready, one, loads, compiles)
 
 
-def _compile(one: Launch) -> None:
+def _make_ready(one: Launch, loads: bool, compiles: bool) -> None:
+    given = one.kernel, one.args, one.options
     with contextlib.suppress(Exception):  # which the launch will raise
-        compile_early(one.kernel, one.args, one.options)
+        if not (loads and load_early(*given)) and compiles:
+            compile_early(*given)

@@ -4,7 +4,8 @@ A compiled kernel is kept with its constants, and from then on called directly. 
 argument; `relaunch`, which the most common calls use, by a short key that its caller knows to be enough.
 
 With nothing cached, Triton first builds its driver, unless torch loads the kernels, and hashes itself. Threads do both
-while kernels are imported.
+while kernels are imported, if those of the package cannot be used; else Triton, which is 400 MB to read, is hashed when
+it has to compile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -33,6 +34,7 @@ _ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _slower: dict[tuple[Any, ...], int] = {}  # launches of kernels that assume less than they could
 PATIENCE = 3  # launches after which such a kernel is worth another
 _starting: list[threading.Thread] = []
+_hashing = threading.Lock()
 
 
 def in_thread(target: Any, *args: Any) -> threading.Thread:
@@ -48,7 +50,7 @@ def _driver() -> None:
 
 
 def _hash() -> None:
-    with contextlib.suppress(Exception):
+    with _hashing, contextlib.suppress(Exception):  # which one thread does for all
         triton.runtime.cache.triton_key()
 
 
@@ -62,12 +64,12 @@ def wait_for_start() -> None:
     """Wait until Triton has its hash and, where it was started, its driver; several threads may wait."""
     for thread in list(_starting):
         thread.join()
+    _hash()
 
 
-if not INTERPRETED and torch.cuda.is_available():
+if not INTERPRETED and torch.cuda.is_available() and not loaded.AVAILABLE:
     _starting.append(in_thread(_hash))
-    if not loaded.AVAILABLE:
-        start_driver()
+    start_driver()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> Any:
@@ -158,7 +160,7 @@ def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...],
     with contextlib.suppress(Exception):  # the driver may be too old for it, or Triton tell arguments otherwise
         stored, fast = loaded.stored_key(device, kernel, args, options)
         if stored is not None:
-            found = loaded.load_stored(kernel, stored, device, bool(options.get("launch_cooperative_grid")))
+            found = loaded.load_stored(kernel, stored, device, _together(options))
             if not fast:
                 _slower[key] = 1
             return found
@@ -239,6 +241,19 @@ def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
     with torch.cuda.device(device):  # each thread has its own
         compiled = kernel.warmup(*args, grid=(1,), **options)
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)  # which is then cached
+
+
+def load_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Load a kernel that is launched later, if it comes with the package; return whether it does."""
+    device = args[0].get_device()
+    stored = loaded.stored_key(device, kernel, args, options)[0] if loaded.takes(options) else None
+    if stored is not None:
+        loaded.load_stored(kernel, stored, device, _together(options))
+    return stored is not None
+
+
+def _together(options: dict[str, Any]) -> bool:
+    return bool(options.get("launch_cooperative_grid"))
 
 
 def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[Any, ...]) -> None:

@@ -1,13 +1,15 @@
 """Kernels that torch loads and launches, so that a first call does not wait for a C compiler.
 
 Triton has its driver built by one, and up to version 3.7 a launcher for each pattern of arguments: most of a second
-where nothing is cached. The compiler needs neither, and torch has a launcher for the kernels of its own compiler. It
-starts no programs that wait for each other; for those the CUDA driver is called directly.
+where nothing is cached. The compiler needs neither, and torch has a launcher for the kernels of its own compiler. What
+torch does not do is in `driver`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import operator
@@ -19,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lastlayer._triton import INTERPRETED, store
+from lastlayer._triton import INTERPRETED, driver, store
 
 _launcher: Any = getattr(torch._C, "_StaticCudaLauncher", None)  # since torch 2.7, in builds with CUDA
 _TYPES = {"i1": "i", "i8": "b", "i16": "h", "i32": "i", "i64": "l", "u32": "I", "u64": "K", "fp32": "f", "fp64": "d"}
@@ -28,6 +30,7 @@ _SLOTS: dict[str, Any] = {
     "u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "fp32": ctypes.c_float, "fp64": ctypes.c_double,
 }  # fmt: skip
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")  # a kernel has a parameter for each that is known
+_PLAIN = 48 << 10  # bytes of shared memory that a kernel may have without being allowed more
 AVAILABLE = _launcher is not None and not INTERPRETED and torch.version.hip is None
 
 
@@ -40,18 +43,19 @@ class Refused(RuntimeError):
 
 def takes(options: dict[str, Any]) -> bool:
     """Whether a kernel with such options is loaded and launched here, and not by Triton."""
-    return AVAILABLE and (not options.get("launch_cooperative_grid") or (_driver() is not None and not _refusals))
+    return AVAILABLE and (
+        not options.get("launch_cooperative_grid") or (driver.launcher() is not None and not _refusals)
+    )
 
 
 class Loaded:
     """A kernel on a device; `compiled` is what Triton knows of it, None where it comes with the package."""
 
-    def __init__(self, one: store.Kernel, path: str, device: int, compiled: Any = None) -> None:
+    def __init__(self, one: store.Kernel, function: int, compiled: Any = None) -> None:
         places = [i for i, kind in enumerate(one.types) if kind != "constexpr"]
         kinds = [one.types[i] for i in places]
         scratch = one.types[len(one.types) - one.types.count("scratch") :]
-        self.compiled = compiled
-        self.function = _launcher._load_kernel(path, one.name, one.shared, device)[-3]
+        self.compiled, self.function = compiled, function
         self._options = (one.warps, one.shared, "".join(_TYPES.get(kind, "O") for kind in kinds))
         self._scratch = (None,) * len(scratch)
         self._arguments: Any = operator.itemgetter(*places[: len(places) - len(scratch)])  # two or more
@@ -66,25 +70,12 @@ class Loaded:
         _launcher._launch_kernel(self.function, x, y, z, warps, shared, types, arguments, stream)
 
 
-@functools.cache
-def _driver() -> Any:
-    """Return the driver's function that launches programs which all run at once; None where there is none."""
-    try:
-        found = ctypes.CDLL("libcuda.so.1").cuLaunchCooperativeKernel
-    except (OSError, AttributeError):
-        return None
-    sizes = [ctypes.c_uint] * 7  # of the grid, of a program, and of the memory that its threads share
-    found.argtypes = [ctypes.c_void_p, *sizes, ctypes.c_void_p, ctypes.c_void_p]
-    found.restype = ctypes.c_int
-    return found
-
-
 class Together(Loaded):
     """A kernel whose programs all run at once: torch loads it, and the driver launches it."""
 
-    def __init__(self, one: store.Kernel, path: str, device: int, compiled: Any = None) -> None:
-        super().__init__(one, path, device, compiled)
-        self._start, self._sizes = _driver(), (32 * one.warps, 1, 1, one.shared)
+    def __init__(self, one: store.Kernel, function: int, compiled: Any = None) -> None:
+        super().__init__(one, function, compiled)
+        self._start, self._sizes = driver.launcher(), (32 * one.warps, 1, 1, one.shared)
         kinds = [kind for kind in one.types if kind not in ("constexpr", "scratch")]
         # The driver is given the address of each argument, and has copied the arguments when it returns. There is no
         # scratch memory, so that its address stays 0.
@@ -120,7 +111,12 @@ def load(compiled: Any, device: int) -> Loaded:
     """Load a kernel that Triton has compiled."""
     path = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
     together = getattr(compiled.metadata, "launch_cooperative_grid", False)
-    return (Together if together else Loaded)(described(compiled), str(path), device, compiled)
+    one = described(compiled)
+    return (Together if together else Loaded)(one, _by_torch(one, str(path), device), compiled)
+
+
+def _by_torch(one: store.Kernel, path: str, device: int) -> int:
+    return int(_launcher._load_kernel(path, one.name, one.shared, device)[-3])
 
 
 @functools.cache
@@ -148,14 +144,38 @@ def _uses_alignment(kernel: Any, options: dict[str, Any]) -> bool:
     return any(one.name in ("n", "stride") and not one.do_not_specialize for one in kernel.params)
 
 
-@functools.cache
+_stored: dict[tuple[Any, ...], concurrent.futures.Future[Loaded]] = {}
+_storing = threading.Lock()
+
+
 def load_stored(kernel: Any, key: str, device: int, together: bool = False) -> Loaded:
-    """Load a kernel that comes with the package; once, though it may serve several patterns of arguments."""
+    """Load a kernel that comes with the package; once, even if it serves several patterns of arguments or threads."""
+    place = (id(kernel), key, device, together)
+    with _storing:
+        known = _stored.get(place)
+        loading = known or _stored.setdefault(place, concurrent.futures.Future())
+    if known is None:
+        try:
+            loading.set_result(_load_stored(kernel, *place[1:]))
+        except BaseException:
+            del _stored[place]
+            loading.cancel()  # an error for those who wait
+            raise
+    return loading.result()
+
+
+def _load_stored(kernel: Any, key: str, device: int, together: bool) -> Loaded:
     one = store.load(kernel, key)
-    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
-        file.write(one.ptx)
-        file.flush()
-        return (Together if together else Loaded)(one, file.name, device)
+    function = None
+    if one.shared <= _PLAIN:
+        with contextlib.suppress(RuntimeError):
+            function = driver.load(one.ptx, one.name, device)
+    if function is None:
+        with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
+            file.write(one.ptx)
+            file.flush()
+            function = _by_torch(one, file.name, device)
+    return (Together if together else Loaded)(one, function)
 
 
 @functools.cache

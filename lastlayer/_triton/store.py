@@ -71,14 +71,26 @@ def weaker(specialization: list[Any], kernel: Any) -> list[Any]:
     return found
 
 
-@functools.cache
+_fingerprints: dict[int, tuple[str, Any]] = {}  # by the address of a kernel, since Triton parses it for its hash
+
+
 def fingerprint(kernel: Any) -> str:
     """Return a hash of the source of a kernel, and of the functions and numbers of this package that it uses."""
+    known = _fingerprints.get(id(kernel))
+    if known is None:
+        known = _fingerprints[id(kernel)] = _fingerprint(kernel), kernel  # which stays alive
+    return known[0]
+
+
+def _fingerprint(kernel: Any) -> str:
     found: dict[str, str] = {}
     todo = [kernel]
     while todo:
-        function = todo.pop().fn
-        found[f"{function.__module__}.{function.__name__}"] = inspect.getsource(function)
+        one = todo.pop()
+        function = one.fn
+        # Triton has read the source, which takes long: the file is tokenized for it.
+        source = "".join(one.raw_src) if hasattr(one, "raw_src") else inspect.getsource(function)
+        found[f"{function.__module__}.{function.__name__}"] = source
         for name in function.__code__.co_names:
             value = function.__globals__.get(name)
             # What is true or false tells the versions of Triton apart; what they make of a kernel serves all of them.

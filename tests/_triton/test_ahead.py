@@ -135,3 +135,26 @@ def test_kernels_that_are_compiled_are_launched_at_once(asked, monkeypatch):
     compiled[other] = "last"
     assert ahead.launch_all(launches, shared=True) == "last"
     assert found == [one, other, one, other]
+
+
+def test_kernels_of_the_package_are_loaded_side_by_side_and_nothing_is_compiled_for_them(launched, asked, monkeypatch):
+    there, _ = asked
+    first, stored, backward, capturing, found = Kernel(), Kernel(), Kernel(), [False], []
+    there.update((first, stored))
+    monkeypatch.setattr(ahead, "_met", set())
+    monkeypatch.setattr(ahead, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(ahead, "key_of", lambda *given: given[:1])
+    monkeypatch.setattr(ahead, "load_early", lambda kernel, *given: found.append(kernel) or kernel in there)
+    x = torch.zeros(8)
+    one, other, later = (ahead.Launch(kernel, (1,), (x, 8), {}) for kernel in (first, stored, backward))
+    ahead.launch_all([one, other], lambda: [later], shared=True)
+    for thread in ahead._compiling.values():
+        thread.join()
+    assert set(found) == {stored, backward}
+    assert launched == [False, False]  # none had to be compiled
+    assert not backward.compiled
+    capturing[0] = True
+    ahead.launch_all([one, other], shared=True)
+    assert len(found) == 2  # loading could disturb the capture

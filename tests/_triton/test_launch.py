@@ -2,6 +2,9 @@
 
 import ctypes
 import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -216,7 +219,7 @@ def test_what_comes_with_the_package_is_not_compiled(kernel, torch_loads, monkey
     one = loaded.store.Kernel("name", 4, 80, types, b"text")
     monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
     monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
-    loaded.load_stored.cache_clear()
+    monkeypatch.setattr(loaded, "_stored", {})
     x = torch.zeros(8)
     launcher.compile_early(kernel, (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})
     call(kernel, x)
@@ -239,7 +242,7 @@ def test_a_kernel_that_assumes_less_is_replaced(kernel, torch_loads, monkeypatch
     monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
     monkeypatch.setattr(launcher, "in_thread", lambda target, *args: target(*args))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    loaded.load_stored.cache_clear()
+    monkeypatch.setattr(loaded, "_stored", {})
     x = torch.zeros(1000)
     for _ in range(launcher.PATIENCE):
         assert not compiled
@@ -301,13 +304,13 @@ def driver(torch_loads, monkeypatch):
     """A driver, and a kernel for it that comes with the package."""
     found = Driver()
     one = loaded.store.Kernel("name", 4, 80, Driver.types, b"text")
-    monkeypatch.setattr(loaded, "_driver", lambda: found.function)
+    monkeypatch.setattr(loaded.driver, "launcher", lambda: found.function)
     monkeypatch.setattr(loaded, "_refusals", [])
     monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
     monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
     monkeypatch.setattr(launcher, "_stream", lambda device: 99)
     monkeypatch.setattr(Compiled, "run", lambda self, *given: self.kernel.launched.append((given[:3], given[9:])))
-    loaded.load_stored.cache_clear()
+    monkeypatch.setattr(loaded, "_stored", {})
     return found
 
 
@@ -351,31 +354,18 @@ def test_triton_launches_what_the_driver_refuses(kernel, torch_loads, driver):
 
 def test_triton_launches_such_programs_where_there_is_no_driver(kernel, torch_loads, driver, monkeypatch):
     found, compiled, _ = torch_loads
-    monkeypatch.setattr(loaded, "_driver", lambda: None)
+    monkeypatch.setattr(loaded.driver, "launcher", lambda: None)
     call(kernel, torch.zeros(8), **TOGETHER)
     assert not compiled
     assert not found.loaded
     assert len(kernel.launched) == 1
 
 
-def test_a_library_without_the_function_is_no_driver(monkeypatch):
-    function = loaded._driver.__wrapped__
-    for library in (SimpleNamespace(), None):
-
-        def load(name, library=library):
-            if library is None:
-                raise OSError(name)
-            return library
-
-        monkeypatch.setattr(loaded.ctypes, "CDLL", load)
-        assert function() is None
-
-
 def test_arguments_are_not_mixed_between_threads(torch_loads, driver):
     """The driver reads arguments while other threads run."""
     import threading
 
-    together = loaded.Together(loaded.store.Kernel("name", 4, 80, Driver.types, b""), "name.ptx", -1)
+    together = loaded.Together(loaded.store.Kernel("name", 4, 80, Driver.types, b""), 77)
 
     def launch(i):
         for _ in range(50):
@@ -445,7 +435,7 @@ def test_all_that_a_kernel_uses_is_in_its_fingerprint(monkeypatch):
     from lastlayer._triton import device, lml, lml_loss, store
 
     def told(kernel):
-        store.fingerprint.cache_clear()
+        store._fingerprints.clear()
         return store.fingerprint(kernel)
 
     kernels = [lml_loss._over_sum, lml._resident]
@@ -458,7 +448,7 @@ def test_all_that_a_kernel_uses_is_in_its_fingerprint(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(device, "ROWS_FIRST", type(device.LN2)(not device.ROWS_FIRST.value))
     assert told(lml._resident) == before[1]  # as Triton of another version
-    store.fingerprint.cache_clear()
+    store._fingerprints.clear()
 
 
 def test_python_waits_for_a_compiling_thread_whoever_has_started_it():
@@ -477,6 +467,67 @@ def test_python_waits_for_a_compiling_thread_whoever_has_started_it():
     _thread.start_new_thread(backward, ())  # as one that Python has not made
     assert done.wait(20)
     assert found == [(True, False)]
+
+
+def test_a_kernel_is_loaded_by_one_thread(kernel, torch_loads, monkeypatch):
+    import threading
+
+    found, _, _ = torch_loads
+    one = loaded.store.Kernel("name", 4, 80, Driver.types, b"text")
+    begun, go, results = threading.Event(), threading.Event(), []
+
+    def load(kernel, key):
+        begun.set()
+        assert go.wait(20)
+        return one
+
+    monkeypatch.setattr(loaded, "_stored", {})
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
+    monkeypatch.setattr(loaded.store, "load", load)
+    given = kernel, (torch.zeros(8), None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64}
+    threads = [threading.Thread(target=lambda: results.append(launcher.load_early(*given))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        assert begun.wait(20)
+    go.set()
+    for thread in threads:
+        thread.join()
+    call(kernel, torch.zeros(8))
+    assert results == [True] * 3
+    assert len(found.loaded) == len(found.launched) == 1
+
+
+def test_what_cannot_be_loaded_is_compiled(kernel, torch_loads, monkeypatch):
+    _, compiled, _ = torch_loads
+    monkeypatch.setattr(loaded, "_stored", {})
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
+
+    def load(kernel, key):
+        raise OSError("no such file")
+
+    monkeypatch.setattr(loaded.store, "load", load)
+    for n in (5, 16):
+        call(kernel, torch.zeros(8), n=n)
+    assert len(compiled) == 2
+
+
+def test_triton_is_not_read_before_it_compiles():
+    """It hashes itself, which takes as long as the rest of a first call where kernels come with the package."""
+    code = """
+import torch
+torch.cuda.is_available = lambda: True
+torch._C._StaticCudaLauncher = object()
+from lastlayer._triton import launch
+from lastlayer._triton.launch import triton
+assert not launch._starting
+hashed = []
+triton.runtime.cache.triton_key = lambda: hashed.append(1)
+launch.wait_for_start()
+print(hashed)
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[1]"
 
 
 def test_a_thread_that_comes_late_goes_on_with_the_slower_kernel(kernel, monkeypatch):
