@@ -31,7 +31,8 @@ from lastlayer._triton.plan import in_general_form
 _compiling: dict[tuple[Any, ...], threading.Thread] = {}
 _met: set[tuple[Any, ...]] = set()  # kinds of calls whose kernels are compiled, or being compiled
 _absent: dict[tuple[Any, ...], _Wait | None] = {}  # kinds of calls; None if their kernels are at hand
-MOST = 7 << 20  # logits of a call in its general form, which takes more memory and more time than its own kernels
+MOST = 7 << 20  # logits of a call that is made in its general form without looking at the memory there is
+BYTES = 48  # per logit that the general form takes at most: copies in float32, weights and bounds, and their gradients
 
 
 class Absent(Exception):
@@ -88,7 +89,25 @@ def is_new(kind: tuple[Any, ...]) -> bool:
 def _provided(x: Any) -> bool:
     """Whether kernels for the general form of a call come with the package, and can be used."""
     usable = not INTERPRETED and loaded.AVAILABLE and loaded.serves(x.get_device())
-    return usable and x.numel() <= MOST and not in_general_form()
+    return usable and not in_general_form()
+
+
+def _has_room(x: Any) -> bool:
+    """Whether the general form of a call takes little of the memory that is free; else its own kernels are waited for.
+
+    A batch that just fits into the memory has to fit on its first call, too.
+    """
+    if x.numel() <= MOST:
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    device = x.get_device()
+    try:
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    except RuntimeError:  # an allocator that does not tell
+        return False
+    return bool(BYTES * x.numel() <= free // 2)
 
 
 def absent(launches: list[Launch], lasting: bool | None = None) -> bool:
@@ -105,7 +124,7 @@ def absent(launches: list[Launch], lasting: bool | None = None) -> bool:
     if kind not in _absent:
         _absent[kind] = None if all(at_hand(one.kernel, one.args, one.options) for one in launches) else _Wait()
     wait = _absent[kind]
-    if wait is None:
+    if wait is None or not _has_room(args[0]):
         return False
     wait.calls += 1
     lasting = "R" in options if lasting is None else lasting
@@ -141,7 +160,8 @@ def launch_all(
             raise Absent
     if is_new((x.get_device(), x.dtype, later is None, *(one.case for one in launches))):
         every = {one.case: one for one in launches[1:] + ([] if later is None else later())}
-        _ahead(every.values(), compiles=not shared)  # what is not at hand by then has its general form, too
+        # Unless there is no room for it, what is not at hand by then has its general form, too.
+        _ahead(every.values(), compiles=not shared or not _has_room(x))
     held = None
     for kernel, grid, args, options in launches:
         held = launch(kernel, grid, *args, **options)

@@ -176,6 +176,7 @@ class Recorder:
     def at_hand(self, are: Callable[..., bool]) -> None:
         """Have calls find their own kernels at hand, or not and take their general form."""
         self.ahead._provided = lambda x: not plan.in_general_form()
+        self.ahead._has_room = lambda x: True
         self.ahead.at_hand = are
 
     def first(self) -> None:

@@ -158,3 +158,52 @@ def test_kernels_of_the_package_are_loaded_side_by_side_and_nothing_is_compiled_
     capturing[0] = True
     ahead.launch_all([one, other], shared=True)
     assert len(found) == 2  # loading could disturb the capture
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Bytes that are free on the device, and of those in the pool of torch that are not in use; whether it captures."""
+    found = {"free": 0, "pool": 0, "captures": False}
+    monkeypatch.setattr(ahead, "MOST", 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found["captures"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (found["free"], 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000 + found["pool"])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    return found
+
+
+def test_a_large_call_has_its_general_form_where_there_is_room(memory, monkeypatch):
+    x = torch.zeros(8)
+    needed = 2 * ahead.BYTES * x.numel()
+    assert not ahead._has_room(x)
+    assert ahead._has_room(x[:4])  # whatever there is
+    memory["free"] = needed - 10
+    assert not ahead._has_room(x)
+    memory["pool"] = 10
+    assert ahead._has_room(x)
+    memory["captures"] = True
+    assert not ahead._has_room(x)
+    memory["captures"] = False
+
+    def unknown(device):
+        raise RuntimeError("the allocator does not tell")
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", unknown)
+    assert not ahead._has_room(x)
+
+
+def test_without_room_own_kernels_are_compiled_side_by_side(launched, asked, memory, monkeypatch):
+    first, other, later, x = Kernel(), Kernel(), Kernel(), torch.zeros(8)
+    for kernel in (first, other, later):
+        kernel.go.set()
+    monkeypatch.setattr(ahead, "_met", set())
+    monkeypatch.setattr(ahead, "INTERPRETED", False)
+    monkeypatch.setattr(ahead, "key_of", lambda *given: given[:1])
+    launches = [ahead.Launch(kernel, (1,), (x, 8), {}) for kernel in (first, other)]
+    ahead.launch_all(launches, lambda: [launches[0]._replace(kernel=later)], shared=True)
+    assert launched == [False, True]  # the first is compiled by its launch, the other by a thread
+    ahead.launch(later, (1,), x, 8)
+    assert launched[2:] == [True]
+    memory["free"] = 1 << 30
+    with pytest.raises(ahead.Absent):
+        ahead.launch_all(launches, shared=True)
