@@ -168,8 +168,11 @@ def _load_stored(kernel: Any, key: str, device: int, together: bool) -> Loaded:
     one = store.load(kernel, key)
     function = None
     if one.shared <= _PLAIN:
-        with contextlib.suppress(RuntimeError):
-            function = driver.load(one.ptx, one.name, device)
+        native = store.load_native(kernel, key) if torch.cuda.get_device_capability(device) == store.NATIVE else None
+        for image in (one.ptx,) if native is None else (native, one.ptx):  # which a driver that is older may not take
+            with contextlib.suppress(RuntimeError):
+                function = driver.load(image, one.name, device)
+                break
     if function is None:
         with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
             file.write(one.ptx)

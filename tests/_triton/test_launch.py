@@ -165,6 +165,7 @@ def torch_loads(kernel, monkeypatch):
     monkeypatch.setattr(loaded, "_launcher", found)
     monkeypatch.setattr(loaded, "compile_for", compile_for)
     monkeypatch.setattr(loaded, "target_of", lambda device: "target")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(loaded, "stored_key", lambda *given: (None, False))
     monkeypatch.setattr(launcher, "_early", {})
     monkeypatch.setattr(launcher, "_slower", {})
@@ -495,6 +496,34 @@ def test_a_kernel_is_loaded_by_one_thread(kernel, torch_loads, monkeypatch):
     call(kernel, torch.zeros(8))
     assert results == [True] * 3
     assert len(found.loaded) == len(found.launched) == 1
+
+
+def test_a_kernel_in_the_code_of_the_gpu_comes_first(kernel, torch_loads, monkeypatch):
+    found, _, _ = torch_loads
+    one, given, refused = loaded.store.Kernel("name", 4, 80, Driver.types, b"text"), [], []
+    capability = [(9, 0)]
+
+    def load(image, name, device):
+        given.append(image)
+        if image in refused:
+            raise RuntimeError("cuModuleLoadData of the CUDA driver: error 200")
+        return 77
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(loaded.driver, "load", load)
+    monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
+    monkeypatch.setattr(loaded.store, "load_native", lambda kernel, key: b"code")
+    assert loaded._load_stored(kernel, "key", 0, False).function == 77
+    refused.append(b"code")
+    loaded._load_stored(kernel, "key", 0, False)
+    assert given == [b"code", b"code", b"text"]
+    capability[0] = (8, 0)
+    loaded._load_stored(kernel, "key", 0, False)
+    assert given[3:] == [b"text"]
+    assert not found.loaded
+    refused.append(b"text")
+    loaded._load_stored(kernel, "key", 0, False)
+    assert [given[1:] for given in found.loaded] == [("name", 80, 0)]  # by torch, from a file
 
 
 def test_what_cannot_be_loaded_is_compiled(kernel, torch_loads, monkeypatch):
