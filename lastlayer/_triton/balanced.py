@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lastlayer._triton import INTERPRETED
+from lastlayer._triton import INTERPRETED, loaded
 from lastlayer._triton import plan as shapes
+from lastlayer._triton.ahead import Absent, Launch, launch_all
 from lastlayer._triton.device import (
     COMPILED,
     LOG2E,
@@ -33,7 +34,7 @@ from lastlayer._triton.device import (
     sum4,
     sum_w,
 )
-from lastlayer._triton.launch import launch, prepare, relaunch, start_driver
+from lastlayer._triton.launch import prepare, relaunch, start_driver
 
 WIDEST = 1024  # columns
 ROUNDS = 64
@@ -56,6 +57,7 @@ MOVED = tl.constexpr(0.5)  # how far odds may be moved by factors before they ar
 LONGEST = tl.constexpr(16.0)  # step of a row
 PASSES = tl.constexpr(10)
 LN2 = tl.constexpr(0.6931471805599453)
+_TOGETHER: dict[str, bool] = {} if INTERPRETED else {"launch_cooperative_grid": True}
 
 
 @triton.jit
@@ -399,7 +401,10 @@ def solve(
     x = logits.contiguous()
     rows, n = x.shape
     device = x.get_device()
-    plan = _plan(rows, n, _programs(device))
+    # The general form has few entries per thread, since the code for many takes the driver long to load.
+    plan = _plan(
+        rows, n, _programs(device), *((0, PER_THREAD // 4) if shapes.in_general_form() else (MOST, PER_THREAD))
+    )
     w, c, r, warps, held = plan
     size = ROUNDS * (w * c + 1)
     work = torch.zeros(size + 1, dtype=torch.int64, device=x.device)  # the sums of each round, and a counter
@@ -422,15 +427,34 @@ def solve(
         k_row = 0 if k.stride(0) == 0 or rows == 1 else 1
     if isinstance(capacity, Tensor):
         capacity = capacity.contiguous()
-    options = {} if INTERPRETED else {"launch_cooperative_grid": True}
-    compiled = launch(
-        _solve, (min(_programs(device), shapes.cdiv(rows, r)),), x, k, capacity, y, duals, duals[rows:], work,
-        work[size:].view(torch.int32), answer.tensor, rows, n, k_row, low, 1.0 / temperature, R=r, W=w, C=c,
-        ROUNDS=ROUNDS, HELD=held, num_warps=warps, **options,
+    args = (
+        x, k, capacity, y, duals, duals[rows:], work, work[size:].view(torch.int32), answer.tensor, rows, n, k_row,
+        low, 1.0 / temperature,
     )  # fmt: skip
+    options = {"R": r, "W": w, "C": c, "ROUNDS": ROUNDS, "HELD": held, "num_warps": warps}
+    own = Launch(_solve, (min(_programs(device), shapes.cdiv(rows, r)),), args, {**options, **_TOGETHER})
+    try:
+        compiled = launch_all([own], shared=True, lasting=False)
+    except Absent:
+        with shapes.general_form():
+            y, duals, wrong = solve(x.float(), *_tensors(x, k, capacity, low), temperature)
+        return y.to(logits.dtype), duals, wrong
     if key is not None and held:
         prepare(key, compiled, r)
     return y, duals, answer.wait(device)
+
+
+def _tensors(x: Tensor, k: Tensor | float, capacity: Tensor | float, low: float | None) -> tuple[Tensor, Tensor]:
+    """Return the sums of rows and of columns as tensors, the form to which every call can be brought.
+
+    `low` is what float32 drops of the one capacity.
+    """
+    rows, n = x.shape
+    if not isinstance(k, Tensor):
+        k = torch.full((), k, dtype=torch.float64, device=x.device).expand(rows, 1)
+    if not isinstance(capacity, Tensor):
+        capacity = torch.full((1, n), capacity + (low or 0.0), dtype=torch.float64, device=x.device)
+    return k, capacity
 
 
 class _Answer(threading.local):
@@ -460,18 +484,22 @@ class _Answer(threading.local):
 
 
 _answers = _Answer()
-start_driver()  # while the rest is imported: its kernel is launched by Triton
+if not loaded.takes(_TOGETHER):
+    start_driver()  # while the rest is imported: the kernel is launched by Triton
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(rows: int, n: int, programs: int) -> tuple[int, int, int, int, bool]:
-    """W, C and the rows of a block, its warps, and whether one block per program is the whole matrix."""
+def _plan(rows: int, n: int, programs: int, most: int, each: int) -> tuple[int, int, int, int, bool]:
+    """W, C and the rows of a block, its warps, and whether one block per program is the whole matrix.
+
+    Blocks of up to `most` entries are held, and a thread takes `each` of them.
+    """
     c = max(32, shapes.power_of_2(n))
     r = max(1, shapes.power_of_2(shapes.cdiv(rows, programs)))
     w, within = max(1, c // 128), min(c, 128)
-    if r * c <= MOST:
-        return w, within, r, min(16, max(4, r * c // (32 * PER_THREAD))), True
-    return w, within, max(1, 32 * WARPS * PER_THREAD // c), WARPS, False
+    if r * c <= most:
+        return w, within, r, min(16, max(4, r * c // (32 * each))), True
+    return w, within, max(1, 32 * WARPS * each // c), WARPS, False
 
 
 def _float32(value: float) -> float:

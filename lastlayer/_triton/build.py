@@ -1,7 +1,7 @@
 """Make the kernels that come with the package: ``python -m lastlayer._triton.build``. No GPU is needed.
 
 In Triton's interpreter the calls below write down which kernels they launch, instead of running them. Those that are
-not there yet are then compiled for the oldest GPU that the package serves.
+not there yet are then compiled for the oldest GPU that the package serves; the largest are translated for one kind.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -17,12 +17,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -176,6 +178,7 @@ class Recorder:
     def at_hand(self, are: Callable[..., bool]) -> None:
         """Have calls find their own kernels at hand, or not and take their general form."""
         self.ahead._provided = lambda x: not plan.in_general_form()
+        self.ahead._has_room = lambda x: True
         self.ahead.at_hand = are
 
     def first(self) -> None:
@@ -211,6 +214,7 @@ def record() -> list[dict[str, Any]]:
     take(FUSED, FLOAT, LONG[-2:-1], LONG_ROWS[:1])  # rows that are too long for some of the kernels
     recorder.general = True
     _of_layers()
+    _of_matrices(recorder)
     return list(recorder.found.values())
 
 
@@ -259,6 +263,19 @@ def _of_layers() -> None:
             ll.linear_lml_loss(features, weight, target, k, observed=observed, reduction="sum").backward()
 
 
+def _of_matrices(recorder: Recorder) -> None:
+    """Call the balanced assignment in its general form, for every width."""
+    balanced: Any = importlib.import_module("lastlayer._triton.balanced")
+    balanced._TOGETHER = {"launch_cooperative_grid": True}
+    balanced._Answer.wait = lambda self, device: 0
+    recorder.at_hand(lambda *given: False)
+    width = balanced.WIDEST
+    while width >= 32:
+        recorder.first()
+        ll.lml_balanced(torch.zeros(64, width), 1.5)
+        width //= 2
+
+
 def _told(value: Any) -> Any:
     if isinstance(value, Tensor):
         return [str(value.dtype).removeprefix("torch."), value.data_ptr() % 16 == 0]
@@ -287,6 +304,32 @@ def make(one: dict[str, Any]) -> store.Kernel:
     return loaded.described(compiled)._replace(ptx="\n".join(lines).encode() + b"\n\0")
 
 
+def translated(one: store.Kernel) -> store.Kernel:
+    """Translate a kernel for the GPUs of `store.NATIVE`, as their driver would."""
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_bytes(one.ptx.removesuffix(b"\0"))
+        major, minor = store.NATIVE
+        subprocess.run([ptxas, f"-arch=sm_{major}{minor}", "-o", target, source], check=True)
+        return one._replace(ptx=target.read_bytes())
+
+
+def translate(path: Path, kernels: dict[str, store.Kernel]) -> None:
+    """Write the large ones of some kernels in translated form, and keep those that are there."""
+    native = store.native_of(path)
+    known = store.read(native)
+    found = {
+        key: known[key] if key in known else translated(one)
+        for key, one in kernels.items()
+        if len(one.ptx) > store.LARGE
+    }
+    if found:
+        store.write(native, found)
+    else:
+        native.unlink(missing_ok=True)
+
+
 def launched() -> dict[Path, dict[str, dict[str, Any]]]:
     """Return the kernels that the calls launch, by file and key."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -312,6 +355,7 @@ def main(argv: list[str] | None = None) -> int:
     missing = [(path, key) for path, kernels in files.items() for key in kernels if key not in made[path]]
     for old in set(store.FOLDER.glob("*.xz")) - set(files):
         old.unlink()
+        store.native_of(old).unlink(missing_ok=True)
     left = collections.Counter(path for path, _ in missing)
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
@@ -321,6 +365,7 @@ def main(argv: list[str] | None = None) -> int:
                 _, key = missing.pop(0)
                 made[path][key] = next(compiled)
             store.write(path, made[path])
+            translate(path, made[path])
             size, seconds = path.stat().st_size // 1024, time.monotonic() - start
             print(f"{path.name}: {len(made[path])} kernels, {size} kB, after {seconds:.0f} s", flush=True)
     total = sum(map(len, made.values()))

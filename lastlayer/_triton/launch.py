@@ -4,7 +4,8 @@ A compiled kernel is kept with its constants, and from then on called directly. 
 argument; `relaunch`, which the most common calls use, by a short key that its caller knows to be enough.
 
 With nothing cached, Triton first builds its driver, unless torch loads the kernels, and hashes itself. Threads do both
-while kernels are imported.
+while kernels are imported, if those of the package cannot be used; else Triton, which is 400 MB to read, is hashed when
+it has to compile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -19,7 +20,7 @@ import triton
 from torch import Tensor
 
 from lastlayer._triton import INTERPRETED, loaded
-from lastlayer._triton.loaded import Loaded
+from lastlayer._triton.loaded import Loaded, Refused
 
 # Since Triton 3.4 a compiled kernel takes all arguments, constants too, in the order of its signature; a pointer may be
 # a number, which spares asking each tensor for its address and the driver whether it is one of the device.
@@ -33,6 +34,7 @@ _ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _slower: dict[tuple[Any, ...], int] = {}  # launches of kernels that assume less than they could
 PATIENCE = 3  # launches after which such a kernel is worth another
 _starting: list[threading.Thread] = []
+_hashing = threading.Lock()
 
 
 def in_thread(target: Any, *args: Any) -> threading.Thread:
@@ -48,7 +50,7 @@ def _driver() -> None:
 
 
 def _hash() -> None:
-    with contextlib.suppress(Exception):
+    with _hashing, contextlib.suppress(Exception):  # which one thread does for all
         triton.runtime.cache.triton_key()
 
 
@@ -62,12 +64,12 @@ def wait_for_start() -> None:
     """Wait until Triton has its hash and, where it was started, its driver; several threads may wait."""
     for thread in list(_starting):
         thread.join()
+    _hash()
 
 
-if not INTERPRETED and torch.cuda.is_available():
+if not INTERPRETED and torch.cuda.is_available() and not loaded.AVAILABLE:
     _starting.append(in_thread(_hash))
-    if not loaded.AVAILABLE:
-        start_driver()
+    start_driver()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> Any:
@@ -96,7 +98,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **con
         compiled = _faster(key, kernel, device, args, {"num_warps": num_warps, **constants})
         if compiled is not None:
             held = _compiled[key] = compiled, *held[1:3], False
-    _launch(held, grid, device, given)
+    try:
+        _launch(held, grid, device, given)
+    except Refused:
+        compiled = _by_triton(kernel, grid, args, {"num_warps": num_warps, **constants})
+        held = _compiled[key] = compiled, *held[1:3], False
+        _launch(held, grid, device, given)
     return held
 
 
@@ -110,7 +117,10 @@ def launch_compiled(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], o
     held = _compiled.get(key)
     if held is None or held[3]:
         return None
-    _launch(held, grid, device, given)
+    try:
+        _launch(held, grid, device, given)
+    except Refused:  # `launch` is to find another way
+        return None
     return held
 
 
@@ -150,7 +160,7 @@ def _load(key: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...],
     with contextlib.suppress(Exception):  # the driver may be too old for it, or Triton tell arguments otherwise
         stored, fast = loaded.stored_key(device, kernel, args, options)
         if stored is not None:
-            found = loaded.load_stored(kernel, stored, device)
+            found = loaded.load_stored(kernel, stored, device, _together(options))
             if not fast:
                 _slower[key] = 1
             return found
@@ -233,10 +243,23 @@ def compile_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)  # which is then cached
 
 
+def load_early(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Load a kernel that is launched later, if it comes with the package; return whether it does."""
+    device = args[0].get_device()
+    stored = loaded.stored_key(device, kernel, args, options)[0] if loaded.takes(options) else None
+    if stored is not None:
+        loaded.load_stored(kernel, stored, device, _together(options))
+    return stored is not None
+
+
+def _together(options: dict[str, Any]) -> bool:
+    return bool(options.get("launch_cooperative_grid"))
+
+
 def _run(compiled: Any, grid: tuple[int, int, int], device: int, given: tuple[Any, ...]) -> None:
     """As ``compiled[grid](*given)``, which asks for the device and prepares the kernel each time."""
     stream, told = _stream(device), _is_told()
-    if type(compiled) is Loaded:
+    if isinstance(compiled, Loaded):
         if not told or compiled.compiled is None:  # of a kernel of the package there is nothing to tell
             compiled.launch(grid[0], grid[1], grid[2], stream, given)
             return
@@ -270,7 +293,11 @@ def relaunch(key: tuple[Any, ...], device: int, rows: int, *given: Any) -> bool:
     held = _ready.get(key)
     if held is None or device != _current():
         return False
-    run_again(held, device, rows, given)
+    try:
+        run_again(held, device, rows, given)
+    except Refused:  # `launch` is to find another way
+        _ready.pop(key, None)
+        return False
     return True
 
 
@@ -287,7 +314,7 @@ def ready(key: tuple[Any, ...]) -> Any:
 def run_again(held: Any, device: int, rows: int, given: tuple[Any, ...]) -> None:
     """Launch what `ready` has returned on the current device."""
     compiled, last, per = held
-    if type(compiled) is Loaded and not _is_told():
+    if isinstance(compiled, Loaded) and not _is_told():
         compiled.launch(-(-rows // per), 1, 1, _stream(device), given)  # which needs no constants
     else:
         _run(compiled, (-(-rows // per), 1, 1), device, (*given, *last))

@@ -5,6 +5,9 @@ the types of the arguments and of the constants, followed by what the variant as
 of the source a variant is compiled as any other, until it is made anew.
 
 A file is an index and groups of variants, each compressed by itself: a call reads the groups that it needs.
+
+The driver translates PTX, which takes up to a second for the largest kernels. For one kind of GPU these come
+translated, too, in files of the same form.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -26,7 +29,11 @@ import triton.language as tl
 FOLDER = Path(__file__).parent / "kernels"
 LEAST = (8, 0)  # the compute capability that the kernels need
 GROUP = 32  # variants at most; larger groups are smaller in all, but take longer to read
+NATIVE = (9, 0)  # the compute capability for which large kernels come translated: H100, H200
+LARGE = 175 << 10  # bytes of PTX
+_ELF = b"\x7fELF"  # how a translated kernel begins
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 4, "lp": 0, "pb": 0}]  # for text
+_FOR_CODE = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 4, "pb": 4}]  # for instructions of 16 bytes
 _HEADER = 8  # bytes that hold the length of the index
 _HASH = 24  # characters
 NOTHING, ONE, MULTIPLE = "-", "1", "D"  # is assumed of an argument; that it is 1; that it is a multiple of 16
@@ -39,7 +46,7 @@ class Kernel(NamedTuple):
     warps: int
     shared: int  # bytes of memory that the threads of a program share
     types: tuple[str, ...]  # of its parameters
-    ptx: bytes
+    ptx: bytes  # or what it was translated to
 
 
 def key_of(kernel: Any, specialization: list[Any], options: dict[str, Any]) -> str:
@@ -71,14 +78,26 @@ def weaker(specialization: list[Any], kernel: Any) -> list[Any]:
     return found
 
 
-@functools.cache
+_fingerprints: dict[int, tuple[str, Any]] = {}  # by the address of a kernel, since Triton parses it for its hash
+
+
 def fingerprint(kernel: Any) -> str:
     """Return a hash of the source of a kernel, and of the functions and numbers of this package that it uses."""
+    known = _fingerprints.get(id(kernel))
+    if known is None:
+        known = _fingerprints[id(kernel)] = _fingerprint(kernel), kernel  # which stays alive
+    return known[0]
+
+
+def _fingerprint(kernel: Any) -> str:
     found: dict[str, str] = {}
     todo = [kernel]
     while todo:
-        function = todo.pop().fn
-        found[f"{function.__module__}.{function.__name__}"] = inspect.getsource(function)
+        one = todo.pop()
+        function = one.fn
+        # Triton has read the source, which takes long: the file is tokenized for it.
+        source = "".join(one.raw_src) if hasattr(one, "raw_src") else inspect.getsource(function)
+        found[f"{function.__module__}.{function.__name__}"] = source
         for name in function.__code__.co_names:
             value = function.__globals__.get(name)
             # What is true or false tells the versions of Triton apart; what they make of a kernel serves all of them.
@@ -92,6 +111,11 @@ def fingerprint(kernel: Any) -> str:
 def file_of(kernel: Any) -> Path:
     """Return the file with the variants of a kernel."""
     return FOLDER / f"{kernel.fn.__module__.rsplit('.', 1)[-1]}.{kernel.fn.__name__}.xz"
+
+
+def native_of(path: Path) -> Path:
+    """Return the file with those variants that come translated."""
+    return path.parent / f"sm_{NATIVE[0]}{NATIVE[1]}" / path.name
 
 
 def find(kernel: Any, key: str) -> str | None:
@@ -115,6 +139,12 @@ def best(keys: Collection[str], key: str) -> str | None:
 def load(kernel: Any, key: str) -> Kernel:
     """Return a variant of a kernel."""
     return _kernel(file_of(kernel), key)
+
+
+def load_native(kernel: Any, key: str) -> bytes | None:
+    """Return a variant of a kernel in the code of the GPUs of `NATIVE`, if it comes with the package."""
+    path = native_of(file_of(kernel))
+    return _kernel(path, key).ptx if key in _index(path)[0] else None
 
 
 def read(path: Path) -> dict[str, Kernel]:
@@ -167,15 +197,17 @@ def write(path: Path, kernels: dict[str, Kernel]) -> None:
             index[key] = (*one[:-1], len(groups), len(group), len(group) + len(text))
             group += text
         groups.append(group)
-    parts = [lzma.compress(group, filters=_FILTERS) for group in groups]
+    parts = [lzma.compress(part, filters=_FOR_CODE if part.startswith(_ELF) else _FILTERS) for part in groups]
     head = lzma.compress(json.dumps((index, [len(part) for part in parts])).encode(), filters=_FILTERS)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join([len(head).to_bytes(_HEADER, "little"), head, *parts]))
     forget()
 
 
 def _shortened(ptx: bytes) -> bytes:
     """Number each register from the one before it: where two kernels do the same, they then read the same."""
+    if ptx.startswith(_ELF):
+        return ptx
     last: dict[bytes, int] = {}
 
     def step(found: re.Match[bytes]) -> bytes:
@@ -188,6 +220,8 @@ def _shortened(ptx: bytes) -> bytes:
 
 def _restored(text: bytes) -> bytes:
     """Return the PTX that was shortened."""
+    if text.startswith(_ELF):
+        return text
     last: dict[bytes, int] = {}
 
     def number(found: re.Match[bytes]) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -195,6 +197,7 @@ def _by_kernel(op: str, logits: Any, k: Any, capacity: Any, temperature: Any) ->
         return None
     if not direct(logits, k, capacity) or _triton.unavailable(logits.device) or not logits.is_floating_point():
         return None
+    loading = _load_solver(logits) if recorded(logits, k, capacity) else None
     from lastlayer._triton import balanced
 
     if balanced.unfit(logits):
@@ -215,9 +218,34 @@ def _by_kernel(op: str, logits: Any, k: Any, capacity: Any, temperature: Any) ->
         limits = rows * sums / columns
         given = sums, limits
     y, duals, wrong = balanced.solve(logits.detach(), given[0], given[1], divisor)
+    if loading is not None:
+        loading.join()  # so that nothing goes on beside what follows, which may be the capture of a CUDA graph
     if wrong:
         return None
     return _Found(logits, sums, limits, divisor, y, duals, recorded(logits, sums, limits))
+
+
+_solvers: set[torch.device] = set()  # the devices on which a system of equations has been solved
+
+
+def _load_solver(logits: Tensor) -> threading.Thread | None:
+    """Have torch load the libraries of the backward pass in a thread, beside the first forward pass of a device.
+
+    With nothing cached that takes about as long as the rest of a first call.
+    """
+    device = logits.device
+    if device in _solvers or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    _solvers.add(device)
+    thread = threading.Thread(target=_solve_something, args=(torch.cuda.current_stream(device),), daemon=False)
+    thread.start()
+    return thread
+
+
+def _solve_something(stream: torch.cuda.Stream) -> None:
+    with contextlib.suppress(Exception), torch.cuda.stream(stream):  # what is wrong will show in the backward pass
+        one = torch.eye(2, dtype=torch.float64, device=stream.device)
+        torch.linalg.solve_ex(one @ one, one)
 
 
 def _agreeing(sums: Tensor, limits: Tensor, shard: ClassShard | None) -> Tensor:

@@ -136,3 +136,75 @@ def test_kernels_that_are_compiled_are_launched_at_once(asked, monkeypatch):
     compiled[other] = "last"
     assert ahead.launch_all(launches, shared=True) == "last"
     assert found == [one, other, one, other]
+
+
+def test_kernels_of_the_package_are_loaded_side_by_side_and_nothing_is_compiled_for_them(launched, asked, monkeypatch):
+    there, _ = asked
+    first, stored, backward, capturing, found = Kernel(), Kernel(), Kernel(), [False], []
+    there.update((first, stored))
+    monkeypatch.setattr(ahead, "_met", set())
+    monkeypatch.setattr(ahead, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(ahead, "key_of", lambda *given: given[:1])
+    monkeypatch.setattr(ahead, "load_early", lambda kernel, *given: found.append(kernel) or kernel in there)
+    x = torch.zeros(8)
+    one, other, later = (ahead.Launch(kernel, (1,), (x, 8), {}) for kernel in (first, stored, backward))
+    ahead.launch_all([one, other], lambda: [later], shared=True)
+    for thread in ahead._compiling.values():
+        thread.join()
+    assert set(found) == {stored, backward}
+    assert launched == [False, False]  # none had to be compiled
+    assert not backward.compiled
+    capturing[0] = True
+    ahead.launch_all([one, other], shared=True)
+    assert len(found) == 2  # loading could disturb the capture
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Bytes that are free on the device, and of those in the pool of torch that are not in use; whether it captures."""
+    found = {"free": 0, "pool": 0, "captures": False}
+    monkeypatch.setattr(ahead, "MOST", 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found["captures"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (found["free"], 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000 + found["pool"])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    return found
+
+
+def test_a_large_call_has_its_general_form_where_there_is_room(memory, monkeypatch):
+    x = torch.zeros(8)
+    needed = 2 * ahead.BYTES * x.numel()
+    assert not ahead._has_room(x)
+    assert ahead._has_room(x[:4])  # whatever there is
+    memory["free"] = needed - 10
+    assert not ahead._has_room(x)
+    memory["pool"] = 10
+    assert ahead._has_room(x)
+    memory["captures"] = True
+    assert not ahead._has_room(x)
+    memory["captures"] = False
+
+    def unknown(device):
+        raise RuntimeError("the allocator does not tell")
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", unknown)
+    assert not ahead._has_room(x)
+
+
+def test_without_room_own_kernels_are_compiled_side_by_side(launched, asked, memory, monkeypatch):
+    first, other, later, x = Kernel(), Kernel(), Kernel(), torch.zeros(8)
+    for kernel in (first, other, later):
+        kernel.go.set()
+    monkeypatch.setattr(ahead, "_met", set())
+    monkeypatch.setattr(ahead, "INTERPRETED", False)
+    monkeypatch.setattr(ahead, "key_of", lambda *given: given[:1])
+    launches = [ahead.Launch(kernel, (1,), (x, 8), {}) for kernel in (first, other)]
+    ahead.launch_all(launches, lambda: [launches[0]._replace(kernel=later)], shared=True)
+    assert launched == [False, True]  # the first is compiled by its launch, the other by a thread
+    ahead.launch(later, (1,), x, 8)
+    assert launched[2:] == [True]
+    memory["free"] = 1 << 30
+    with pytest.raises(ahead.Absent):
+        ahead.launch_all(launches, shared=True)

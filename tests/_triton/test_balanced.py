@@ -1,5 +1,7 @@
 """The balanced assignment by the GPU kernel against plain torch: on a GPU, or in Triton's interpreter."""
 
+import threading
+
 import pytest
 import torch
 from tools import DEVICE, GPU_KERNELS
@@ -124,3 +126,58 @@ def test_second_derivatives(tried):
     torch.testing.assert_close(
         second.double(), torch.autograd.grad(first.square().sum(), wide)[0], rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.fixture
+def nothing_at_hand(monkeypatch):
+    from lastlayer._triton import ahead, plan
+
+    asked = []
+    monkeypatch.setattr(ahead, "_provided", lambda x: not plan.in_general_form())
+    monkeypatch.setattr(ahead, "_absent", {})
+    monkeypatch.setattr(ahead, "launch_compiled", lambda *given: None)
+    monkeypatch.setattr(ahead, "at_hand", lambda kernel, args, options: asked.append(options))
+    monkeypatch.setattr(ahead, "PATIENCE", -1)  # nothing is compiled meanwhile
+    return asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["numbers", "tensors"])
+def test_the_general_form(tried, nothing_at_hand, dtype, form):
+    x = matrix(45, 20, 2.0, 1.0).to(dtype)
+    k, capacity = 3.5, None
+    if form == "tensors":
+        k = torch.linspace(1, 4, 45, dtype=torch.float64, device=DEVICE)
+        capacity = k.sum() * torch.linspace(0.5, 1.5, 20, dtype=torch.float64, device=DEVICE) / 20
+    leaf = x.clone().requires_grad_()
+    y = ll.lml_balanced(leaf, k, capacity, temperature=1.25)
+    assert tried == [True, True]  # the call, and within it that in the general form
+    assert len(nothing_at_hand) == 1
+    wide = x.double().requires_grad_()
+    exact = ll.lml_balanced(wide, k, capacity, temperature=1.25)
+    close = {"rtol": 0, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
+    torch.testing.assert_close(y.double(), exact, **close)
+    found, right = (torch.autograd.grad(out.square().sum(), z)[0] for out, z in ((y, leaf), (exact, wide)))
+    torch.testing.assert_close(
+        found.double(), right, **(close if dtype != torch.float32 else {"rtol": 0, "atol": 1e-5})
+    )
+
+
+def test_its_own_kernel_is_compiled_meanwhile(tried, nothing_at_hand, monkeypatch):
+    """Though it holds rows, which other functions have compiled when a length is met often."""
+    from lastlayer._triton import ahead
+
+    made = []
+
+    def compile_meanwhile(key, kernel, device, args, options):
+        made.append(options["HELD"])
+        return threading.Thread()  # which has ended
+
+    monkeypatch.setattr(ahead, "PATIENCE", 2)
+    monkeypatch.setattr(ahead, "compile_meanwhile", compile_meanwhile)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x = matrix(6, 4, 1.0, 0.0)
+    for _ in range(3):
+        ll.lml_balanced(x, 2.0)
+    assert made == [True]
+    assert len(tried) == 4  # the first call twice

@@ -1,5 +1,10 @@
 """The launcher past Triton's binder, with a kernel that only writes down how it is called."""
 
+import ctypes
+import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -160,6 +165,7 @@ def torch_loads(kernel, monkeypatch):
     monkeypatch.setattr(loaded, "_launcher", found)
     monkeypatch.setattr(loaded, "compile_for", compile_for)
     monkeypatch.setattr(loaded, "target_of", lambda device: "target")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(loaded, "stored_key", lambda *given: (None, False))
     monkeypatch.setattr(launcher, "_early", {})
     monkeypatch.setattr(launcher, "_slower", {})
@@ -214,7 +220,7 @@ def test_what_comes_with_the_package_is_not_compiled(kernel, torch_loads, monkey
     one = loaded.store.Kernel("name", 4, 80, types, b"text")
     monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
     monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
-    loaded.load_stored.cache_clear()
+    monkeypatch.setattr(loaded, "_stored", {})
     x = torch.zeros(8)
     launcher.compile_early(kernel, (x, None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64})
     call(kernel, x)
@@ -237,7 +243,7 @@ def test_a_kernel_that_assumes_less_is_replaced(kernel, torch_loads, monkeypatch
     monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
     monkeypatch.setattr(launcher, "in_thread", lambda target, *args: target(*args))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    loaded.load_stored.cache_clear()
+    monkeypatch.setattr(loaded, "_stored", {})
     x = torch.zeros(1000)
     for _ in range(launcher.PATIENCE):
         assert not compiled
@@ -272,12 +278,107 @@ def test_what_is_at_hand(kernel, monkeypatch):
     assert launcher.at_hand(kernel, (x, None, 16, 0.5), options)
 
 
-def test_triton_launches_programs_that_wait_for_each_other(kernel, torch_loads):
+TOGETHER = {"launch_cooperative_grid": True}
+
+
+class Driver:
+    """Stands for the CUDA driver, which launches programs that all run at once, or answers with an error."""
+
+    types = ("*fp32", "constexpr", "i32", "fp32", "constexpr", "constexpr", "scratch", "scratch")
+    kinds = (ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64)
+
+    def __init__(self):
+        self.launched, self.error = [], 0
+        signature = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
+        self.function = ctypes.CFUNCTYPE(ctypes.c_int, *signature)(self.start)
+
+    def start(self, function, x, y, z, threads, rows, layers, shared, stream, arguments):
+        if not self.error:
+            places = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p * len(self.kinds))).contents
+            values = [kind.from_address(place).value for kind, place in zip(self.kinds, places, strict=True)]
+            self.launched.append((function, (x, y, z), (threads, rows, layers), shared, stream, values))
+        return self.error
+
+
+@pytest.fixture
+def driver(torch_loads, monkeypatch):
+    """A driver, and a kernel for it that comes with the package."""
+    found = Driver()
+    one = loaded.store.Kernel("name", 4, 80, Driver.types, b"text")
+    monkeypatch.setattr(loaded.driver, "launcher", lambda: found.function)
+    monkeypatch.setattr(loaded, "_refusals", [])
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
+    monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
+    monkeypatch.setattr(launcher, "_stream", lambda device: 99)
+    monkeypatch.setattr(Compiled, "run", lambda self, *given: self.kernel.launched.append((given[:3], given[9:])))
+    monkeypatch.setattr(loaded, "_stored", {})
+    return found
+
+
+def test_the_driver_launches_programs_that_wait_for_each_other(kernel, torch_loads, driver):
     found, compiled, _ = torch_loads
-    call(kernel, torch.zeros(8), launch_cooperative_grid=True)
+    x = torch.zeros(8)
+    assert loaded.takes(TOGETHER)
+    call(kernel, x, n=-7, **TOGETHER)
+    held = call(kernel, x, n=-9, scale=1e39, **TOGETHER)  # infinite in float32, as for the other launchers
+    launcher.prepare(("key",), held, 3)
+    assert launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 5, 0.25)
+    numbers = ((-7, 0.5), (-9, math.inf), (5, 0.25))
+    told = [(77, (3, 1, 1), (128, 1, 1), 80, 99, [x.data_ptr(), *some, 0, 0]) for some in numbers]
+    assert driver.launched == told
+    assert len(found.loaded) == 1
     assert not compiled
     assert not found.launched
+    assert not kernel.compiled
+
+
+def test_triton_launches_what_the_driver_refuses(kernel, torch_loads, driver):
+    x = torch.zeros(8)
+    launcher.prepare(("key",), call(kernel, x, **TOGETHER), 3)
+    driver.error = 720  # more programs than can run at once, or whatever it may be
+    assert not launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 5, 0.5)
+    assert not launcher.relaunch(("key",), -1, 7, x.data_ptr(), None, 5, 0.5)  # as it is forgotten
+    options = {"num_warps": 4, "MASKED": False, "BLOCK": 64, **TOGETHER}
+    assert launcher.launch_compiled(kernel, (3,), (x, None, 5, 0.5), options) is None
+    assert loaded._refusals == [720, 720]
+    assert not kernel.launched
+    for n in (5, 7):
+        call(kernel, x, n=n, **TOGETHER)
+    assert kernel.launched == [((3, 1, 1), (x.data_ptr(), None, n, 0.5, 64, False)) for n in (5, 7)]
+    assert len(kernel.compiled) == 1
+    assert not loaded.takes(TOGETHER)
+    assert loaded.takes({})
+    call(kernel, torch.zeros(8).double(), **TOGETHER)  # another variant, for which the driver is not asked
+    assert len(kernel.compiled) == 2
+    assert len(driver.launched) == 1
+
+
+def test_triton_launches_such_programs_where_there_is_no_driver(kernel, torch_loads, driver, monkeypatch):
+    found, compiled, _ = torch_loads
+    monkeypatch.setattr(loaded.driver, "launcher", lambda: None)
+    call(kernel, torch.zeros(8), **TOGETHER)
+    assert not compiled
+    assert not found.loaded
     assert len(kernel.launched) == 1
+
+
+def test_arguments_are_not_mixed_between_threads(torch_loads, driver):
+    """The driver reads arguments while other threads run."""
+    import threading
+
+    together = loaded.Together(loaded.store.Kernel("name", 4, 80, Driver.types, b""), 77)
+
+    def launch(i):
+        for _ in range(50):
+            together.launch(1, 1, 1, i, (i, None, i, float(i), 64, False))
+
+    threads = [threading.Thread(target=launch, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launched) == 200
+    assert all(values == [stream or 0] * 3 + [0, 0] for *_, stream, values in driver.launched)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -335,7 +436,7 @@ def test_all_that_a_kernel_uses_is_in_its_fingerprint(monkeypatch):
     from lastlayer._triton import device, lml, lml_loss, store
 
     def told(kernel):
-        store.fingerprint.cache_clear()
+        store._fingerprints.clear()
         return store.fingerprint(kernel)
 
     kernels = [lml_loss._over_sum, lml._resident]
@@ -348,7 +449,7 @@ def test_all_that_a_kernel_uses_is_in_its_fingerprint(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(device, "ROWS_FIRST", type(device.LN2)(not device.ROWS_FIRST.value))
     assert told(lml._resident) == before[1]  # as Triton of another version
-    store.fingerprint.cache_clear()
+    store._fingerprints.clear()
 
 
 def test_python_waits_for_a_compiling_thread_whoever_has_started_it():
@@ -367,6 +468,95 @@ def test_python_waits_for_a_compiling_thread_whoever_has_started_it():
     _thread.start_new_thread(backward, ())  # as one that Python has not made
     assert done.wait(20)
     assert found == [(True, False)]
+
+
+def test_a_kernel_is_loaded_by_one_thread(kernel, torch_loads, monkeypatch):
+    import threading
+
+    found, _, _ = torch_loads
+    one = loaded.store.Kernel("name", 4, 80, Driver.types, b"text")
+    begun, go, results = threading.Event(), threading.Event(), []
+
+    def load(kernel, key):
+        begun.set()
+        assert go.wait(20)
+        return one
+
+    monkeypatch.setattr(loaded, "_stored", {})
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
+    monkeypatch.setattr(loaded.store, "load", load)
+    given = kernel, (torch.zeros(8), None, 5, 0.5), {"num_warps": 4, "MASKED": False, "BLOCK": 64}
+    threads = [threading.Thread(target=lambda: results.append(launcher.load_early(*given))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        assert begun.wait(20)
+    go.set()
+    for thread in threads:
+        thread.join()
+    call(kernel, torch.zeros(8))
+    assert results == [True] * 3
+    assert len(found.loaded) == len(found.launched) == 1
+
+
+def test_a_kernel_in_the_code_of_the_gpu_comes_first(kernel, torch_loads, monkeypatch):
+    found, _, _ = torch_loads
+    one, given, refused = loaded.store.Kernel("name", 4, 80, Driver.types, b"text"), [], []
+    capability = [(9, 0)]
+
+    def load(image, name, device):
+        given.append(image)
+        if image in refused:
+            raise RuntimeError("cuModuleLoadData of the CUDA driver: error 200")
+        return 77
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(loaded.driver, "load", load)
+    monkeypatch.setattr(loaded.store, "load", lambda kernel, key: one)
+    monkeypatch.setattr(loaded.store, "load_native", lambda kernel, key: b"code")
+    assert loaded._load_stored(kernel, "key", 0, False).function == 77
+    refused.append(b"code")
+    loaded._load_stored(kernel, "key", 0, False)
+    assert given == [b"code", b"code", b"text"]
+    capability[0] = (8, 0)
+    loaded._load_stored(kernel, "key", 0, False)
+    assert given[3:] == [b"text"]
+    assert not found.loaded
+    refused.append(b"text")
+    loaded._load_stored(kernel, "key", 0, False)
+    assert [given[1:] for given in found.loaded] == [("name", 80, 0)]  # by torch, from a file
+
+
+def test_what_cannot_be_loaded_is_compiled(kernel, torch_loads, monkeypatch):
+    _, compiled, _ = torch_loads
+    monkeypatch.setattr(loaded, "_stored", {})
+    monkeypatch.setattr(loaded, "stored_key", lambda *given: ("key", True))
+
+    def load(kernel, key):
+        raise OSError("no such file")
+
+    monkeypatch.setattr(loaded.store, "load", load)
+    for n in (5, 16):
+        call(kernel, torch.zeros(8), n=n)
+    assert len(compiled) == 2
+
+
+def test_triton_is_not_read_before_it_compiles():
+    """It hashes itself, which takes as long as the rest of a first call where kernels come with the package."""
+    code = """
+import torch
+torch.cuda.is_available = lambda: True
+torch._C._StaticCudaLauncher = object()
+from lastlayer._triton import launch
+from lastlayer._triton.launch import triton
+assert not launch._starting
+hashed = []
+triton.runtime.cache.triton_key = lambda: hashed.append(1)
+launch.wait_for_start()
+print(hashed)
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[1]"
 
 
 def test_a_thread_that_comes_late_goes_on_with_the_slower_kernel(kernel, monkeypatch):

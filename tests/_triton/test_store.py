@@ -24,6 +24,17 @@ def test_each_file_holds_variants_of_one_kernel():
             assert kernel.ptx.count(b".param .") == sum(kind != "constexpr" for kind in kernel.types), module
 
 
+def test_large_kernels_come_translated_too():
+    files = {path.name: store.read(path) for path in store.FOLDER.glob("*.xz")}
+    large = {name: {key for key, one in some.items() if len(one.ptx) > store.LARGE} for name, some in files.items()}
+    natives = {path.name: store.read(path) for path in store.FOLDER.glob("*/*.xz")}
+    assert {name: set(some) for name, some in natives.items()} == {name: keys for name, keys in large.items() if keys}
+    for name, some in natives.items():
+        for key, one in some.items():
+            assert one.ptx.startswith(b"\x7fELF")
+            assert one._replace(ptx=b"") == files[name][key]._replace(ptx=b"")
+
+
 def test_a_file_is_read_as_it_was_written(tmp_path):
     text = b".reg .b32 %%r<9>;\nadd.s32 %%r%d, %%r2, %%r10;\nld.global [%%rd3+16], %%p1, %%clock64, %%tid.x;\n\0"
     kernels = {
@@ -32,6 +43,11 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     store.write(tmp_path / "some.xz", kernels)
     assert store.read(tmp_path / "some.xz") == kernels
     assert len(store._index(tmp_path / "some.xz")[1]) == 3
+    code = {
+        "a" * 24: store.Kernel("name", 4, 2, ("*fp32", "i32"), b"\x7fELF%r+5 %r5 \0 %rd7")
+    }  # which is left as it is
+    store.write(store.native_of(tmp_path / "some.xz"), code)
+    assert store.read(store.native_of(tmp_path / "some.xz")) == code
 
 
 def test_the_variant_that_assumes_most_of_what_is_so(monkeypatch):
@@ -63,7 +79,7 @@ def call(text, rows, n, dtype):
     return make
 
 others = {name: (f"OTHERS[{name!r}](x, y, t)", 256, 1000, "float32") for name in OTHERS}
-names = [*others, *(name for name in RARE if "balanced" not in name)]  # whose kernel Triton launches
+names = [*others, *RARE]
 print(json.dumps((recorded, names, build.launched_by([call(*(others | RARE)[name]) for name in names], recorded))))
 """
 

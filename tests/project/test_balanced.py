@@ -299,3 +299,24 @@ def test_compiles():
     weight = matrix(6, 4, seed=2)
     expected = torch.autograd.grad((ll.lml_balanced(x, 1.5) * weight).sum(), x)[0]
     torch.testing.assert_close(torch.autograd.grad((function(x, 1.5) * weight).sum(), x)[0], expected)
+
+
+def test_the_libraries_of_the_backward_pass_are_loaded_once(monkeypatch):
+    from types import SimpleNamespace
+
+    from lastlayer.project import balanced
+
+    solved, capturing = [], [True]
+    monkeypatch.setattr(balanced, "_solvers", set())
+    monkeypatch.setattr(balanced, "_solve_something", solved.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    assert balanced._load_solver(torch.zeros(2)) is None  # on the CPU nothing is loaded
+    on = [SimpleNamespace(device=torch.device("cuda", i)) for i in range(2)]
+    assert balanced._load_solver(on[0]) is None  # a capture would be disturbed
+    capturing[0] = False
+    threads = [balanced._load_solver(one) for one in (*on, *on)]
+    for thread in threads[:2]:
+        thread.join()
+    assert threads[2:] == [None, None]
+    assert sorted(solved) == ["stream of cuda:0", "stream of cuda:1"]
