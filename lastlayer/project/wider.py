@@ -110,13 +110,15 @@ def _with_weights(
         got = "a tensor" if isinstance(given.lower, Tensor) else given.lower
         raise ValueError(f"{op}: `lower` must be 0 where a logarithm is taken, got {got}. Leave it out.")
 
-    def at_end(value: Any) -> Any:  # a tensor has the classes where the logits have them
-        value = local_part(value)
-        wide = isinstance(value, Tensor) and value.ndim > 0
-        return value.movedim(value.ndim - 1 - behind, -1) if wide and behind and value.ndim > behind else value
+    def at_end(value: Tensor | None) -> Tensor | None:  # a tensor has the classes where the logits have them
+        if value is None or value.ndim == 0:
+            return value
+        return value[(None,) * max(behind + 1 - value.ndim, 0)].movedim(-1 - behind, -1)
 
     _check_reach(op, kind, k, logits.shape[-1], given, shard)
-    checked = weighted.check(op, logits, at_end(given.weight), at_end(given.lower), at_end(given.upper))
+    as_given = logits.movedim(-1, -1 - behind) if behind else logits
+    checked = weighted.check(op, as_given, *map(local_part, given[:3]))
+    checked = tuple(map(at_end, checked)) if behind else checked
     number = isinstance(k, int | float) and not isinstance(k, bool) and abs(k) < 1e30
     number = number and impl == "triton" and kind in ("y", "at most") and not transformed()
     size: Any = float(k) if number else _size(op, k, logits)  # a number stays one: a tensor takes a kernel to make

@@ -324,6 +324,19 @@ def test_several_dimensions_are_one_budget():
         ll.lml(x, 5, dim=(1, 1))
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (1, 4), (4, 4), (4, 1, 1), (2, 1, 1, 1), (1, 4, 1, 4)])
+@pytest.mark.parametrize("dim", [1, -2, 3])
+def test_weights_broadcast_to_the_logits_for_any_dim(shape, dim):
+    x, weight = draw(2, 4, 4, 4), uniform(*shape) + 0.5
+    bounds = {"lower": 0.1 * uniform(*shape), "upper": 1 - 0.1 * uniform(*shape)}
+    wide = {name: value.expand(x.shape).movedim(dim, -1) for name, value in {"weight": weight, **bounds}.items()}
+    y = ll.lml(x, 1.5, dim=dim, weight=weight, **bounds)
+    torch.testing.assert_close(y.movedim(dim, -1), ll.lml(x.movedim(dim, -1), 1.5, **wide))
+    torch.testing.assert_close(y, ll.lml(x, 1.5, dim=(dim,), weight=weight, **bounds))
+    with pytest.raises(ValueError, match=r"`weight` must broadcast to the shape \(2, 4, 4, 4\), got shape \(3, 1\)"):
+        ll.lml(x, 1.5, dim=dim, weight=uniform(3, 1))
+
+
 def groups_of(y, groups, n):
     return torch.zeros(*y.shape[:-1], n, dtype=y.dtype).index_add(-1, groups, y)
 
