@@ -137,6 +137,34 @@ def test_derivatives(impl):
     assert log
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_second_derivatives_where_a_class_has_no_share(impl):
+    x, k = draw(3, 5).requires_grad_(), torch.tensor([0.7, 1.1, 1.5], dtype=DOUBLE).requires_grad_()
+    weight = torch.tensor([1.0, -0.6, 0.5, 2.0, 0.0], dtype=DOUBLE, requires_grad=True)  # the last is free
+
+    def function(x, k, weight):
+        options = {"weight": weight, "impl": impl}
+        return ll.lml(x, k, **options), ll.lml_threshold(x, k, **options), ll.log_lml(x, k, **options)
+
+    assert torch.autograd.gradgradcheck(function, (x, k, weight))
+
+    def second(width):  # of the thresholds, in the scores and an upper bound that is as low as the lower one
+        upper = torch.tensor([1.0, 1.0, 0.9, 1.0, 0.3 + width], dtype=DOUBLE, requires_grad=True)
+        lower = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.3], dtype=DOUBLE)
+        nu = ll.lml_threshold(x, k + 1, lower=lower, upper=upper, impl=impl)
+        (first,) = torch.autograd.grad((nu * torch.arange(1, 4)).sum(), x, create_graph=True)
+        return torch.autograd.grad((first * first.detach().cos()).sum(), upper)[0]
+
+    torch.testing.assert_close(second(0.0), second(1e-9), rtol=1e-6, atol=1e-9)
+
+
+def test_second_derivatives_stay_finite_beside_a_free_class_of_a_decided_row():
+    x = torch.tensor([1e4, -1e4, 0.0], dtype=DOUBLE, requires_grad=True)
+    weight = torch.tensor([1.0, 1.0, 0.0], dtype=DOUBLE, requires_grad=True)
+    (first,) = torch.autograd.grad(ll.lml(x, 1.0, weight=weight)[0], x, create_graph=True)
+    assert torch.cat(torch.autograd.grad(first[0], [x, weight])).isfinite().all()
+
+
 def test_ends_and_rows_without_a_solution():
     x = torch.stack([draw(3)] * 4)
     weight = torch.tensor([1.0, 2.0, -1.0])
