@@ -286,6 +286,24 @@ def test_a_class_that_may_take_nothing_has_no_logarithm_and_no_slope():
     assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("bound", [0.2, torch.full((5,), 0.2, dtype=DOUBLE)])
+def test_what_a_mask_leaves_out_has_no_lower_bound(impl, bound):
+    x, upper = draw(3, 5), torch.tensor([0.9, 0.8, 0.9, 1.0, 0.7], dtype=DOUBLE)
+    mask = torch.tensor([[True, False, True, True, False]]).expand(3, 5)
+    kept, options = mask[0], {"impl": impl}
+    for k in (0.7, 1.6, torch.tensor([0.7, 1.0, 2.5], dtype=DOUBLE)):  # 0.7 is below the bounds of all five
+        for function in (ll.lml, ll.lml_at_most):
+            y = function(x, k, lower=bound, upper=upper, mask=mask, **options)
+            assert (y[~mask] == 0).all()
+            few = bound if isinstance(bound, float) else bound[kept]
+            expected = function(x[:, kept], k, lower=few, upper=upper[kept], **options)
+            torch.testing.assert_close(y[:, kept], expected)
+    assert (ll.lml(x, 0.7, lower=bound, mask=mask, **options)[~mask] == 0).all()
+    at_infinity = ll.lml(x.masked_fill(~mask, -torch.inf), 1.6, lower=bound, **options)
+    assert (at_infinity[~mask] == 0.2).all()
+
+
 def test_masked_and_free_classes():
     x = draw(5)
     mask = torch.tensor([True, False, True, True, True])
