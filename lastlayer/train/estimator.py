@@ -334,6 +334,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
                 warnings.warn(message, DataConversionWarning, stacklevel=3)
                 y = y[:, 0]
             check_classification_targets(y)
+            if type_of_target(y) == "multiclass-multioutput":
+                raise _not_an_indicator()
         if len(y) != X.shape[0] if isinstance(y, _Lists) else y.shape[0] != X.shape[0]:
             raise ValueError(f"LabelSetClassifier: X and y must have as many rows, got {X.shape[0]} and {len(y)}.")
         return X, y
@@ -400,6 +402,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         if self.multilabel_:
             table = sp.csr_matrix(y)
             table.eliminate_zeros()
+            if (table.data != 1).any():
+                raise _not_an_indicator()
             table.sort_indices()
             if table.shape[1] != len(self.classes_):
                 raise ValueError(
@@ -462,6 +466,14 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
 def _epochs(rows: int) -> int:
     """Fewer passes over more rows: the steps grow with the root of their number."""
     return min(max(round(1600 / math.sqrt(rows)), 8), 50)
+
+
+def _not_an_indicator() -> ValueError:
+    return ValueError(
+        "LabelSetClassifier: `y` must be a matrix of 0 and 1, a list of label lists or one label per row, got a matrix "
+        "of other numbers. Labels that are coded -1 and 1 are `y > 0`; where -1 is unknown, use a loss in a loop of "
+        "your own."
+    )
 
 
 class _Lists:

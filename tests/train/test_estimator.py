@@ -204,3 +204,16 @@ def test_bad_input_is_an_error_or_a_right_answer(options):
     alike = np.tile([1, 0, 1], (80, 1))
     assert (model.fit(x, alike).predict(x) == alike).all()
     assert not model.fit(x, np.zeros_like(y)).predict(x).any()
+
+
+@pytest.mark.parametrize("values", [(-1, 1), (-1, 0, 1), (0, 2)])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_matrix_of_other_numbers_than_0_and_1_is_refused(values, sparse):
+    x = np.random.default_rng(0).normal(size=(30, 3))
+    y = np.random.default_rng(1).choice(values, (30, 4))
+    y = sp.csr_matrix(y) if sparse else y
+    with pytest.raises(ValueError, match="`y` must be a matrix of 0 and 1"):
+        LabelSetClassifier(random_state=0).fit(x, y)
+    fitted = LabelSetClassifier(random_state=0, epochs=1, loss="lml").fit(x, x[:, [0, 1, 2, 0]] > 0)
+    with pytest.raises(ValueError, match="`y` must be a matrix of 0 and 1"):
+        fitted.score(x, y)
