@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -249,8 +249,13 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         X, y = self._checked(X, y, reset=first)
         if first:
             self._start(X, y, classes, minibatches=True)
-        elif classes is not None and not np.array_equal(np.sort(np.asarray(classes)), np.sort(self.classes_)):
+        elif classes is not None and set(classes) != set(self.classes_.tolist()):
             raise ValueError("LabelSetClassifier: `classes` must be those of the first call to partial_fit.")
+        if isinstance(y, _Lists):
+            known = set(self.classes_.tolist())
+            unknown = [name for row in y.rows for name in row if name not in known]
+            if unknown:
+                raise ValueError(f"LabelSetClassifier: `y` must hold labels among `classes`, got {unknown[0]!r}.")
         labels = self._labels(y)
         self._train(X, labels, 1, schedule="constant", warmup=0.0)
         if self.count_ is None:  # the counts of the first rows
@@ -359,11 +364,10 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         lists = isinstance(y, _Lists)
         self.multilabel_ = lists or type_of_target(y) == "multilabel-indicator"
         self.y_dtype_ = np.dtype(int) if lists or not self.multilabel_ else y.dtype
-        if classes is not None:
+        if lists:
+            self.classes_ = _names(classes if classes is not None else (name for row in y.rows for name in row))
+        elif classes is not None:
             self.classes_ = np.unique(np.asarray(classes))
-        elif lists:
-            names = {name for row in y.rows for name in row}
-            self.classes_ = np.array(sorted(names, key=lambda n: (str(type(n)), n)))
         else:
             self.classes_ = np.arange(y.shape[1]) if self.multilabel_ else np.unique(y)
         if len(self.classes_) == 0:
@@ -486,15 +490,31 @@ class _Lists:
         return len(self.rows)
 
 
+def _names(given: Iterable[Any]) -> np.ndarray:
+    """Return the different names in order, as they are: an array of NumPy would turn 1 beside "a" into "1"."""
+    names = sorted(set(given), key=lambda name: (str(type(name)), name))
+    if not any(isinstance(name, tuple) for name in names):
+        plain = np.array(names)
+        if plain.tolist() == names:
+            return plain
+    kept = np.empty(len(names), dtype=object)
+    kept[:] = names
+    return kept
+
+
 def _target(y: Any) -> Any:
     """Tell label lists from arrays."""
     if isinstance(y, _Lists) or sp.issparse(y):
         return y
-    nested = isinstance(y, list | tuple) or (isinstance(y, np.ndarray) and y.dtype == object and y.ndim == 1)
-    if nested and len(y) and all(isinstance(row, list | tuple | set | frozenset) for row in y):
+    rows = y.to_numpy() if hasattr(y, "to_numpy") else y  # a column of a table
+    nested = isinstance(rows, list | tuple) or (
+        isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1
+    )
+    if nested and len(rows) and all(isinstance(row, list | tuple | set | frozenset) for row in rows):
+        y = list(rows)
         equal = len({len(row) for row in y}) == 1
         numeric = all(isinstance(v, numbers.Real) for row in y for v in row)
         if not (equal and numeric and set(np.unique([v for row in y for v in row])) <= {0, 1} and len(list(y[0])) > 1):
-            return _Lists(list(y))
+            return _Lists(y)
         return check_array(y)
     return y

@@ -217,3 +217,28 @@ def test_a_matrix_of_other_numbers_than_0_and_1_is_refused(values, sparse):
     fitted = LabelSetClassifier(random_state=0, epochs=1, loss="lml").fit(x, x[:, [0, 1, 2, 0]] > 0)
     with pytest.raises(ValueError, match="`y` must be a matrix of 0 and 1"):
         fitted.score(x, y)
+
+
+@pytest.mark.parametrize("names", [("a", 1, 2.5), (("a", 0), ("a", 1), ("b",)), ("a", None, "b")])
+def test_names_of_any_type_stay_as_they_are(names):
+    X, Y = make(120)
+    lists = [[names[i] for i in np.flatnonzero(row)] for row in Y[:, :3]]
+    model = LabelSetClassifier(random_state=0).fit(X, lists)
+    assert set(model.classes_.tolist()) == set(names)
+    place = [model.classes_.tolist().index(name) for name in names]
+    same = LabelSetClassifier(random_state=0).fit(X, Y[:, np.argsort(place)])
+    np.testing.assert_array_equal(model.predict_proba(X), same.predict_proba(X))
+    more = LabelSetClassifier(loss="lml", random_state=0).partial_fit(X, lists, classes=list(names))
+    assert set(more.partial_fit(X, lists, classes=list(names)).classes_.tolist()) == set(names)
+    with pytest.raises(ValueError, match="`y` must hold labels among `classes`, got 'new'"):
+        more.partial_fit(X, [["new"]] * len(X))
+
+
+def test_lists_in_a_column_of_a_table():
+    pandas = pytest.importorskip("pandas")
+    X, Y = make(120)
+    lists = [[f"l{i}" for i in np.flatnonzero(row)] for row in Y]
+    model = LabelSetClassifier(random_state=0).fit(X, pandas.Series(lists, index=range(7, 127)))
+    expected = LabelSetClassifier(random_state=0).fit(X, lists)
+    np.testing.assert_array_equal(model.predict_proba(X), expected.predict_proba(X))
+    assert model.score(X, pandas.Series(lists)) == expected.score(X, lists)
