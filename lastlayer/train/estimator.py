@@ -296,6 +296,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
 
     def predict_labels(self, X: Any, k: int | None = None) -> list[list[Any]]:
         """Return the names of the `k` best labels of each row, best first; None: as many as the row expects."""
+        if k is not None and (isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 0):
+            raise ValueError(f"LabelSetClassifier: `k` must be None or a whole number of at least 0, got {k!r}.")
         odds, counts = self._log_odds(X)
         order = odds.argsort(dim=-1, descending=True, stable=True).numpy()
         sizes = [max(round(float(c)), 1) if k is None else k for c in counts]
@@ -314,8 +316,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         odds, labels = self._log_odds(X)[0], self._labels(_target(y))
         target = label_lists(torch.from_numpy(labels.padded(np.arange(len(labels)))))
         values = mean_average_precision(odds, target, per="sample", average="none").numpy()
-        seen = np.isfinite(values)
-        weight = np.ones(len(values)) if sample_weight is None else np.asarray(sample_weight, float)
+        weight = check_row_weight("LabelSetClassifier", sample_weight, len(values), "sample_weight")
+        weight = np.ones(len(values)) if weight is None else weight
+        seen = np.isfinite(values) & (weight > 0)
         return float(np.average(values[seen], weights=weight[seen])) if seen.any() else 0.0
 
     def _is_binary(self) -> bool:
@@ -347,12 +350,14 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
 
     def _config(self, **changes: Any) -> Config:
         k = self.k if isinstance(self.k, str) else float(self.k)
+        widths: Any = self.hidden
+        widths = tuple(widths) if isinstance(widths, Sequence | np.ndarray) and not isinstance(widths, str) else widths
         return Config(
             solver=self.solver, C=self.C, label_weight=self.label_weight or "none",  # type: ignore[arg-type]
             calibrate=self.calibrate, decide=self.decide,
             tree="1" if isinstance(self.tree, LabelTree) else str(self.tree),
             loss=self.loss, loss_options=self.loss_options or {}, labels=self.labels, k=k,  # type: ignore[arg-type]
-            observed=self.observed, hidden=tuple(self.hidden), dropout=self.dropout,  # type: ignore[arg-type]
+            observed=self.observed, hidden=widths, dropout=self.dropout,  # type: ignore[arg-type]
             epochs=1 if self.epochs == "auto" else self.epochs,  # type: ignore[arg-type]
             lr=self.lr, weight_decay=self.weight_decay, batch_size=self.batch_size, optimizer=self.optimizer,  # type: ignore[arg-type]
             scale=self.scale, schedule=changes.pop("schedule", self.schedule), accelerator="cpu",
@@ -372,6 +377,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             self.classes_ = np.arange(y.shape[1]) if self.multilabel_ else np.unique(y)
         if len(self.classes_) == 0:
             raise ValueError("LabelSetClassifier: `y` must hold at least one label.")
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise ValueError(f"LabelSetClassifier: `threshold` must be a probability or None, got {self.threshold}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         labels = self._labels(y)
         config = self._config(seed=seed)

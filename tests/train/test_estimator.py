@@ -175,7 +175,8 @@ def test_global_random_state_is_left_alone():
     ("options", "message"),
     [({"loss": "nope"}, "`loss` must be one of"), ({"k": 99.0}, "`k` must be at most the number of labels"),
      ({"k": -1}, "`k` must be a positive number"), ({"epochs": 0}, "`epochs` must be a whole number"),
-     ({"labels": "some"}, "`labels` must be one of"),
+     ({"labels": "some"}, "`labels` must be one of"), ({"threshold": 3.0}, "`threshold` must be a probability"),
+     ({"threshold": float("nan")}, "`threshold` must be a probability"), ({"hidden": None}, "`hidden` must be a list"),
          ({"loss": "lml", "loss_options": {"nope": 1}}, "`loss_options` of lml must be")],
 )  # fmt: skip
 def test_wrong_parameters_are_named(options, message):
@@ -242,3 +243,16 @@ def test_lists_in_a_column_of_a_table():
     expected = LabelSetClassifier(random_state=0).fit(X, lists)
     np.testing.assert_array_equal(model.predict_proba(X), expected.predict_proba(X))
     assert model.score(X, pandas.Series(lists)) == expected.score(X, lists)
+
+
+def test_numbers_of_a_call_are_checked():
+    X, Y = make(60)
+    model = LabelSetClassifier(loss="lml", hidden=4, epochs=1, random_state=0).fit(X, Y)  # one layer of 4
+    same = LabelSetClassifier(loss="lml", hidden=(4,), epochs=1, random_state=0).fit(X, Y)
+    np.testing.assert_array_equal(model.predict_proba(X), same.predict_proba(X))
+    for k in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="`k` must be None or a whole number of at least 0"):
+            model.predict_labels(X, k=k)
+    with pytest.raises(ValueError, match="`sample_weight` must have one number per row, 60, got shape"):
+        model.score(X, Y, sample_weight=np.ones(3))
+    assert model.score(X, Y, sample_weight=np.zeros(60)) == 0
