@@ -37,14 +37,13 @@ def best_cuts(x: Tensor, hit: Tensor, known: Tensor, objective: Objective, wante
         merit = torch.where((right >= wanted * total) | (taken == n_can), -taken, -torch.inf).double()
     merit = torch.where(is_cut & ((total > 0) | (taken == 0)), merit, -torch.inf)
     best = merit.argmax(-1, keepdim=True)  # the first of several: the highest threshold
-    return _between(lower.gather(-1, best), upper.gather(-1, best), best == n_can).squeeze(-1)
+    level = _between(lower.gather(-1, best), upper.gather(-1, best), (best == n_can) & (best > 0))
+    return torch.where(n_can == 0, torch.inf, level).squeeze(-1)
 
 
 def _between(lower: Tensor, upper: Tensor, all_taken: Tensor) -> Tensor:
     """A number at least `lower` and below `upper`, midway where that makes sense."""
     below = torch.nextafter(upper, torch.full_like(upper, -torch.inf))
-    lower = torch.where(all_taken & (upper < torch.inf), below, lower)
+    lower = torch.where(all_taken, below, lower)
     level = lower + (upper - lower) / 2
-    level = torch.where((level >= lower) & (level < upper), level, lower)
-    nothing_known = all_taken & (upper == torch.inf)
-    return torch.where(nothing_known, torch.inf, torch.where(upper == torch.inf, lower, level))
+    return torch.where((level >= lower) & (level < upper) & (upper < torch.inf), level, lower)

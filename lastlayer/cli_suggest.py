@@ -51,10 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from lastlayer.data import DataError
 
-    if arguments.balanced and (arguments.n is None or arguments.kind != "missing"):
-        from lastlayer.cli import UsageError
-
-        raise UsageError("--balanced must be given with -n and --kind missing.")
+    _check_options(arguments)
     out = Path(arguments.out or f"{Path(arguments.data).name.split('.')[0] or 'data'}-suggestions")
     least, ticked = _accept(arguments.accept)
     if ticked is None:
@@ -90,6 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
     made = rewrite(path, out / "corrected", data, _changes(accepted))
     print(f"corrected: {made} ({len(accepted)} labels changed)")
     return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be used before models are trained."""
+    from lastlayer.cli import UsageError
+
+    if arguments.n is not None and arguments.n < 0:
+        raise UsageError(f"-n must be at least 0, got {arguments.n}.")
+    if arguments.observed is not None and not 0 < arguments.observed <= 1:
+        raise UsageError(f"--observed must be above 0 and at most 1, got {arguments.observed}.")
+    if arguments.balanced and (arguments.n is None or arguments.kind != "missing"):
+        raise UsageError("--balanced must be given with -n and --kind missing.")
 
 
 def _rows(arguments: argparse.Namespace) -> tuple[str, Any, Any]:

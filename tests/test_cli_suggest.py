@@ -86,6 +86,22 @@ def test_folds_that_cannot_be_filled_and_words_that_come_once_are_refused_first(
     assert os.listdir() == ["rows.tsv"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["-n", "-3"], "-n must be at least 0, got -3."),
+        (["--observed", "1.5"], "--observed must be above 0 and at most 1, got 1.5."),
+        (["--observed", "nan"], "--observed must be above 0 and at most 1, got nan."),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_models_are_trained(rows, tmp_path, monkeypatch, capsys, flags, text):
+    monkeypatch.chdir(tmp_path)
+    assert main(["suggest", str(rows[0]), *flags]) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert "fold 1" not in err
+
+
 def test_balanced_suggestions_are_accepted_unseen(rows, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = ["-n", "40", "--kind", "missing", "--folds", "2", "--out", "found"]

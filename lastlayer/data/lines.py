@@ -76,11 +76,11 @@ def encoding_of(path: Path | Source, encoding: str | None, limits: Limits) -> st
     return next((name for mark, name in _MARKS if first.startswith(mark)), "utf-8")
 
 
-def pieces(path: Path | Source, limits: Limits, encoding: str | None = None) -> Iterator[str]:
-    """Yield the text of a file in pieces."""
+def pieces(path: Path | Source, limits: Limits, encoding: str | None = None, *, marked: bool = False) -> Iterator[str]:
+    """Yield the text of a file in pieces; `marked` keeps a byte order mark that encoding it again would not write."""
     name = encoding_of(path, encoding, limits)
-    decoder = codecs.getincrementaldecoder("utf-8-sig" if name == "utf-8" else name)("strict")
-    read, first = 0, True
+    decoder = codecs.getincrementaldecoder(name)("strict")
+    read, first = 0, not marked
     try:
         for piece in chunks(path, limits):
             text = decoder.decode(piece)

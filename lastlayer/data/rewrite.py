@@ -11,7 +11,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +64,10 @@ class Spot:
     prefix: str = ""
     after: str = ""
     quote: str = ""
+
+    def moved(self, by: int) -> Spot:
+        """Return the place where so many characters are put before the text."""
+        return replace(self, start=self.start + by, end=self.end + by) if by else self
 
     def written(self, change: Change) -> str:
         """Return what stands here after a change."""
@@ -126,12 +130,12 @@ def copied(text: str, places: Mapping[int, list[Spot]], changes: Mapping[int, Ch
 
 
 def text_of(path: str | Path, data: LabelData) -> tuple[str, str]:
-    """Return the text of the file that rows were read from, and its encoding."""
+    """Return the text of the file that rows were read from, with its byte order mark, and its encoding."""
     source = Source(path)
     if source.is_stream:
         raise DataError(f"{source}: cannot be read a second time. Save it to a file.")
     encoding = str((data.source.get("options") or {}).get("encoding") or "utf-8")
-    return "".join(pieces(source, Limits(), encoding)), encoding
+    return "".join(pieces(source, Limits(), encoding, marked=True)), encoding
 
 
 def spots(text: str, data: LabelData, rows: Rows) -> dict[int, list[Spot]]:
@@ -145,8 +149,10 @@ def spots(text: str, data: LabelData, rows: Rows) -> dict[int, list[Spot]]:
     Returns:
         The places by row. A row that cannot be found has none.
     """
-    options = dict(data.source.get("options") or {})
-    return {row: found for row, found in _FINDERS[str(data.source["format"])](text, options, rows) if found}
+    options, body = dict(data.source.get("options") or {}), text.removeprefix("\ufeff")
+    mark = len(text) - len(body)
+    places = _FINDERS[str(data.source["format"])](body, options, rows)
+    return {row: [spot.moved(mark) for spot in found] for row, found in places if found}
 
 
 def check_copy(path: Any, suffix: str, raw: bytes, data: LabelData, changes: Mapping[int, Change]) -> None:
@@ -189,9 +195,9 @@ def _fasttext(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[
 
 def _svm(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[int, list[Spot]]]:
     lines = list(_lines(text))
-    first = lines[0][1].split() if lines else []
+    first = next((tokens for _, body in lines if (tokens := body.split())[:1] not in ([], ["#"])), [])
     has_header = len(first) == 3 and all(token.isascii() and token.isdigit() for token in first)
-    for number, (start, body) in enumerate(lines[has_header:]):
+    for number, (start, body) in enumerate(lines, -int(has_header)):
         if number not in rows:
             continue
         given = body.split(" ", 1)[0]

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from lastlayer.data.builder import Row, declared, number_names
-from lastlayer.data.lines import Problems, lines
+from lastlayer.data.lines import Problems, encoding_of, lines
 from lastlayer.data.source import DataError, Limits, Source
 
 Header = tuple[int, int, int]  # rows, features, labels
@@ -37,7 +37,8 @@ def svm_rows(source: Source, limits: Limits, problems: Problems, options: dict[s
     0 occurs; ``zero_based`` says it explicitly. Lines that start with "#" and a space are comments, as scikit-learn
     writes them at the head of a file.
     """
-    every = lines(source, limits, problems, options.get("encoding"))
+    encoding = encoding_of(source, options.get("encoding"), limits)
+    every = lines(source, limits, problems, encoding)
     numbered = (one for one in every if one[1].split(maxsplit=1)[:1] != ["#"])
     first = list(islice(numbered, 1))
     header = None if not first else _header(source, first[0][1], limits)
@@ -48,7 +49,7 @@ def svm_rows(source: Source, limits: Limits, problems: Problems, options: dict[s
     n_features = given if header is None or given is not None else header[1]
     rows = _rows(source, chain([] if header else first, numbered), header, n_features, zero_based, limits, problems)
     names = None if header is None else number_names(header[2])
-    kept = {"format": "svm", "zero_based": zero_based}
+    kept = {"format": "svm", "zero_based": zero_based, "encoding": encoding}
     return SvmRows(rows, header, names, n_features, zero_based, 0 if zero_based else 1, kept)
 
 

@@ -22,6 +22,7 @@ from lastlayer.shard import ClassShard, reduce
 _STEPS = 120  # bounds the search; Newton's steps with halvings in between
 _BIG = 1e300
 _SMALL = 1e-290
+_HUGE = 600.0  # as a logarithm
 _FLAT = 1e-3  # tails below this part of the sum: its rounding costs three digits, and the tails are balanced instead
 _SLACK = 1e-6  # of the sum: a `k` out of reach by less is taken for the end, as sums of float32 differ by that
 
@@ -403,11 +404,11 @@ def _slopes(ctx: Any) -> tuple[Tensor, ...]:
     nu_or_0 = torch.where(finite, nu, 0)
     z = torch.where(nu.isnan(), 0, terms.x + terms.weight * nu_or_0)
     y, other, width = z.sigmoid(), (-z).sigmoid(), terms.upper - terms.lower
-    free = finite & terms.x.isfinite() & (terms.weight != 0) & (width > 0)
-    log_h = torch.where(free, F.logsigmoid(z) + F.logsigmoid(-z), -torch.inf)
-    peak = reduce(log_h.detach(), "max", ctx.shard)
+    log_h = torch.where(finite & terms.x.isfinite(), F.logsigmoid(z) + F.logsigmoid(-z), -torch.inf)
+    pulls = (terms.weight != 0) & (width > 0)  # others have no share, but a derivative of it
+    peak = reduce(torch.where(pulls, log_h.detach(), -torch.inf), "max", ctx.shard)
     peak = torch.where(peak.isfinite(), peak, 0)
-    by_x = terms.weight * width * (log_h - peak).exp()
+    by_x = terms.weight * width * torch.where(log_h - peak < _HUGE, log_h - peak, -torch.inf).exp()
     slope = reduce(terms.weight * by_x, "sum", ctx.shard)
     slope = torch.where(finite & (slope > 0), slope, torch.inf)
     slope = torch.where(nu.isnan(), nu, slope)

@@ -110,13 +110,17 @@ def _with_weights(
         got = "a tensor" if isinstance(given.lower, Tensor) else given.lower
         raise ValueError(f"{op}: `lower` must be 0 where a logarithm is taken, got {got}. Leave it out.")
 
-    def at_end(value: Any) -> Any:  # a tensor has the classes where the logits have them
-        value = local_part(value)
-        wide = isinstance(value, Tensor) and value.ndim > 0
-        return value.movedim(value.ndim - 1 - behind, -1) if wide and behind and value.ndim > behind else value
+    def at_end(value: Tensor | None) -> Tensor | None:  # a tensor has the classes where the logits have them
+        if value is None or value.ndim == 0:
+            return value
+        return value[(None,) * max(behind + 1 - value.ndim, 0)].movedim(-1 - behind, -1)
 
-    _check_reach(op, kind, k, logits.shape[-1], given, shard)
-    checked = weighted.check(op, logits, at_end(given.weight), at_end(given.lower), at_end(given.upper))
+    _check_reach(op, kind, k, logits.shape[-1], given, mask is not None, shard)
+    as_given = logits.movedim(-1, -1 - behind) if behind else logits
+    checked = weighted.check(op, as_given, *map(local_part, given[:3]))
+    checked = tuple(map(at_end, checked)) if behind else checked
+    if mask is not None and checked[1] is not None:  # what takes no part has no bounds to keep
+        checked = checked[0], *(None if bound is None else torch.where(mask, bound, 0) for bound in checked[1:])
     number = isinstance(k, int | float) and not isinstance(k, bool) and abs(k) < 1e30
     number = number and impl == "triton" and kind in ("y", "at most") and not transformed()
     size: Any = float(k) if number else _size(op, k, logits)  # a number stays one: a tensor takes a kernel to make
@@ -162,7 +166,7 @@ def _size(op: str, k: Any, x: Tensor) -> Tensor:
     return _check.cardinality(op, k, rows, at_most_n=False)
 
 
-def _check_reach(op: str, kind: str, k: Any, n: int, given: Wider, shard: ClassShard | None) -> None:
+def _check_reach(op: str, kind: str, k: Any, n: int, given: Wider, masked: bool, shard: ClassShard | None) -> None:
     """Refuse a sum that Python numbers already show to be out of reach."""
     usual = zip((k, *given[:3]), (None, 1.0, 0.0, 1.0), strict=True)
     values: list[Any] = [default if value is None else value for value, default in usual]
@@ -172,6 +176,8 @@ def _check_reach(op: str, kind: str, k: Any, n: int, given: Wider, shard: ClassS
     least, most = n * weight * lower, n * weight * upper
     if weight < 0:
         least, most = most, least
+    if masked:  # fewer classes may take part
+        least, most = min(least, 0.0), max(most, 0.0)
     room = 1e-6 * (abs(least) + abs(most))
     if lower <= upper and (size < least - room or (kind != "at most" and size > most + room)):
         raise ValueError(

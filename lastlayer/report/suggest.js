@@ -124,8 +124,7 @@ function suggestions() {
     const file = event.target.files[0];
     source = null;
     if (file) {
-      let bytes = new Uint8Array(await file.arrayBuffer());
-      if (bytes[0] === 0xef && bytes[1] === 0xbb && bytes[2] === 0xbf) bytes = bytes.subarray(3);
+      const bytes = new Uint8Array(await file.arrayBuffer());
       const same = bytes.length === found.file.size && crc32(bytes) === found.file.crc32;
       if (same) source = bytes;
       said.textContent = same ? "This is the file." : "This is not the file that the suggestions were made for, or it has changed since.";

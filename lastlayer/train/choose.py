@@ -117,7 +117,7 @@ def choose(
     if not splits:
         loss = "binary" if config.loss == "auto" else config.loss
         only = Candidate(loss, race.costs(loss)[0] if config.C != "auto" else race.usual)
-        line = f"loss: {only.words()}; too few rows to choose"
+        line = f"loss: {only.words()}; too few rows or groups to choose"
         return Chosen(Blend((only,)), race.resolved(only), None, None, line, [], None)
     for number, (fitted, held) in enumerate(splits):
         race.run(fitted, held, first=number == 0)
@@ -422,18 +422,26 @@ def _splits(pool: Pool, config: Config, folds: bool) -> Iterator[tuple[np.ndarra
     enough = GROUPED if pool.labels.groups is not None and config.labels == "complete" else ENOUGH
     if n_valid >= enough or (n_valid and not folds):
         yield _some(order, config), np.arange(pool.n_train, n)
-    elif folds and not n_valid and n >= 10 * enough:  # enough rows to set some of them aside, or whole groups
+    elif not folds or _n_apart(pool.labels) < 2:
+        return
+    elif not n_valid and n >= 10 * enough:  # enough rows to set some of them aside, or whole groups
         aside = np.argsort(order) < n // 10
         if pool.labels.groups is not None:
-            aside = fold_rows(pool.labels, 10, seed=config.seed) == 0
+            aside = fold_rows(pool.labels, min(10, _n_apart(pool.labels)), seed=config.seed) == 0
         yield _some(order[~aside[order]], config), np.flatnonzero(aside)
-    elif folds and n >= FEWEST:
-        number = FOLDS[n < FEW]
+    elif n >= FEWEST:
+        number = min(FOLDS[n < FEW], _n_apart(pool.labels))
         fold = fold_rows(pool.labels, number, seed=config.seed)
         for i in range(number):
             fitted, held = np.flatnonzero(fold != i), np.flatnonzero(fold == i)
             if len(fitted) and len(held) and pool.labels.take(fitted).indices.size:
                 yield fitted, held
+
+
+def _n_apart(labels: LabelData) -> int:
+    """Return into how many folds rows can go: one for each group, and for each row without one."""
+    groups = labels.groups
+    return len(labels) if groups is None else len({group for group in groups if group}) + groups.count("")
 
 
 def _some(rows: np.ndarray, config: Config) -> np.ndarray:

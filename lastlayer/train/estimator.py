@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -249,8 +249,13 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         X, y = self._checked(X, y, reset=first)
         if first:
             self._start(X, y, classes, minibatches=True)
-        elif classes is not None and not np.array_equal(np.sort(np.asarray(classes)), np.sort(self.classes_)):
+        elif classes is not None and set(classes) != set(self.classes_.tolist()):
             raise ValueError("LabelSetClassifier: `classes` must be those of the first call to partial_fit.")
+        if isinstance(y, _Lists):
+            known = set(self.classes_.tolist())
+            unknown = [name for row in y.rows for name in row if name not in known]
+            if unknown:
+                raise ValueError(f"LabelSetClassifier: `y` must hold labels among `classes`, got {unknown[0]!r}.")
         labels = self._labels(y)
         self._train(X, labels, 1, schedule="constant", warmup=0.0)
         if self.count_ is None:  # the counts of the first rows
@@ -291,6 +296,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
 
     def predict_labels(self, X: Any, k: int | None = None) -> list[list[Any]]:
         """Return the names of the `k` best labels of each row, best first; None: as many as the row expects."""
+        if k is not None and (isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 0):
+            raise ValueError(f"LabelSetClassifier: `k` must be None or a whole number of at least 0, got {k!r}.")
         odds, counts = self._log_odds(X)
         order = odds.argsort(dim=-1, descending=True, stable=True).numpy()
         sizes = [max(round(float(c)), 1) if k is None else k for c in counts]
@@ -309,8 +316,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         odds, labels = self._log_odds(X)[0], self._labels(_target(y))
         target = label_lists(torch.from_numpy(labels.padded(np.arange(len(labels)))))
         values = mean_average_precision(odds, target, per="sample", average="none").numpy()
-        seen = np.isfinite(values)
-        weight = np.ones(len(values)) if sample_weight is None else np.asarray(sample_weight, float)
+        weight = check_row_weight("LabelSetClassifier", sample_weight, len(values), "sample_weight")
+        weight = np.ones(len(values)) if weight is None else weight
+        seen = np.isfinite(values) & (weight > 0)
         return float(np.average(values[seen], weights=weight[seen])) if seen.any() else 0.0
 
     def _is_binary(self) -> bool:
@@ -334,18 +342,22 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
                 warnings.warn(message, DataConversionWarning, stacklevel=3)
                 y = y[:, 0]
             check_classification_targets(y)
+            if type_of_target(y) == "multiclass-multioutput":
+                raise _not_an_indicator()
         if len(y) != X.shape[0] if isinstance(y, _Lists) else y.shape[0] != X.shape[0]:
             raise ValueError(f"LabelSetClassifier: X and y must have as many rows, got {X.shape[0]} and {len(y)}.")
         return X, y
 
     def _config(self, **changes: Any) -> Config:
         k = self.k if isinstance(self.k, str) else float(self.k)
+        widths: Any = self.hidden
+        widths = tuple(widths) if isinstance(widths, Sequence | np.ndarray) and not isinstance(widths, str) else widths
         return Config(
             solver=self.solver, C=self.C, label_weight=self.label_weight or "none",  # type: ignore[arg-type]
             calibrate=self.calibrate, decide=self.decide,
             tree="1" if isinstance(self.tree, LabelTree) else str(self.tree),
             loss=self.loss, loss_options=self.loss_options or {}, labels=self.labels, k=k,  # type: ignore[arg-type]
-            observed=self.observed, hidden=tuple(self.hidden), dropout=self.dropout,  # type: ignore[arg-type]
+            observed=self.observed, hidden=widths, dropout=self.dropout,  # type: ignore[arg-type]
             epochs=1 if self.epochs == "auto" else self.epochs,  # type: ignore[arg-type]
             lr=self.lr, weight_decay=self.weight_decay, batch_size=self.batch_size, optimizer=self.optimizer,  # type: ignore[arg-type]
             scale=self.scale, schedule=changes.pop("schedule", self.schedule), accelerator="cpu",
@@ -357,15 +369,16 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         lists = isinstance(y, _Lists)
         self.multilabel_ = lists or type_of_target(y) == "multilabel-indicator"
         self.y_dtype_ = np.dtype(int) if lists or not self.multilabel_ else y.dtype
-        if classes is not None:
+        if lists:
+            self.classes_ = _names(classes if classes is not None else (name for row in y.rows for name in row))
+        elif classes is not None:
             self.classes_ = np.unique(np.asarray(classes))
-        elif lists:
-            names = {name for row in y.rows for name in row}
-            self.classes_ = np.array(sorted(names, key=lambda n: (str(type(n)), n)))
         else:
             self.classes_ = np.arange(y.shape[1]) if self.multilabel_ else np.unique(y)
         if len(self.classes_) == 0:
             raise ValueError("LabelSetClassifier: `y` must hold at least one label.")
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise ValueError(f"LabelSetClassifier: `threshold` must be a probability or None, got {self.threshold}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         labels = self._labels(y)
         config = self._config(seed=seed)
@@ -400,6 +413,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         if self.multilabel_:
             table = sp.csr_matrix(y)
             table.eliminate_zeros()
+            if (table.data != 1).any():
+                raise _not_an_indicator()
             table.sort_indices()
             if table.shape[1] != len(self.classes_):
                 raise ValueError(
@@ -464,6 +479,14 @@ def _epochs(rows: int) -> int:
     return min(max(round(1600 / math.sqrt(rows)), 8), 50)
 
 
+def _not_an_indicator() -> ValueError:
+    return ValueError(
+        "LabelSetClassifier: `y` must be a matrix of 0 and 1, a list of label lists or one label per row, got a matrix "
+        "of other numbers. Labels that are coded -1 and 1 are `y > 0`; where -1 is unknown, use a loss in a loop of "
+        "your own."
+    )
+
+
 class _Lists:
     """One list of labels per row."""
 
@@ -474,15 +497,31 @@ class _Lists:
         return len(self.rows)
 
 
+def _names(given: Iterable[Any]) -> np.ndarray:
+    """Return the different names in order, as they are: an array of NumPy would turn 1 beside "a" into "1"."""
+    names = sorted(set(given), key=lambda name: (str(type(name)), name))
+    if not any(isinstance(name, tuple) for name in names):
+        plain = np.array(names)
+        if plain.tolist() == names:
+            return plain
+    kept = np.empty(len(names), dtype=object)
+    kept[:] = names
+    return kept
+
+
 def _target(y: Any) -> Any:
     """Tell label lists from arrays."""
     if isinstance(y, _Lists) or sp.issparse(y):
         return y
-    nested = isinstance(y, list | tuple) or (isinstance(y, np.ndarray) and y.dtype == object and y.ndim == 1)
-    if nested and len(y) and all(isinstance(row, list | tuple | set | frozenset) for row in y):
+    rows = y.to_numpy() if hasattr(y, "to_numpy") else y  # a column of a table
+    nested = isinstance(rows, list | tuple) or (
+        isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1
+    )
+    if nested and len(rows) and all(isinstance(row, list | tuple | set | frozenset) for row in rows):
+        y = list(rows)
         equal = len({len(row) for row in y}) == 1
         numeric = all(isinstance(v, numbers.Real) for row in y for v in row)
         if not (equal and numeric and set(np.unique([v for row in y for v in row])) <= {0, 1} and len(list(y[0])) > 1):
-            return _Lists(list(y))
+            return _Lists(y)
         return check_array(y)
     return y

@@ -127,13 +127,14 @@ class FeatureMap:
     def transform(self, x: Any) -> Any:
         """Scale given features."""
         _check_finite(x)
+        dense = isinstance(x, np.ndarray)
         if x.shape[1] != self.n_features:
-            if self.kind == "dense" or (x.shape[1] > self.n_features and x[:, self.n_features :].nnz):
+            if self.kind == "dense" or dense or (x.shape[1] > self.n_features and x[:, self.n_features :].nnz):
                 raise DataError(f"the run was trained on {self.n_features} features, the rows have {x.shape[1]}.")
             x = x.copy()
             x.resize((x.shape[0], self.n_features))
         if self.kind == "dense":
-            x = np.asarray(x, np.float32)
+            x = np.asarray(x if dense else x.toarray(), np.float32)
             if "mean" in self._arrays:
                 return (x - self._arrays["mean"]) / self._arrays["scale"]
         x = x.astype(np.float32)

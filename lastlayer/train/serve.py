@@ -393,12 +393,20 @@ def _table(rows: Any) -> LabelData:
     """Return texts or features as rows without labels."""
     if isinstance(rows, str):
         raise TypeError("predict: `rows` must be a list of texts, got one text. Write [text].")
+    if len(getattr(rows, "shape", ())) == 1 and hasattr(rows, "tolist"):  # an array, or a column of a table
+        rows = rows.tolist()
     texts = isinstance(rows, list | tuple) and all(isinstance(row, str) for row in rows)
-    if not texts and not hasattr(rows, "shape"):
-        rows = np.asarray(rows, dtype=np.float32)
+    if not texts and not hasattr(rows, "tocsr"):
+        try:
+            rows = np.asarray(rows, dtype=np.float32)
+        except (TypeError, ValueError):
+            message = (
+                f"predict: `rows` must be a list of texts, or numbers, got {type(rows).__name__} with other values."
+            )
+            raise TypeError(message) from None
     if not texts and len(rows.shape) != 2:
         raise ValueError(f"predict: `rows` must be texts or have shape (rows, features), got {tuple(rows.shape)}.")
     n = len(rows) if texts else rows.shape[0]
     zeros = np.zeros(n + 1, np.int64)
-    features = None if texts else rows.tocsr() if hasattr(rows, "tocsr") else np.asarray(rows, dtype=np.float32)
+    features = None if texts else rows.tocsr() if hasattr(rows, "tocsr") else rows
     return LabelData(list(rows) if texts else None, features, zeros, zeros[:0], [])

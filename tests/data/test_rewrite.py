@@ -48,6 +48,16 @@ def test_only_the_labels_change(tmp_path, name):
     assert made.read_bytes().decode() == MADE[name]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "latin-1"])
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_the_encoding_and_its_mark_stay(tmp_path, name, encoding):
+    path = tmp_path / name
+    path.write_bytes(FILES[name].replace("apple", "äpple").encode(encoding))
+    data = read(path, **({"encoding": encoding} if encoding == "latin-1" else {}))
+    made = rewrite(path, tmp_path / "corrected", data, CHANGES)
+    assert made.read_bytes() == MADE[name].replace("apple", "äpple").encode(encoding)
+
+
 def test_what_cannot_be_written_is_an_error_and_writes_nothing(tmp_path):
     path = tmp_path / "a.tsv"
     path.write_text(FILES["a.tsv"])
@@ -80,3 +90,11 @@ def test_counts_rows_as_the_readers_do(tmp_path):
             label_column="labels",
         )
         assert [again.names(i) for i in range(2)] == [["a"], ["a", "b"]]
+
+
+def test_comments_before_the_header_of_an_svm_file_do_not_shift_the_rows(tmp_path):
+    path = tmp_path / "a.svm"
+    path.write_text("# made by hand\n3 4 3\n0,1 1:0.5 2:1\n2 1:1\n1 3:2\n")
+    data = read(path)
+    made = rewrite(path, tmp_path / "out", data, {int(data.row_numbers()[1]): Change(add=frozenset({"0"}))})
+    assert made.read_text() == "# made by hand\n3 4 3\n0,1 1:0.5 2:1\n2,0 1:1\n1 3:2\n"

@@ -131,6 +131,12 @@ def test_unknown_labels_are_left_out_and_empty_columns_defined():
     assert tune_thresholds(torch.empty(4, 0), torch.empty(4, 0), per="all") == INF
 
 
+def test_a_class_whose_scores_are_all_infinite_is_taken_where_that_is_best():
+    scores, target = torch.full((3, 2), torch.inf), torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
+    thresholds = tune_thresholds(scores, target)
+    assert (scores > thresholds).all(0).tolist() == [True, False]  # the second has no label
+
+
 def test_target_forms_agree():
     scores = torch.rand(12, 5)
     lists = torch.randint(-1, 5, (12, 2))

@@ -137,6 +137,34 @@ def test_derivatives(impl):
     assert log
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_second_derivatives_where_a_class_has_no_share(impl):
+    x, k = draw(3, 5).requires_grad_(), torch.tensor([0.7, 1.1, 1.5], dtype=DOUBLE).requires_grad_()
+    weight = torch.tensor([1.0, -0.6, 0.5, 2.0, 0.0], dtype=DOUBLE, requires_grad=True)  # the last is free
+
+    def function(x, k, weight):
+        options = {"weight": weight, "impl": impl}
+        return ll.lml(x, k, **options), ll.lml_threshold(x, k, **options), ll.log_lml(x, k, **options)
+
+    assert torch.autograd.gradgradcheck(function, (x, k, weight))
+
+    def second(width):  # of the thresholds, in the scores and an upper bound that is as low as the lower one
+        upper = torch.tensor([1.0, 1.0, 0.9, 1.0, 0.3 + width], dtype=DOUBLE, requires_grad=True)
+        lower = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.3], dtype=DOUBLE)
+        nu = ll.lml_threshold(x, k + 1, lower=lower, upper=upper, impl=impl)
+        (first,) = torch.autograd.grad((nu * torch.arange(1, 4)).sum(), x, create_graph=True)
+        return torch.autograd.grad((first * first.detach().cos()).sum(), upper)[0]
+
+    torch.testing.assert_close(second(0.0), second(1e-9), rtol=1e-6, atol=1e-9)
+
+
+def test_second_derivatives_stay_finite_beside_a_free_class_of_a_decided_row():
+    x = torch.tensor([1e4, -1e4, 0.0], dtype=DOUBLE, requires_grad=True)
+    weight = torch.tensor([1.0, 1.0, 0.0], dtype=DOUBLE, requires_grad=True)
+    (first,) = torch.autograd.grad(ll.lml(x, 1.0, weight=weight)[0], x, create_graph=True)
+    assert torch.cat(torch.autograd.grad(first[0], [x, weight])).isfinite().all()
+
+
 def test_ends_and_rows_without_a_solution():
     x = torch.stack([draw(3)] * 4)
     weight = torch.tensor([1.0, 2.0, -1.0])
@@ -258,6 +286,24 @@ def test_a_class_that_may_take_nothing_has_no_logarithm_and_no_slope():
     assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("bound", [0.2, torch.full((5,), 0.2, dtype=DOUBLE)])
+def test_what_a_mask_leaves_out_has_no_lower_bound(impl, bound):
+    x, upper = draw(3, 5), torch.tensor([0.9, 0.8, 0.9, 1.0, 0.7], dtype=DOUBLE)
+    mask = torch.tensor([[True, False, True, True, False]]).expand(3, 5)
+    kept, options = mask[0], {"impl": impl}
+    for k in (0.7, 1.6, torch.tensor([0.7, 1.0, 2.5], dtype=DOUBLE)):  # 0.7 is below the bounds of all five
+        for function in (ll.lml, ll.lml_at_most):
+            y = function(x, k, lower=bound, upper=upper, mask=mask, **options)
+            assert (y[~mask] == 0).all()
+            few = bound if isinstance(bound, float) else bound[kept]
+            expected = function(x[:, kept], k, lower=few, upper=upper[kept], **options)
+            torch.testing.assert_close(y[:, kept], expected)
+    assert (ll.lml(x, 0.7, lower=bound, mask=mask, **options)[~mask] == 0).all()
+    at_infinity = ll.lml(x.masked_fill(~mask, -torch.inf), 1.6, lower=bound, **options)
+    assert (at_infinity[~mask] == 0.2).all()
+
+
 def test_masked_and_free_classes():
     x = draw(5)
     mask = torch.tensor([True, False, True, True, True])
@@ -322,6 +368,19 @@ def test_several_dimensions_are_one_budget():
     torch.testing.assert_close((weight * y).sum((1, 2)), torch.full((2,), 4.0, dtype=DOUBLE))
     with pytest.raises(ValueError, match="`dim` must name each dimension once"):
         ll.lml(x, 5, dim=(1, 1))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (1, 4), (4, 4), (4, 1, 1), (2, 1, 1, 1), (1, 4, 1, 4)])
+@pytest.mark.parametrize("dim", [1, -2, 3])
+def test_weights_broadcast_to_the_logits_for_any_dim(shape, dim):
+    x, weight = draw(2, 4, 4, 4), uniform(*shape) + 0.5
+    bounds = {"lower": 0.1 * uniform(*shape), "upper": 1 - 0.1 * uniform(*shape)}
+    wide = {name: value.expand(x.shape).movedim(dim, -1) for name, value in {"weight": weight, **bounds}.items()}
+    y = ll.lml(x, 1.5, dim=dim, weight=weight, **bounds)
+    torch.testing.assert_close(y.movedim(dim, -1), ll.lml(x.movedim(dim, -1), 1.5, **wide))
+    torch.testing.assert_close(y, ll.lml(x, 1.5, dim=(dim,), weight=weight, **bounds))
+    with pytest.raises(ValueError, match=r"`weight` must broadcast to the shape \(2, 4, 4, 4\), got shape \(3, 1\)"):
+        ll.lml(x, 1.5, dim=dim, weight=uniform(3, 1))
 
 
 def groups_of(y, groups, n):

@@ -15,7 +15,7 @@ from lastlayer.runs.rows import set_metrics
 from lastlayer.train import Config, ConfigError, LabelSetClassifier, evaluate, train
 from lastlayer.train.blend import Blend, added, outputs
 from lastlayer.train.calibrate import Calibration, true_probability
-from lastlayer.train.choose import Candidate, Pool, _Race, _splits
+from lastlayer.train.choose import FEW, GROUPED, Candidate, Pool, _Race, _splits
 from lastlayer.train.decide import Decision
 from lastlayer.train.engine import prepare
 from lastlayer.train.export import Exported
@@ -361,6 +361,27 @@ def test_whole_groups_are_set_aside_where_rows_are_many():
         assert abs(len(held) - n // (5 if others else 10)) <= 40
         shared = {groups[i] for i in fitted} & {groups[i] for i in held}
         assert bool(shared) == (rows.groups is None)
+
+
+@pytest.mark.parametrize("n", [40, FEW, 10 * GROUPED])
+@pytest.mark.parametrize("n_groups", [1, 2, 3])
+def test_few_groups_are_as_many_folds(n, n_groups):
+    groups = np.arange(n) % n_groups
+    data = LabelData(None, None, np.arange(n + 1), np.arange(n) % 2, ["a", "b"], groups=[f"g{g}" for g in groups])
+    splits = list(_splits(Pool(sp.csr_matrix((n, 1)), data, n), Config(loss="binary"), True))
+    assert len(splits) == (0 if n_groups == 1 else 1 if n == 10 * GROUPED else n_groups)
+    for fitted, held in splits:
+        assert not set(groups[fitted]) & set(groups[held])
+        assert len(fitted) + len(held) == n
+
+
+@pytest.mark.parametrize("n_groups", [1, 3])
+def test_estimator_with_few_groups(n_groups):
+    x = np.random.default_rng(0).normal(size=(60, 4))
+    y = (x > 0).astype(int)
+    model = LabelSetClassifier(random_state=0).fit(x, y, groups=np.arange(60) % n_groups)
+    assert model.score(x, y) > 0.9
+    assert ("too few rows or groups" in model.choice_) == (n_groups == 1)
 
 
 def test_groups_reach_the_choice_and_the_trees(monkeypatch):

@@ -175,7 +175,8 @@ def test_global_random_state_is_left_alone():
     ("options", "message"),
     [({"loss": "nope"}, "`loss` must be one of"), ({"k": 99.0}, "`k` must be at most the number of labels"),
      ({"k": -1}, "`k` must be a positive number"), ({"epochs": 0}, "`epochs` must be a whole number"),
-     ({"labels": "some"}, "`labels` must be one of"),
+     ({"labels": "some"}, "`labels` must be one of"), ({"threshold": 3.0}, "`threshold` must be a probability"),
+     ({"threshold": float("nan")}, "`threshold` must be a probability"), ({"hidden": None}, "`hidden` must be a list"),
          ({"loss": "lml", "loss_options": {"nope": 1}}, "`loss_options` of lml must be")],
 )  # fmt: skip
 def test_wrong_parameters_are_named(options, message):
@@ -204,3 +205,54 @@ def test_bad_input_is_an_error_or_a_right_answer(options):
     alike = np.tile([1, 0, 1], (80, 1))
     assert (model.fit(x, alike).predict(x) == alike).all()
     assert not model.fit(x, np.zeros_like(y)).predict(x).any()
+
+
+@pytest.mark.parametrize("values", [(-1, 1), (-1, 0, 1), (0, 2)])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_matrix_of_other_numbers_than_0_and_1_is_refused(values, sparse):
+    x = np.random.default_rng(0).normal(size=(30, 3))
+    y = np.random.default_rng(1).choice(values, (30, 4))
+    y = sp.csr_matrix(y) if sparse else y
+    with pytest.raises(ValueError, match="`y` must be a matrix of 0 and 1"):
+        LabelSetClassifier(random_state=0).fit(x, y)
+    fitted = LabelSetClassifier(random_state=0, epochs=1, loss="lml").fit(x, x[:, [0, 1, 2, 0]] > 0)
+    with pytest.raises(ValueError, match="`y` must be a matrix of 0 and 1"):
+        fitted.score(x, y)
+
+
+@pytest.mark.parametrize("names", [("a", 1, 2.5), (("a", 0), ("a", 1), ("b",)), ("a", None, "b")])
+def test_names_of_any_type_stay_as_they_are(names):
+    X, Y = make(120)
+    lists = [[names[i] for i in np.flatnonzero(row)] for row in Y[:, :3]]
+    model = LabelSetClassifier(random_state=0).fit(X, lists)
+    assert set(model.classes_.tolist()) == set(names)
+    place = [model.classes_.tolist().index(name) for name in names]
+    same = LabelSetClassifier(random_state=0).fit(X, Y[:, np.argsort(place)])
+    np.testing.assert_array_equal(model.predict_proba(X), same.predict_proba(X))
+    more = LabelSetClassifier(loss="lml", random_state=0).partial_fit(X, lists, classes=list(names))
+    assert set(more.partial_fit(X, lists, classes=list(names)).classes_.tolist()) == set(names)
+    with pytest.raises(ValueError, match="`y` must hold labels among `classes`, got 'new'"):
+        more.partial_fit(X, [["new"]] * len(X))
+
+
+def test_lists_in_a_column_of_a_table():
+    pandas = pytest.importorskip("pandas")
+    X, Y = make(120)
+    lists = [[f"l{i}" for i in np.flatnonzero(row)] for row in Y]
+    model = LabelSetClassifier(random_state=0).fit(X, pandas.Series(lists, index=range(7, 127)))
+    expected = LabelSetClassifier(random_state=0).fit(X, lists)
+    np.testing.assert_array_equal(model.predict_proba(X), expected.predict_proba(X))
+    assert model.score(X, pandas.Series(lists)) == expected.score(X, lists)
+
+
+def test_numbers_of_a_call_are_checked():
+    X, Y = make(60)
+    model = LabelSetClassifier(loss="lml", hidden=4, epochs=1, random_state=0).fit(X, Y)  # one layer of 4
+    same = LabelSetClassifier(loss="lml", hidden=(4,), epochs=1, random_state=0).fit(X, Y)
+    np.testing.assert_array_equal(model.predict_proba(X), same.predict_proba(X))
+    for k in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="`k` must be None or a whole number of at least 0"):
+            model.predict_labels(X, k=k)
+    with pytest.raises(ValueError, match="`sample_weight` must have one number per row, 60, got shape"):
+        model.score(X, Y, sample_weight=np.ones(3))
+    assert model.score(X, Y, sample_weight=np.zeros(60)) == 0

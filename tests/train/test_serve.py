@@ -40,6 +40,8 @@ def test_texts_lists_and_tables_are_rows(run):
         assert model.predict(rows.texts, threshold=threshold) == expected
     assert model.thresholds.shape == (6,)
     assert model.predict([]) == []
+    assert model.predict(np.array(rows.texts)) == model.predict(rows.texts)
+    assert model.predict(np.array(rows.texts, dtype=object)) == model.predict(rows.texts)
 
 
 def test_batches_do_not_change_the_result(run):
@@ -56,7 +58,13 @@ def test_features_are_rows(tmp_path):
     for name, features in (("dense", x), ("sparse", sp.csr_matrix(np.maximum(x, 0)))):
         train({"all": LabelData.from_lists(lists, features=features)}, Config(**FAST), tmp_path / name)
         model = ll.load(tmp_path / name)
-        assert model.predict_proba(features[:9]).shape == (9, 5)
+        y = model.predict_proba(features[:9])
+        assert y.shape == (9, 5)
+        other = sp.csr_matrix(features[:9]) if name == "dense" else features[:9].toarray()
+        np.testing.assert_allclose(model.predict_proba(other), y, atol=1e-6)
+        for width in (4, 6):  # of an array; a sparse row may end early
+            with pytest.raises(ValueError, match=f"was trained on 5 features, the rows have {width}"):
+                model.predict_proba(np.ones((2, width)))
     with pytest.raises(ValueError, match=r"must be texts or have shape \(rows, features\), got \(5,\)"):
         model.predict(x[0])
     with pytest.raises(ValueError, match="was trained on features, the rows are texts"):
@@ -71,6 +79,12 @@ def test_messages(run):
         model.predict(["a"], k=0)
     with pytest.raises(RunError, match="must be the folder of a finished run, and is not there"):
         ll.load("no/such/run")
+
+
+@pytest.mark.parametrize("rows", [[["a"]], ["a", None], [b"a"], {"a"}, (text for text in ["a"])])
+def test_what_is_neither_text_nor_number_is_named(run, rows):
+    with pytest.raises(TypeError, match=f"must be a list of texts, or numbers, got {type(rows).__name__} with"):
+        ll.load(run.path).predict(rows)
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def check_labels(op: str, y: Any, n_rows: int, n_labels: int | None = None) -> L
             raise ValueError(f"{op}: `y` must have rows below {n_rows}, got {int(rows.max())}. Use the rows of `x`.")
         return LabelRows(start, rows)
     if sp.issparse(y):
-        matrix = sp.csr_matrix(y)
+        matrix = sp.csr_matrix(y > 0)
         matrix.eliminate_zeros()
         indptr, indices, count = matrix.indptr, matrix.indices, y.shape[1]
     elif hasattr(y, "indptr") and hasattr(y, "n_labels"):

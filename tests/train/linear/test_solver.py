@@ -208,7 +208,9 @@ def test_labels_in_every_form():
     x, y = made_up(labels=6)
     lists = [np.flatnonzero(row).tolist() for row in y]
     data = LabelData.from_lists([[str(i) for i in row] for row in lists], label_names=[str(i) for i in range(6)])
-    found = [fit_linear(x, form).values for form in (y, sp.csc_matrix(y), lists, data, y.astype(np.int8))]
+    signs = 2 * y.astype(np.int8) - 1
+    forms = (y, sp.csc_matrix(y), lists, data, y.astype(np.int8), signs, sp.csr_matrix(signs))
+    found = [fit_linear(x, form).values for form in forms]
     for one in found[1:]:
         np.testing.assert_array_equal(one, found[0])
 
