@@ -497,7 +497,9 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
         if (i == 0 && shared && !backward) works->prepare(call, s);
         s->shares = space->shares;
     }
-    int64_t grain = (POOL_GRAIN / (n + 1) / group + 1) * group;
+    /* Many rows at a time: a thread fetches those that come after the ones it works on. */
+    int64_t grain = (POOL_GRAIN / (n + 1) / group + 1) * group, more = call->rows / (32 * threads) / group * group;
+    if (grain < more) grain = more;
     struct weighted_job job = {call, backward ? works->backward : tile ? works->tile : works->rows, space, grain, group};
     pool_run(weighted_part, &job, (call->rows + grain - 1) / grain, (int)threads);
     free(memory);

@@ -14,14 +14,14 @@
 #define ABS __builtin_fabs
 #define SMALLEST_SUM 1e-200
 #define BUDGET_DIGITS 1e-6
-#define SHORT 1.5e-4       /* the longest last step of a search with weights */
-#define LAST_STEP 1.3e-4   /* the longest of Newton's that is followed by it, where three derivatives are known */
-#define LAST_OF_TWO 1.3e-4 /* the same where two are */
+#define SHORT 1.5e-4     /* the longest last step of a search with weights */
+#define LAST_STEP 1.3e-4 /* the longest of Newton's that is followed by it: three derivatives are known, or in float two */
 #define EXP_HIGH 600.0
 #define EXP_CEILING 3.77e260 /* a little less than exp(EXP_HIGH): no class, or one that cannot matter */
 #define EXP_LOW -708.0
 #define ROUNDER 6755399441055744.0
 #define MANTISSA 52
+#define HALF_EXPONENT 1022 /* the exponent of 1/2 in the bits of a number */
 #define MANTISSA_MASK 0xfffffffffffffLL
 #define LN2_HIGH 6.93145751953125e-1
 #define LN2_LOW 1.42860682030941723212e-6
@@ -78,13 +78,13 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #undef BUDGET_DIGITS
 #undef SHORT
 #undef LAST_STEP
-#undef LAST_OF_TWO
 #undef ABS
 #undef EXP_HIGH
 #undef EXP_CEILING
 #undef EXP_LOW
 #undef ROUNDER
 #undef MANTISSA
+#undef HALF_EXPONENT
 #undef MANTISSA_MASK
 #undef LN2_HIGH
 #undef LN2_LOW
@@ -104,14 +104,14 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #define ABS __builtin_fabsf
 #define SMALLEST_SUM 1e-20
 #define BUDGET_DIGITS 0.03
-#define SHORT 0.022
-#define LAST_STEP 0.0205
-#define LAST_OF_TWO 0.005
+#define SHORT 0.0055
+#define LAST_STEP 0.005
 #define EXP_HIGH 80.0f
 #define EXP_CEILING 5.54e34f
 #define EXP_LOW -87.0f
 #define ROUNDER 12582912.0f
 #define MANTISSA 23
+#define HALF_EXPONENT 126
 #define MANTISSA_MASK 0x7fffff
 #define LN2_HIGH 0.693359375f
 #define LN2_LOW -2.12194440e-4f
@@ -161,13 +161,13 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
 #undef BUDGET_DIGITS
 #undef SHORT
 #undef LAST_STEP
-#undef LAST_OF_TWO
 #undef ABS
 #undef EXP_HIGH
 #undef EXP_CEILING
 #undef EXP_LOW
 #undef ROUNDER
 #undef MANTISSA
+#undef HALF_EXPONENT
 #undef MANTISSA_MASK
 #undef LN2_HIGH
 #undef LN2_LOW

@@ -90,14 +90,16 @@ __attribute__((always_inline)) static inline double budget_guess(double logit, d
     return nu;
 }
 
-/* The next step: near the solution that of fourth order on the sum, as in lml, where Newton's step r is certain to be as
-   good as it is short; else Halley's on the logarithm of the smaller side, of which `level` is the distance from the
-   goal's, and which is nearly straight. */
-__attribute__((always_inline)) static inline double budget_next(int few, double r, double got, double level, double s1,
-                                                                double s2, double s3) {
-    double slope = s1 / got, bend = s2 / got, turn = few ? bend - slope * slope : -bend - slope * slope;
-    double first = few ? slope : -slope, over = 2 * first * first - level * turn, rho = s2 / s1, tau = s3 / s1;
-    double by_log = over > first * first ? -2 * level * first / over : -level / first;
+/* The next step, of fourth order (Householder's) where all `three` derivatives are known: near the solution on the sum,
+   as in lml, where Newton's step r is certain to be as good as it is short; else on the logarithm of the smaller side,
+   of which `level` is the distance from the goal's, and which is nearly straight. */
+__attribute__((always_inline)) static inline double budget_next(int few, int three, double r, double got, double level,
+                                                                double s1, double s2, double s3) {
+    double over = (few ? 1 : -1) / got, first = s1 * over, second = s2 * over - first * first;
+    double third = s3 * over - first * (3 * second + first * first), t = level / first;
+    double bend = 1 - t * second / (2 * first), turn = 2 * bend - 1 + t * t * third / (6 * first);
+    double by_log = !(bend > 0.5) ? -t : three && turn > bend / 2 ? -t * bend / turn : -t / bend;
+    double rho = s2 / s1, tau = s3 / s1;
     return r * r < 1e-3 ? -r * (1 - r * rho / 2) / (1 - r * rho + r * r * tau / 6) : by_log;
 }
 
@@ -113,7 +115,8 @@ static void budget_second(struct budget *b, const struct budget *was, int summed
         b->unsure = b->s1 * (size > 1e-3 ? size : 1);
     } else {
         b->s2 = size > 0.3 ? low + more : size > 0.01 ? low : was->s2;
-        b->unsure = size > 2 ? b->s1 : size > 0.3 ? fabs(more) : b->s1 * (size > 0.01 ? size * size / 6 : size);
+        b->unsure = size > 0.3 ? fabs(more) : b->s1 * (size > 0.01 ? size * size / 6 : size);
+        if (size * b->s1 > 2 * b->f) b->unsure = b->s1; /* long, as the weights that matter go */
     }
 }
 
@@ -127,7 +130,7 @@ static void budget_step(struct budget *b, double short_enough, double eps, doubl
     }
     if (f < 0) b->lo = b->nu;
     if (f > 0) b->hi = b->nu;
-    b->at = budget_next(b->few, r, b->f, log(b->f / b->goal), b->s1, b->s2, b->s3);
+    b->at = budget_next(b->few, b->s3 != 0, r, b->f, log(b->f / b->goal), b->s1, b->s2, b->s3);
     if (last && fabs(r) <= short_enough && r * r * b->unsure <= eps / 2 * b->s1) {
         b->state = b->s1 > digits * b->goal ? CLOSE : HARD;
         return;

@@ -23,7 +23,9 @@ typedef struct {
     int64_t n;
     const REAL *z;
     REAL *w, *a, *e;
+    const REAL *ahead, *ahead_own; /* the scores and weights of the next row, fetched during the passes */
     int special, measured;       /* has weights of its own, or infinite scores; has its moments */
+    int sampled;                 /* these are of some classes only, and no other has been looked at yet */
     int plain;                   /* y is a sigmoid of z, times the upper bound */
     double z1, z2, zw, farthest; /* sums of a z, a z^2 and a z w; the largest |z|, or infinity */
     struct shares shares;
@@ -50,15 +52,18 @@ INLINE VEC NAME(reciprocal)(VEC d, int rough) {
 }
 
 /* What a pass sums at a point with q = (1 - y) / y: f = sum a y or, on the side where that is the smaller, sum a (1 - y);
-   and the first derivatives of sum a y, `more` than one, and all `three` after the `first` pass. */
-#define WEIGH(q, a, w, first, more, three)                                   \
-    VEC y = NAME(reciprocal)(R(1.0) + q, first), v = q * y;                  \
-    VEC h = y * v, t = w * (a * h), t2 = w * t;                              \
+   and the first derivatives of sum a y, `more` than one, and all `three`. */
+#define WEIGH(q, a, w, rough, more, three)                                   \
+    VEC y = NAME(reciprocal)(R(1.0) + q, rough), v = q * y;                  \
+    VEC h = few ? y - y * y : y * v, t = w * (a * h), t2 = w * t;            \
     f += a * SIDE(y, v);                                                     \
     s1 += t;                                                                 \
-    if (more) s2 += t2 * (v - y);                                            \
-    if (!(first) && (three)) s3 += (w * t2) * (R(1.0) - R(6.0) * h);
-#define LONG_ROW 2048
+    if (more) s2 += t2 * (few ? R(1.0) - R(2.0) * y : v - y);                \
+    if (three) s3 += (w * t2) * (R(1.0) - R(6.0) * h);
+#define FETCH(address) __builtin_prefetch(address, 0, 2); /* a line, where short rows leave the processor no pattern */
+#define FETCH_TO_WRITE(address) __builtin_prefetch(address, 1, 2);
+#define THREE (REAL_BYTES == 8) /* whether later passes sum three derivatives: the first takes float near enough */
+#define SAMPLE 1024             /* classes of a long row that its first guess is made of, at the least */
 #define SIDE(y, v) (few ? (y) : NAME(select)(side, y, v))
 
 /* exp(t), as at the ends of what REAL holds beyond them. */
@@ -102,14 +107,28 @@ INLINE VEC NAME(between)(VEC part, VEC lower, VEC upper) {
 
 /* ---- One row. ---- */
 
-/* What a row's first guess is made of, with t = a z; and the largest |z|, and nan where a score is not finite. */
+/* What a row's first guess is made of, with t = a z; and the largest |z|. A score that is not finite makes a1 so too. */
 #define ADD_MOMENTS(z, t, w)                                            \
-    VEC size = NAME(select)(z < 0, -z, z);                              \
     a1 += t;                                                            \
     a2 += t * z;                                                        \
     a3 += t * w;                                                        \
-    odd += z * R(0.0);                                                  \
-    far = NAME(select)(size > far, size, far);
+    far = NAME(farther)(z, far);
+
+/* The larger of |z| and far; any of the two where z is nan. */
+INLINE VEC NAME(farther)(VEC z, VEC far) {
+#if VECTOR == 64 && REAL_BYTES == 4
+    return (VEC)_mm512_range_ps((__m512)z, (__m512)far, 0xb);
+#elif VECTOR == 64
+    return (VEC)_mm512_range_pd((__m512d)z, (__m512d)far, 0xb);
+#elif VECTOR == 32 && REAL_BYTES == 4
+    return (VEC)_mm256_max_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), (__m256)z), (__m256)far);
+#elif VECTOR == 32
+    return (VEC)_mm256_max_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), (__m256d)z), (__m256d)far);
+#else
+    VEC size = NAME(select)(z < 0, -z, z);
+    return NAME(select)(size > far, size, far);
+#endif
+}
 
 INLINE double NAME(sum)(const double *parts) {
     double sum = 0;
@@ -140,44 +159,51 @@ FN void NAME(budget_moments)(NAME(budget_row) * row) {
     row->z1 = z1, row->z2 = z2, row->zw = zw;
 }
 
-/* The sums at nu, on the side that has the smaller sum if `few`, with `three` derivatives or one in later passes; with KEEP_Y or KEEP_PART, y or what `signed_part` makes
-   of it is kept in `e`. */
+/* The sums at nu, on the side that has the smaller sum if `few`, with `three` derivatives, or one in later passes; with
+   KEEP_Y or KEEP_PART, y or what `signed_part` makes of it is kept in `e`. The first pass looks for the largest |z| of a
+   sampled row, and fetches the next row and the place of y; later ones fetch the next weights. */
 INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int few, int three, int keep) {
     struct budget *b = &row->b;
     int more = !keep || three; /* else `budget_second` makes it of what is there */
     VEC nu = NAME(fill)((REAL)b->nu);
     NAME(lanes) side = (NAME(lanes)){0} - (b->few != 0);
     double all[4][LANES] = {{0}};
+    VEC far = {0};
     for (int64_t i = 0; i < row->n;) {
         int64_t end = i + BLOCK < row->n ? i + BLOCK : row->n;
         VEC f = {0}, s1 = {0}, s2 = {0}, s3 = {0};
         for (; i < end; i += LANES) {
-            VEC a = NAME(kept)(row->a + i), w = NAME(kept)(row->w + i), point = -(NAME(kept)(row->z + i) + w * nu);
+            VEC a = NAME(kept)(row->a + i), w = NAME(kept)(row->w + i), z = NAME(kept)(row->z + i);
+            VEC point = -(z + w * nu);
+            if (!keep) {
+                far = NAME(farther)(z, far);
+                FETCH(row->ahead + i)
+                FETCH_TO_WRITE(row->e + i)
+            }
             VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);
-            WEIGH(q, a, w, keep == KEEP_NONE, more, three)
+            WEIGH(q, a, w, keep == KEEP_NONE, more, more && three)
+            if (keep) FETCH(row->ahead_own + i)
             if (keep == KEEP_Y) NAME(keep)(y, row->e + i);
             if (keep == KEEP_PART) NAME(keep)(NAME(signed_part)(y, v), row->e + i);
         }
         NAME(add_lanes)(all[0], f);
         NAME(add_lanes)(all[1], s1);
         if (more) NAME(add_lanes)(all[2], s2);
-        if (keep && three) NAME(add_lanes)(all[3], s3);
+        if (three) NAME(add_lanes)(all[3], s3);
     }
     struct budget was = *b;
     b->f = NAME(sum)(all[0]), b->s1 = NAME(sum)(all[1]), b->s2 = NAME(sum)(all[2]), b->s3 = NAME(sum)(all[3]);
     b->unsure = 0, b->summed = more;
+    if (!keep && row->sampled) row->farthest = NAME(largest)(far);
     if (!more) budget_second(b, &was, was.summed);
 }
-
-/* Whether later passes sum three derivatives: in float a long row is so near after the first that one is enough. */
-INLINE int NAME(budget_three)(const NAME(budget_row) * row) { return REAL_BYTES == 8 || row->n < LONG_ROW; }
 
 /* Move to the next point, and look at the sums there. */
 FN void NAME(budget_pass)(NAME(budget_row) * row, int keep) {
     struct budget *b = &row->b;
     double nu = b->nu;
     b->nu = (double)(REAL)(b->nu + b->at), b->at = 0, b->moved = b->nu - nu;
-    int limits = !(row->farthest + fabs(b->nu) < EXP_HIGH), three = NAME(budget_three)(row);
+    int limits = !(row->farthest + fabs(b->nu) < EXP_HIGH);
     if (limits && keep)
         NAME(budget_sums)(row, 1, 0, 1, row->plain ? KEEP_Y : KEEP_PART);
     else if (limits)
@@ -186,14 +212,10 @@ FN void NAME(budget_pass)(NAME(budget_row) * row, int keep) {
         NAME(budget_sums)(row, 0, 0, 1, !keep ? KEEP_NONE : row->plain ? KEEP_Y : KEEP_PART);
     else if (!keep)
         NAME(budget_sums)(row, 0, 1, 1, KEEP_NONE);
-    else if (three && row->plain)
-        NAME(budget_sums)(row, 0, 1, 1, KEEP_Y);
-    else if (three)
-        NAME(budget_sums)(row, 0, 1, 1, KEEP_PART);
     else if (row->plain)
-        NAME(budget_sums)(row, 0, 1, 0, KEEP_Y);
+        NAME(budget_sums)(row, 0, 1, THREE, KEEP_Y);
     else
-        NAME(budget_sums)(row, 0, 1, 0, KEEP_PART);
+        NAME(budget_sums)(row, 0, 1, THREE, KEEP_PART);
 }
 
 /* Search; whether that ended with digits to spare. */
@@ -207,7 +229,12 @@ FN int NAME(budget_search)(NAME(budget_row) * row, struct start *start) {
     if (!(fabs(b->nu) < LARGEST)) b->nu = 0;
     for (int i = 0; i < 16 && b->state == OPEN; i++) {
         NAME(budget_pass)(row, i > 0);
-        budget_step(b, NAME(budget_three)(row) ? LAST_STEP : LAST_OF_TWO, EPS, BUDGET_DIGITS, i > 0);
+        if (i == 0 && row->sampled) {
+            if (!(b->f <= LARGEST && row->farthest <= LARGEST)) return 0;
+            row->sampled = 0;
+            if (!(row->farthest + fabs(b->nu) < EXP_HIGH)) NAME(budget_pass)(row, 0);
+        }
+        budget_step(b, LAST_STEP, EPS, BUDGET_DIGITS, i > 0);
     }
     return b->state == CLOSE && fabs(b->at) <= SHORT;
 }
@@ -323,6 +350,7 @@ FN double NAME(weighted_hard)(const double *restrict z, const double *restrict w
 /* Search in double, with z, w and a of a row one behind the other and room for e; `quick`: first as all rows are. */
 FN double NAME(wider_search)(double *wide, int64_t width, int64_t n, struct budget *b, struct start *start, int quick) {
     NAME(budget_row) row = {.n = n, .z = wide, .w = wide + width, .a = wide + 2 * width, .e = wide + 3 * width, .b = *b};
+    row.ahead = row.ahead_own = wide;
     row.farthest = INFINITY;
     budget_again(&row.b);
     if (quick && NAME(budget_search)(&row, start)) return row.b.nu + row.b.at;
@@ -414,14 +442,20 @@ FN void NAME(weight_shares)(const NAME(given) * g, REAL *restrict w, struct shar
     }
     int exponent = 0, wrong = odd != 0;
     if (largest > 0 && !wrong) frexp((double)largest, &exponent);
-    double unit = ldexp(1.0, exponent), over = 1 / unit;
-    PRAGMA(omp simd reduction(+ : total, w1, w2))
-    for (int64_t i = 0; i < n; i++) {
-        double share = (double)NAME(abs)(weight[i]) * over, square = share * share;
-        total += share;
-        w1 += square;
-        w2 += square * share;
-        w[i] = (REAL)share;
+    double unit = ldexp(1.0, exponent);
+    REAL over = (REAL)ldexp(1.0, -(exponent / 2)), more = (REAL)ldexp(1.0, exponent / 2 - exponent); /* one may overflow */
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        int64_t end = b + BLOCK < n ? b + BLOCK : n;
+        REAL part1 = 0, part2 = 0;
+        PRAGMA(omp simd reduction(+ : total, part1, part2))
+        for (int64_t i = b; i < end; i++) {
+            REAL share = NAME(abs)(weight[i]) * over * more, square = share * share;
+            total += (double)share; /* exact to the rounding of double */
+            part1 += square;
+            part2 += square * share;
+            w[i] = share;
+        }
+        w1 += (double)part1, w2 += (double)part2;
     }
     if (least_weight < 0) {
         PRAGMA(omp simd reduction(+ : sure))
@@ -464,7 +498,7 @@ INLINE VEC NAME(scores_at)(const NAME(given) * g, int64_t i, int negative) {
    that fill whole vectors are read where they are. */
 FN int NAME(budget_read)(const NAME(given) * g, int negative, NAME(budget_row) * row, REAL *restrict copy) {
     double all[3][LANES] = {{0}};
-    VEC far = {0}, odd = {0};
+    VEC far = {0};
     int64_t n = g->n;
     int in_place = !negative && n % LANES == 0;
     for (int64_t i = 0; i < n;) {
@@ -482,7 +516,27 @@ FN int NAME(budget_read)(const NAME(given) * g, int negative, NAME(budget_row) *
     row->z = in_place ? g->x : copy;
     row->z1 = NAME(sum)(all[0]), row->z2 = NAME(sum)(all[1]), row->zw = NAME(sum)(all[2]);
     row->farthest = NAME(largest)(far);
-    return NAME(total)(odd) == 0;
+    return row->z1 * 0 == 0;
+}
+
+/* The same from a part of a long row that is read where it is: the first guess needs them roughly. Whether all scores are
+   finite is left to the first pass. */
+FN void NAME(budget_sample)(const NAME(given) * g, NAME(budget_row) * row) {
+    int64_t apart = g->n / SAMPLE < 8 ? g->n / SAMPLE * LANES : 8 * LANES;
+    VEC a0 = {0}, a1 = {0}, a2 = {0}, a3 = {0}, w1 = {0};
+    for (int64_t i = 0; i < g->n; i += apart) {
+        VEC z = NAME(kept)(g->x + i), a = NAME(kept)(row->a + i), w = NAME(kept)(row->w + i), t = a * z;
+        a0 += a;
+        a1 += t;
+        a2 += t * z;
+        a3 += t * w;
+        w1 += a * w;
+    }
+    double total = row->shares.total, over = 1 / NAME(total)(a0), z1 = NAME(total)(a1) * over;
+    row->z = g->x;
+    row->z1 = z1 * total, row->z2 = NAME(total)(a2) * over * total;
+    row->zw = (NAME(total)(a3) - z1 * NAME(total)(w1)) * over * total + z1 * row->shares.w1;
+    row->sampled = 1, row->farthest = 0;
 }
 
 /* Weights and shares of a row without infinite scores; `a` is not written where there are no bounds. */
@@ -553,12 +607,14 @@ FN void NAME(budget_write)(const NAME(given) * g, const NAME(budget_row) * row, 
 
 /* Solve one row; returns nu. `quick` is set if `e` and `at` of the row give y. */
 FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g, int64_t index,
-                             struct budget_space *space, NAME(budget_row) * row, int *quick) {
+                             struct budget_space *space, NAME(budget_row) * row, int *quick, int again) {
     double nu, k = call->k[index * call->k_stride];
     struct shares *s = &row->shares;
     *quick = 0;
     row->n = g->n;
     row->z = (REAL *)space->z, row->e = (REAL *)space->e;
+    row->ahead = (const REAL *)call->logits + (index + (index + 1 < call->rows)) * call->n;
+    row->ahead_own = call->weight_stride ? g->weight + (index + 1 < call->rows ? g->n : 0) : (REAL *)space->shared_w;
     row->farthest = INFINITY;
     row->w = (REAL *)space->shared_w, row->a = (REAL *)(g->bounded ? space->shared_a : space->shared_w);
     *s = space->shares;
@@ -566,7 +622,17 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
         row->w = (REAL *)space->w, row->a = (REAL *)(g->bounded ? space->a : space->w);
         NAME(shares_of)(g, row->w, row->a, s);
     }
-    row->measured = !call->mask && NAME(budget_read)(g, s->negative, row, (REAL *)space->z);
+    int in_place = !call->mask && !s->negative && g->n % LANES == 0;
+    if (in_place && call->out) row->e = (REAL *)call->out + index * g->n;
+    row->sampled = 0;
+    if (again) {
+        row->measured = 0;
+    } else if (in_place && g->n >= 2 * SAMPLE) {
+        NAME(budget_sample)(g, row);
+        row->measured = 1;
+    } else {
+        row->measured = !call->mask && NAME(budget_read)(g, s->negative, row, (REAL *)space->z);
+    }
     row->special = !row->measured;
     if (row->special) {
         row->w = (REAL *)space->w, row->a = (REAL *)space->a;
@@ -575,11 +641,15 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
         row->z = (REAL *)space->z, row->farthest = INFINITY;
     }
     row->plain = !s->negative && !call->lower;
-    if (budget_enter(&row->b, s, k, call->at_most, &nu)) return nu;
-    if (NAME(budget_search)(row, &space->start)) {
+    if (budget_enter(&row->b, s, k, call->at_most, &nu)) {
+        if (!row->sampled) return nu;
+    } else if (NAME(budget_search)(row, &space->start)) {
         *quick = 1;
         nu = row->b.nu + row->b.at;
-    } else { /* in double */
+    }
+    if (!*quick && row->sampled) { /* a score that is not finite changes the shares */
+        return NAME(budget_solve)(call, g, index, space, row, quick, 1);
+    } else if (!*quick) { /* in double */
         double *wide = space->wide, over = 1 / s->unit;
         int64_t width = space->width;
         memset(wide, 0, 3 * (size_t)width * sizeof *wide);
@@ -606,7 +676,7 @@ FN void NAME(weighted_rows)(const struct weighted *call, int64_t index, int coun
         NAME(given) g = NAME(given_row)(call, at, space);
         NAME(budget_row) row;
         int quick;
-        double nu = NAME(budget_solve)(call, &g, at, space, &row, &quick);
+        double nu = NAME(budget_solve)(call, &g, at, space, &row, &quick, 0);
         call->nu[at] = nu;
         if (!call->out) continue;
         REAL *out = (REAL *)call->out + at * g.n;
@@ -630,6 +700,8 @@ typedef struct {
     VEC *z, *e;
     const REAL *w, *a; /* of all rows */
     VEC *own;          /* the weights of each; 0 if they share them */
+    VEC over, more;    /* one over the unit, in two factors */
+    const char *ahead, *ahead_own, *target; /* the next scores and weights, and the place of y: fetched during the passes */
     NAME(lanes) few;
     int state[LANES], is_few[LANES];
     double unit[LANES], total[LANES], w1[LANES], w2[LANES]; /* as in struct shares */
@@ -638,85 +710,103 @@ typedef struct {
     double logit[LANES], log_p[LANES], quantile[LANES], nu[LANES], at[LANES], r[LANES], step[LANES], farthest[LANES];
 } NAME(budget_tile);
 
-/* Some classes of all rows. */
-INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, int count) {
-    if (count == LANES) {
+/* LANES classes of all rows from j on, or in a row of fewer all. */
+INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, int64_t n) {
+    if (n >= LANES) {
+        PRAGMA(GCC unroll 16)
         for (int i = 0; i < LANES; i++) memcpy(part + i, rows[i] + j, sizeof *part);
         NAME(transpose)(part);
     } else {
-        for (int c = 0; c < count; c++)
-            for (int i = 0; i < LANES; i++) part[c][i] = rows[i][j + c];
+        for (int c = 0; c < n; c++)
+            for (int i = 0; i < LANES; i++) part[c][i] = rows[i][c];
     }
 }
 
+/* A class of all rows, and its part of the moments; weights of their own are turned into shares, which are summed. */
+#define LOAD_CLASS(x, j)                                                                                          \
+    VEC score = temperature == R(1.0) ? x : x / temperature, weight, share;                                       \
+    if (sign && sign[j] < 0) score = -score;                                                                      \
+    z[j] = score;                                                                                                 \
+    if (own) {                                                                                                    \
+        weight = share = tile->own[j] = tile->own[j] * tile->over * tile->more;                                   \
+        VEC square = weight * weight;                                                                             \
+        sums += __builtin_convertvector(weight, NAME(doubles)); /* exact to the rounding of double */             \
+        w1 += square;                                                                                             \
+        w2 += square * weight;                                                                                    \
+    } else {                                                                                                      \
+        weight = NAME(fill)(w[j]), share = NAME(fill)(a[j]);                                                      \
+    }                                                                                                             \
+    VEC t = share * score;                                                                                        \
+    ADD_MOMENTS(score, t, weight)
+
+typedef double NAME(doubles) __attribute__((vector_size(LANES * 8)));
+
+/* The scores and their moments. What is left beyond whole vectors is read with classes before it. */
 INLINE void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REAL temperature, const REAL *sign,
                               int own) {
-    int64_t n = tile->n;
-    VEC *restrict z = tile->z, far = {0}, odd = {0};
+    int64_t n = tile->n, whole = n / LANES * LANES, last = n < LANES ? 0 : n - LANES;
+    VEC *restrict z = tile->z, far = {0}, part[LANES];
     const REAL *restrict w = tile->w, *restrict a = tile->a;
+    NAME(doubles) sums = {0};
     EACH_LANE tile->z1[i] = tile->z2[i] = tile->zw[i] = 0;
-    for (int64_t j = 0; j < n; j += LANES) {
-        VEC part[LANES], a1 = {0}, a2 = {0}, a3 = {0};
-        int count = (int)(n - j < LANES ? n - j : LANES);
-        NAME(tile_columns)(part, rows, j, count);
-        for (int c = 0; c < count; c++) {
-            VEC x = temperature == R(1.0) ? part[c] : part[c] / temperature;
-            if (sign && sign[j + c] < 0) x = -x;
-            z[j + c] = x;
-            VEC weight = own ? tile->own[j + c] : NAME(fill)(w[j + c]);
-            VEC t = (own ? weight : NAME(fill)(a[j + c])) * x;
-            ADD_MOMENTS(x, t, weight)
+    for (int64_t j = 0; j < n;) {
+        VEC a1 = {0}, a2 = {0}, a3 = {0}, w1 = {0}, w2 = {0};
+        int64_t end = j + STEPS < whole ? j + STEPS : whole;
+        for (; j < end; j += LANES) {
+            NAME(tile_columns)(part, rows, j, LANES);
+            PRAGMA(GCC unroll 16)
+            for (int c = 0; c < LANES; c++) {
+                LOAD_CLASS(part[c], j + c)
+            }
+        }
+        if (j == whole && whole < n) {
+            NAME(tile_columns)(part, rows, last, n);
+            for (; j < n; j++) {
+                LOAD_CLASS(part[j - last], j)
+            }
         }
         NAME(add_lanes)(tile->z1, a1);
         NAME(add_lanes)(tile->z2, a2);
         NAME(add_lanes)(tile->zw, a3);
+        if (own) NAME(add_lanes)(tile->w1, w1);
+        if (own) NAME(add_lanes)(tile->w2, w2);
     }
-    EACH_LANE tile->farthest[i] = (double)far[i] + (double)odd[i];
+    if (own) EACH_LANE tile->total[i] += sums[i];
+    EACH_LANE tile->farthest[i] = (double)far[i] + tile->z1[i] * 0;
 }
 
-typedef double NAME(doubles) __attribute__((vector_size(LANES * 8)));
-
-/* The weights of each row, over a power of two, and their sums; nan as the total where one is not finite or below 0. */
+/* The weights of each row, and the power of two by which they are to be divided; nan as the total where one is infinite
+   or below 0, or all are next to 0. */
 FN void NAME(budget_load_own)(NAME(budget_tile) * tile, const REAL *const *rows) {
     int64_t n = tile->n;
-    VEC *restrict own = tile->own, largest = {0}, least = {0}, odd = {0};
+    VEC *restrict own = tile->own, largest = {0};
+    NAME(bits) signs = {0};
     for (int64_t j = 0; j < n; j += LANES) {
         VEC part[LANES];
-        int count = (int)(n - j < LANES ? n - j : LANES);
-        NAME(tile_columns)(part, rows, j, count);
+        int64_t first = j + LANES <= n || n < LANES ? j : n - LANES, count = n < LANES ? n : LANES;
+        NAME(tile_columns)(part, rows, first, n);
         for (int c = 0; c < count; c++) {
-            VEC weight = own[j + c] = part[c];
-            largest = NAME(select)(weight > largest, weight, largest);
-            least = NAME(select)(weight < least, weight, least);
-            odd += weight * R(0.0);
+            own[first + c] = part[c];
+            largest = NAME(farther)(part[c], largest);
+            signs |= (NAME(bits))part[c];
         }
     }
-    REAL over[LANES], more[LANES]; /* one factor might overflow */
-    for (int i = 0; i < LANES; i++) {
-        int exponent = 0, fits = odd[i] == 0 && least[i] == 0;
-        if (fits) frexp((double)largest[i], &exponent);
-        tile->unit[i] = ldexp(1.0, exponent);
-        tile->total[i] = fits ? 0 : NAN;
-        over[i] = (REAL)ldexp(1.0, -(exponent / 2)), more[i] = (REAL)ldexp(1.0, exponent / 2 - exponent);
+    REAL sizes[LANES], over[LANES], more[LANES]; /* one factor might overflow */
+    BITS sign[LANES];
+    memcpy(sizes, &largest, sizeof sizes);
+    memcpy(sign, &signs, sizeof sign);
+    EACH_LANE {
+        SIGNED bits = (SIGNED)(NAME(to_bits)(sizes[i]) >> MANTISSA), exponent = bits - HALF_EXPONENT; /* as frexp's */
+        SIGNED half = exponent / 2, rest = exponent - half;
+        int fits = bits > 0 && sizes[i] <= LARGEST && !(sign[i] >> (8 * REAL_BYTES - 1));
+        over[i] = NAME(from_bits)((BITS)(HALF_EXPONENT + 1 - half) << MANTISSA);
+        more[i] = NAME(from_bits)((BITS)(HALF_EXPONENT + 1 - rest) << MANTISSA);
+        tile->unit[i] = 1 / (double)over[i] / (double)more[i];
+        tile->total[i] = fits ? 0 : (double)NAN;
+        tile->w1[i] = tile->w2[i] = 0;
     }
-    VEC first, second;
-    memcpy(&first, over, sizeof first);
-    memcpy(&second, more, sizeof second);
-    NAME(doubles) sums = {0};
-    EACH_LANE tile->w1[i] = tile->w2[i] = 0;
-    for (int64_t j = 0; j < n;) {
-        int64_t end = j + STEPS < n ? j + STEPS : n;
-        VEC w1 = {0}, w2 = {0};
-        for (; j < end; j++) {
-            VEC w = own[j] = own[j] * first * second, square = w * w;
-            sums += __builtin_convertvector(w, NAME(doubles)); /* exact to the rounding of double */
-            w1 += square;
-            w2 += square * w;
-        }
-        NAME(add_lanes)(tile->w1, w1);
-        NAME(add_lanes)(tile->w2, w2);
-    }
-    EACH_LANE tile->total[i] += sums[i];
+    memcpy(&tile->over, over, sizeof over);
+    memcpy(&tile->more, more, sizeof more);
 }
 
 /* The sums at nu, all rows being on the side that has the smaller sum if `few`; `keep` as in `budget_sums`. */
@@ -733,14 +823,17 @@ INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, in
             VEC weight = own ? tile->own[j] : NAME(fill)(w[j]), share = shares ? NAME(fill)(a[j]) : weight;
             VEC point = -(z[j] + weight * nu);
             VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);
-            WEIGH(q, share, weight, keep == KEEP_NONE, 1, 1)
+            WEIGH(q, share, weight, keep == KEEP_NONE, 1, !keep || THREE)
             if (keep == KEEP_Y) e[j] = y;
             if (keep == KEEP_PART) e[j] = NAME(signed_part)(y, v);
+            if (keep == KEEP_NONE) FETCH(tile->ahead + j * VECTOR)
+            if (keep) FETCH_TO_WRITE(tile->target + j * VECTOR)
+            if (own && keep) FETCH(tile->ahead_own + j * VECTOR)
         }
         NAME(add_lanes)(tile->f, f);
         NAME(add_lanes)(tile->s1, s1);
         NAME(add_lanes)(tile->s2, s2);
-        if (keep) NAME(add_lanes)(tile->s3, s3);
+        if (!keep || THREE) NAME(add_lanes)(tile->s3, s3);
     }
 }
 
@@ -783,7 +876,8 @@ FN int NAME(budget_move)(NAME(budget_tile) * tile, int last) {
         double got = tile->f[i], goal = tile->goal[i], s1 = tile->s1[i], s2 = tile->s2[i], s3 = tile->s3[i];
         double u = got < goal ? got / goal : goal / got, level = LOG_DOUBLE(u, 0.0);
         tile->r[i] = (tile->is_few[i] ? got - goal : goal - got) / s1;
-        tile->step[i] = budget_next(tile->is_few[i], tile->r[i], got, got < goal ? level : -level, s1, s2, s3);
+        level = got < goal ? level : -level;
+        tile->step[i] = budget_next(tile->is_few[i], !last || THREE, tile->r[i], got, level, s1, s2, s3);
     }
     for (int i = 0; i < LANES; i++) {
         if (tile->state[i] != OPEN) continue;
@@ -804,10 +898,10 @@ INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows,
     REAL moves[LANES];
     EACH_LANE moves[i] = (REAL)tile->at[i];
     memcpy(&at, moves, sizeof at);
-    for (int64_t j = 0; j < n; j += LANES) {
+    for (int64_t next = 0; next < n; next += LANES) {
         VEC part[LANES];
-        int64_t left = n - j < LANES ? n - j : LANES;
-        for (int64_t i = 0; i < left; i++) {
+        int64_t count = n < LANES ? n : LANES, j = next + count <= n ? next : n - count;
+        for (int64_t i = 0; i < count; i++) {
             VEC d = (own ? tile->own[j + i] : NAME(fill)(tile->w[j + i])) * at;
             if (plain) {
                 part[i] = NAME(moved)(e[j + i], d);
@@ -818,10 +912,10 @@ INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows,
             if (g->weight[j + i] < 0) y = -y;
             part[i] = NAME(between)(y, NAME(fill)(g->lower[j + i]), NAME(fill)(g->upper[j + i]));
         }
-        if (left < LANES) {
-            for (int64_t i = 0; i < left; i++)
+        if (n < LANES) {
+            for (int64_t i = 0; i < n; i++)
                 for (int r = 0; r < LANES; r++)
-                    if (rows[r]) rows[r][j + i] = part[i][r];
+                    if (rows[r]) rows[r][i] = part[i][r];
             break;
         }
         NAME(transpose)(part);
@@ -841,6 +935,10 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
     int hard = 0;
     NAME(given) g = NAME(given_row)(call, index, space);
     tile.n = call->n;
+    int64_t next = index + 2 * LANES <= call->rows ? index + LANES : index;
+    tile.ahead = (const char *)((const REAL *)call->logits + next * call->n);
+    tile.ahead_own = (const char *)((const REAL *)call->weight + next * call->weight_stride);
+    tile.target = call->out && count == LANES ? (const char *)((REAL *)call->out + index * call->n) : tile.ahead;
     tile.z = (VEC *)space->z, tile.e = (VEC *)space->e, tile.own = space->is_shared ? 0 : (VEC *)space->own;
     tile.w = (const REAL *)space->shared_w, tile.a = (const REAL *)(g.bounded ? space->shared_a : space->shared_w);
     for (int i = 0; i < LANES; i++) {
@@ -849,7 +947,12 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         weights[i] = (const REAL *)call->weight + row * call->weight_stride;
         tile.unit[i] = s.unit, tile.total[i] = s.total, tile.w1[i] = s.w1, tile.w2[i] = s.w2;
     }
-    if (tile.own) NAME(budget_load_own)(&tile, weights);
+    if (tile.own) {
+        NAME(budget_load_own)(&tile, weights);
+        NAME(budget_load)(&tile, rows, (REAL)call->temperature, 0, 1);
+    } else {
+        NAME(budget_load)(&tile, rows, (REAL)call->temperature, s.negative ? g.weight : 0, 0);
+    }
     for (int i = 0; i < LANES; i++) {
         int64_t row = index + (i < count ? i : 0);
         if (tile.own) {
@@ -876,10 +979,6 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         EACH_LANE tile.logit[i] = all->logit, tile.log_p[i] = all->log_p, tile.quantile[i] = all->quantile;
     }
     memcpy(&tile.few, few, sizeof few);
-    if (tile.own)
-        NAME(budget_load)(&tile, rows, (REAL)call->temperature, 0, 1);
-    else
-        NAME(budget_load)(&tile, rows, (REAL)call->temperature, s.negative ? g.weight : 0, 0);
     EACH_LANE {
         double over = 1 / tile.total[i];
         tile.nu[i] = budget_guess(tile.logit[i], tile.log_p[i], tile.quantile[i], tile.z1[i] * over, tile.z2[i] * over,
@@ -1034,7 +1133,11 @@ FN void NAME(weighted_backward)(const struct weighted *call, int64_t index, int 
 #undef VEC
 #undef EACH_LANE
 #undef WEIGH
-#undef LONG_ROW
+#undef FETCH
+#undef FETCH_TO_WRITE
+#undef THREE
+#undef SAMPLE
 #undef SIDE
 #undef ADD_MOMENTS
+#undef LOAD_CLASS
 #undef POINT_BUDGET
