@@ -132,7 +132,7 @@ def large_loss(
     x, labels, live = _rows.enter(op, logits, target, shard)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
     yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
-    large = _largest(op, no, labels, live, mode, rate, epoch, shard)
+    large = _largest(op, x, labels, live, mode, rate, epoch, shard)
     changed = torch.zeros_like(yes) if mode == "reject" else yes
     loss = _rows.mixed(labels, live, _rows.weighed(yes, positives), torch.where(large, changed, no))
     loss = _rows.over_classes(loss, live, shard, each)
@@ -172,12 +172,12 @@ def large_loss_corrections(
     op = "large_loss_corrections"
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
-    return _largest(op, -F.logsigmoid(-x), labels, live, mode, rate, epoch, shard)
+    return _largest(op, x, labels, live, mode, rate, epoch, shard)
 
 
 def _largest(
     op: str,
-    loss: Tensor,
+    x: Tensor,
     labels: Labels,
     live: Tensor,
     mode: Mode,
@@ -185,14 +185,15 @@ def _largest(
     epoch: int,
     shard: ClassShard | None,
 ) -> Tensor:
+    """Return the entries with the largest losses as negatives. The scores have the same order, without its rounding."""
     _check.choice(op, "mode", mode, ("reject", "temporary", "permanent"))
     share, epochs = _check.number(op, "rate", rate, 0, 1), _check.number(op, "epoch", epoch, 0)
     share = min(share if mode == "permanent" else share * epochs, 1.0)
     unobserved = live & ~labels.positive()
-    candidates = torch.where(unobserved, loss.detach(), -torch.inf)
+    candidates = torch.where(unobserved, x.detach(), -torch.inf)
     if share == 0 or epochs == 0:
         return torch.zeros_like(unobserved)
-    entries = _rows.n_classes(loss, shard) * loss.shape[:-1].numel()
+    entries = _rows.n_classes(x, shard) * x.shape[:-1].numel()
     if isinstance(entries, int):
         many = math.ceil(entries * share - 1e-9)  # 1000 * 0.003 is a little above 3
         if many == 0:

@@ -198,6 +198,15 @@ def test_large_loss_starts_with_plain_labels_and_counts_epochs():
         torch.testing.assert_close(module(x, t), large_loss(x, t, rate=1 / 24, epoch=many))
 
 
+def test_large_loss_takes_no_more_entries_where_losses_round_to_the_same():
+    near, far = torch.tensor([[5.8922341e-06, 5.8922346e-06, -1.0]]), -100.0 - torch.arange(40.0).unsqueeze(0)
+    for x, rate in ((near, 1 / 3), (far, 0.1)):
+        found = large_loss_corrections(x, torch.zeros_like(x), rate=rate)
+        assert found.sum() == math.ceil(rate * x.numel() - 1e-9)
+        assert (x[found].min() > x[~found]).all()
+    assert large_loss(far, torch.zeros_like(far), mode="temporary", rate=0.1) == pytest.approx(100 + 101 + 102 + 103)
+
+
 def test_large_loss_count_is_not_off_by_rounding():
     x = torch.randn(10, 100)
     assert large_loss_corrections(x, torch.zeros(10, 100), rate=0.001, epoch=3).sum() == 3
