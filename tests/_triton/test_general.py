@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tools import DEVICE, GPU_KERNELS
+from tools import DEVICE, GPU_KERNELS, INTERPRETED
 
 import lastlayer as ll
 
@@ -145,9 +145,10 @@ def test_a_temperature_of_1_as_a_number_changes_nothing(monkeypatch):
 
     x, y, _, k, _ = inputs(5, 37)
     mask = y == 0
+    few = 0.0 if INTERPRETED else 1e-6  # a compiler may join other sums and products
     for kind in ("y", "log", "nu"):
         plain = lml._forward(x, k.unsqueeze(-1), mask, 1.0, kind)
         with plan.general_form():
             general = lml._forward(x, k.unsqueeze(-1), mask, 1.0, kind)
         for one, other in zip(plain, general, strict=True):
-            assert torch.equal(one, other)
+            torch.testing.assert_close(one, other, rtol=few, atol=few, equal_nan=True)
