@@ -1,8 +1,8 @@
 """The projection with weights and bounds on the GPU: values, and their gradients.
 
 Rows of up to `LONGEST` classes are held in registers and searched in float32, as `lastlayer/_native/weighted_rows.h`
-does; longer ones are streamed. A row that float32 has too few digits for, or that has nothing to search, is left to a
-last kernel, which works in float64.
+does; longer ones are streamed. A row that float32 has too few digits for, or that has nothing to search, is settled in
+float64: at the end of the kernels that are compiled for one length or stream a row, and after the others by one more.
 """
 
 import functools
@@ -27,10 +27,13 @@ LONGEST = 16384  # classes of a row held in registers, with their weights
 MOST = 1 << 22  # classes of a row; one program takes longer for more of them than plain torch
 SETTLE = {"GROUP": 2048, "C": 512, "num_warps": 8}  # rows at a time that the last kernel looks at, and classes of one
 STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
-# The same for its values, and the classes of the first guess; a row of float32 has a multiprocessor to itself.
-LONG: dict[int, dict[str, int]] = {
-    4: {"W": 2, "C": 4096, "SAMPLE": 4096, "num_warps": 32},
-    2: {"W": 1, "C": 2048, "SAMPLE": 4096, "num_warps": 8},
+# The same for its values, and the classes of the first guess, by bytes per score and whether there are bounds. A row of
+# float32 has a multiprocessor to itself.
+LONG: dict[tuple[int, bool], dict[str, int]] = {
+    (4, False): {"W": 2, "C": 4096, "SAMPLE": 4096, "num_warps": 32},
+    (4, True): {"W": 2, "C": 4096, "SAMPLE": 4096, "num_warps": 32},
+    (2, False): {"W": 2, "C": 4096, "SAMPLE": 4096, "num_warps": 16},
+    (2, True): {"W": 4, "C": 2048, "SAMPLE": 4096, "num_warps": 8},
 }
 # Up to a number of classes per row, the number of them that a thread holds.
 FORWARD: dict[int, shapes.Table] = {
@@ -97,7 +100,7 @@ def _registers(n: int, itemsize: int, bounded: bool, warps: int) -> int:
     elif itemsize == 2 and not bounded and n > 768:
         wanted = 248
     else:
-        wanted = 168 if bounded or 256 < n <= 1024 else REGISTERS
+        wanted = 168 if bounded or n > 256 else REGISTERS
     return min(wanted, 65536 // (32 * warps) // 8 * 8)
 
 
@@ -108,8 +111,8 @@ def _stages(n: int, itemsize: int, bounded: bool, registers: int) -> int:
     if shapes.vector(n, itemsize) * itemsize < 4:  # too little at once for shared memory
         return 1
     if bounded:
-        return 2 if n <= 2048 else 1
-    return 3 if n <= 256 or itemsize == 2 else 1
+        return 2 if n <= 2048 or itemsize == 4 else 1
+    return 3 if n <= 256 or itemsize == 2 else 2
 
 
 def _programs(device: int, registers: int, warps: int, memory: int) -> int:
@@ -202,20 +205,17 @@ def _own_forward(budget: Budget, k: Tensor | float, wanted: tuple[bool, ...] | N
     else:
         high = _float32(k)
         k, k_row = high, (0, k - high)
-    each = shapes.cdiv(g.rows, 2 * _processors(g.x.get_device()))  # rows per program: all of them run at once
-    last = Launch(
-        settle, (shapes.cdiv(g.rows, each),),
-        (g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n, each, *g.m_strides, *k_row, g.inv_t),
-        {**SETTLE, **g.constants},
-    )  # fmt: skip
     general = None if g.n > shapes.longest(LONGEST) else shapes.shared(g.n)
 
     def later() -> list[Launch]:
         others = [nu.new_empty(4, dtype=torch.float32) if asked else None for asked in wanted or ()]
         return [_backward(g, general, nu, out, out, nu, others)]
 
-    first = _forward(g, general, k, k_row, out, nu)
-    launch_all([first, last], None if wanted is None else later, shared=first.kernel in (rare, forward_row))
+    launches = [_forward(g, general, k, k_row, out, nu)]
+    kernel = launches[0].kernel
+    if kernel not in (shared, forward_row):  # which settle rows themselves
+        launches.append(_settle(g, k, k_row, out, nu))
+    launch_all(launches, None if wanted is None else later, shared=kernel in (rare, forward_row))
     return out, nu
 
 
@@ -227,7 +227,7 @@ def _forward(
     tolerance = 0.0052 if out.dtype == torch.float32 else 0.05  # of r: the error in nu is at most 0.42 r^3
     constants = {**g.constants, "TOL": tolerance}
     if general is None:
-        align, tiles = shapes.start_of_rows(g.n), LONG[out.element_size()]
+        align, tiles = shapes.start_of_rows(g.n), LONG[out.element_size(), g.bounded]
         constants |= {"ALIGN": align, **tiles, "V": tiles["C"] // (32 * tiles["num_warps"])}
         return Launch(forward_row, (g.rows,), (*pointers, g.n // align, *strides), constants)
     together = not g.masked and max(g.given.values()) < 2
@@ -244,6 +244,16 @@ def _forward(
     return Launch(resident, grid, (*pointers, g.rows, g.n // p.align, *strides), constants)
 
 
+def _settle(g: _Given, k: Tensor | float, k_row: tuple[int, float | None], out: Tensor, nu: Tensor) -> Launch:
+    """The kernel for the rows that another has left."""
+    each = shapes.cdiv(g.rows, 2 * _processors(g.x.get_device()))  # rows per program: all of them run at once
+    return Launch(
+        settle, (shapes.cdiv(g.rows, each),),
+        (g.x, g.m, k, *g.pointers, out, nu, g.rows, g.n, each, *g.m_strides, *k_row, g.inv_t),
+        {**SETTLE, **g.constants},
+    )  # fmt: skip
+
+
 def _shared(
     g: _Given, p: shapes.Plan, k: Tensor | float, k_row: tuple[int, float | None], out: Tensor, nu: Tensor
 ) -> Launch:
@@ -255,13 +265,15 @@ def _shared(
     held = tiles["C"] * (tiles["WA"] + tiles["WB"] + tiles["WC"])
     memory = max(stages - 1, 0) * p.rows * held * out.element_size()
     most = _programs(out.get_device(), registers, p.warps, memory)
+    if g.n <= 256 and not g.bounded:  # so short that the last ones are waited for
+        most *= 2
     return Launch(
         shared, (shapes.cdiv(blocks, shapes.cdiv(blocks, most)),),
         (g.x, k, *g.pointers, out, nu, g.rows, *k_row, g.inv_t),
         {
             **tiles, **g.given, "AT_MOST": g.at_most, "TOL": TOLERANCE[out.dtype], "LIGHT": out.dtype != torch.float32,
             "LINES": _lines(p, g.x), "N": g.n, "SKIP": _skip(p, g.n, out.element_size()), "STAGES": stages,
-            "num_warps": p.warps, **({} if INTERPRETED else {"maxnreg": registers}),
+            "STEP": 32 * p.warps, "num_warps": p.warps, **({} if INTERPRETED else {"maxnreg": registers}),
         },
     )  # fmt: skip
 

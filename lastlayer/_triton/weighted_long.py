@@ -3,7 +3,7 @@
 The search is that of `weighted`, with points that are computed anew in each pass. Rows with finite scores and positive
 weights, whose budget is not most of what they can take and is not mostly that of lower bounds, have the shortest way: a
 guess from some of their classes, as a rule two passes, and one that writes the values. Others are searched with sums in
-float64. A row that neither solves is left to the same second kernel.
+float64. A row that neither solves is settled, as shorter ones are.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -25,6 +25,7 @@ from lastlayer._triton.weighted_parts import (
     two_floats,
     unit_above,
 )
+from lastlayer._triton.weighted_settle import settle_row
 
 
 @triton.jit
@@ -59,11 +60,15 @@ def _some_classes(
     x_ptr, w_ptr, l_ptr, u_ptr, row, n, cols, inv_t, WHOLE: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr,
     UPPER: tl.constexpr,
 ):  # fmt: skip
-    """Scores, weights, lower and upper bounds of some classes, 0 beyond the row."""
+    """Scores, weights, lower and upper bounds of some classes, 0 beyond the row.
+
+    Scores are read past the first cache, which then keeps what rows share.
+    """
+    here = x_ptr + (row * n + cols)
     if WHOLE:
-        x = tl.load(x_ptr + (row * n + cols)).to(tl.float32)
+        x = tl.load(here, cache_modifier=".cg").to(tl.float32)
     else:
-        x = tl.load(x_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
+        x = tl.load(here, mask=cols < n, other=0.0, cache_modifier=".cg").to(tl.float32)
     weight = _some_term(w_ptr, row, n, cols, WHOLE, WEIGHT, 1.0)
     lower = _some_term(l_ptr, row, n, cols, WHOLE, LOWER, 0.0)
     return scaled(x, inv_t), weight, lower, _some_term(u_ptr, row, n, cols, WHOLE, UPPER, 1.0)
@@ -383,7 +388,7 @@ def forward_row(
     MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr,
     TOL: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. One that is not solved has a nu of nan, and nothing else is written that stays."""
+    """One row per program; one that neither way solves is settled."""
     n = units * ALIGN
     row = tl.program_id(0).to(tl.int64)
     k = budget_of(k_ptr, k_low, row, k_row)
@@ -398,6 +403,13 @@ def forward_row(
             x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, row, n, m_row, m_col, k, inv_t,
             C, MASKED, WEIGHT, LOWER, UPPER, AT_MOST, TOL,
         )  # fmt: skip
+        tl.debug_barrier()  # a row that is not solved is written again
+        left = tl.load(nu_ptr + row)
+        if left != left:
+            settle_row(
+                x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, row, k, m_row, m_col, n, inv_t, C // V, MASKED,
+                WEIGHT, LOWER, UPPER, AT_MOST,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["units"])

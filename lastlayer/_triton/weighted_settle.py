@@ -296,6 +296,11 @@ def _row(
         tl.store(out_ptr + row * n + cols, out.to(out_ptr.dtype.element_ty), mask=cols < n)
 
 
+# At the end of a kernel that does other things first: as a function of its own it leaves them most of their registers,
+# if it takes one class per thread at a time.
+settle_row = triton.jit(_row.fn, noinline=True)
+
+
 @triton.jit(do_not_specialize=["rows", "n", "each"])
 def settle(
     x_ptr, m_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, n, each, m_row, m_col, k_row, k_low, inv_t,

@@ -45,11 +45,13 @@ from lastlayer._triton.weighted_parts import (
     unit_above,
 )
 from lastlayer._triton.weighted_resident import SPREAD, largest2, max_w
+from lastlayer._triton.weighted_settle import settle_row
 
 FAR = tl.constexpr(1.2)  # of a goal's logarithm: how far away the step from a guess may be the only one
 NEAR = tl.constexpr(0.3)  # the longest step that values can follow
 SHORT = tl.constexpr(4e-4)  # the longest that they follow to first order
 FEWER_DIGITS = tl.constexpr(0.3)  # as `DIGITS`, for rows whose goal is not the smaller side of what is left to share
+GROUP = tl.constexpr(256)  # rows of a program that are looked at together
 LEAST = tl.constexpr(1e-20)  # of a goal: what float32 has dropped from the sums is far smaller
 
 
@@ -394,18 +396,48 @@ def _write_again(
         tl.store(out_ptr + row * n + cols, out.to(out_ptr.dtype.element_ty), mask=(cols < n) & (row >= 0))
 
 
+@triton.jit
+def _own_row(i, R: tl.constexpr):
+    """The row that a program takes as its i-th."""
+    return (tl.program_id(0) + i // R * tl.num_programs(0)).to(tl.int64) * R + i % R
+
+
+@triton.jit
+def _settle_own(
+    x_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, k_row, k_low, inv_t, n, R: tl.constexpr,
+    STEP: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr,
+):  # fmt: skip
+    """Settle the rows of a program that are not solved, as a rule none; GROUP of them are looked at together."""
+    i = tl.arange(0, GROUP)
+    apart = tl.num_programs(0) * R
+    each = (rows + apart - 1) // apart * R
+    for start in range(0, each, GROUP):
+        row = _own_row(start + i, R)
+        seen = tl.load(nu_ptr + row, mask=row < rows, other=0.0)
+        last = tl.max(tl.where(seen != seen, i, -1), 0)
+        while last >= 0:
+            one = _own_row(start + last, R)
+            settle_row(
+                x_ptr, x_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, one, budget_of(k_ptr, k_low, one, k_row), 0, 0, n,
+                inv_t, STEP, False, WEIGHT, LOWER, UPPER, AT_MOST,
+            )  # fmt: skip
+            last = tl.max(tl.where((seen != seen) & (i < last), i, -1), 0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def shared(
     x_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, k_row, k_low, inv_t,
     R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr, FULL: tl.constexpr,
     WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, AT_MOST: tl.constexpr, TOL: tl.constexpr,
     LIGHT: tl.constexpr, LINES: tl.constexpr, N: tl.constexpr, SKIP: tl.constexpr, STAGES: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """R rows at a time per program, which reads the weights and bounds once.
 
-    A row that is not solved has a nu of nan, and nothing else is written that stays. LIGHT: a last step shorter than
-    TOL is not followed by the values. The scores of the next STAGES - 1 blocks are on their way to shared memory, which
-    Triton arranges for a loop without another directly in it; with 0 those of the next block are loaded ahead.
+    A row that is not solved has a nu of nan until the program has taken all of its rows; then it is settled, STEP
+    classes at a time. LIGHT: a last step shorter than TOL is not followed by the values. The scores of the next
+    STAGES - 1 blocks are on their way to shared memory, which Triton arranges for a loop without another directly in
+    it; with 0 those of the next block are loaded ahead.
     """
     n: tl.constexpr = N
     AHEAD: tl.constexpr = STAGES == 0
@@ -642,3 +674,8 @@ def shared(
             if WC > 0:
                 _write_tile(yc, wc, out_ptr, l_ptr, u_ptr, row, n, step, AT_C, WC, C, FULL, LOWER, UPPER, LIGHT)
         tl.store(nu_ptr + row, tl.where(lost, float("nan"), nu))
+    tl.debug_barrier()  # rows that are not solved are written again
+    _settle_own(
+        x_ptr, k_ptr, w_ptr, l_ptr, u_ptr, out_ptr, nu_ptr, rows, k_row, k_low, inv_t, n, R, STEP, WEIGHT, LOWER, UPPER,
+        AT_MOST,
+    )  # fmt: skip

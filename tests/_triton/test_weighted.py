@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tools import DEVICE, GPU_KERNELS
+from tools import DEVICE, GPU_KERNELS, INTERPRETED
 
 import lastlayer as ll
 
@@ -87,7 +87,9 @@ def test_long_rows(kind, monkeypatch):
 
     monkeypatch.setattr(weighted, "LONGEST", 16)
     monkeypatch.setattr(weighted, "STREAM", {"C": 32, "num_warps": 1})
-    monkeypatch.setattr(weighted, "LONG", {4: {"W": 2, "C": 32, "SAMPLE": 32, "num_warps": 1}})
+    monkeypatch.setattr(
+        weighted, "LONG", {key: {"W": 2, "C": 32, "SAMPLE": 32, "num_warps": 1} for key in weighted.LONG}
+    )
     x, k, options = problem(4, 70, kind, 2.0)
     x[1, 3], x[2, 4] = -torch.inf, torch.inf
     k[2] += options["weight"][4].clamp(max=0).double()
@@ -125,7 +127,9 @@ def test_long_rows_with_bounds(per_row, monkeypatch):
 
     monkeypatch.setattr(weighted, "LONGEST", 16)
     monkeypatch.setattr(weighted, "STREAM", {"C": 64, "num_warps": 1})
-    monkeypatch.setattr(weighted, "LONG", {4: {"W": 2, "C": 64, "SAMPLE": 64, "num_warps": 1}})
+    monkeypatch.setattr(
+        weighted, "LONG", {key: {"W": 2, "C": 64, "SAMPLE": 64, "num_warps": 1} for key in weighted.LONG}
+    )
     x, _, options = problem(6, 300, "positive", 3.0, per_row)
     x[4, 7] = -torch.inf
     # What is certain is little, or more than what is left of the budget; a row has to take most of what it can.
@@ -142,6 +146,40 @@ def test_long_rows_with_bounds(per_row, monkeypatch):
             for value, expected in zip(found, exact, strict=True):
                 room = 2e-5 * float(1 + expected.abs().nan_to_num().max())
                 torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=room, equal_nan=True)
+
+
+@pytest.mark.usefixtures("no_general_form")
+@pytest.mark.parametrize("n", [12, 33, 600])
+def test_rows_that_float32_does_not_solve_are_settled_in_the_same_kernel(n, monkeypatch):
+    """More rows of a program than it looks at together; every fifth is decided, or has another end."""
+    from lastlayer._triton import plan, weighted, weighted_long, weighted_shared
+
+    monkeypatch.setattr(plan, "PATIENCE", 1)
+    monkeypatch.setattr(weighted, "_programs", lambda *_: 2)
+    if INTERPRETED:
+        monkeypatch.setattr(weighted_shared, "GROUP", weighted_shared.tl.constexpr(16))
+    launched = []
+    launch_all = weighted.launch_all
+    monkeypatch.setattr(
+        weighted,
+        "launch_all",
+        lambda launches, *more, **options: (launched.extend(launches), launch_all(launches, *more, **options)),
+    )
+    rows = 52
+    x, k, options = problem(rows, n, "positive", 2.0)
+    x[::5] *= 400
+    x[3, 1], x[8] = torch.nan, torch.inf
+    k[13], k[18] = 0.0, 2 * options["weight"].double().sum()
+    wide = {name: None if value is None else value.double() for name, value in options.items()}
+    exact = results(ll.lml, x.double(), k, wide, "torch")
+    for longest, kernel in ((weighted.LONGEST, weighted_shared.shared), (8, weighted_long.forward_row)):
+        monkeypatch.setattr(weighted, "LONGEST", longest)
+        launched.clear()
+        found = results(ll.lml, x, k, options, "triton")
+        assert launched[0].kernel is kernel
+        assert len(launched) == 2  # one each way
+        for value, expected in zip(found[:2], exact[:2], strict=True):
+            torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 def test_masked_infinite_and_half_precision_rows():
