@@ -17,6 +17,7 @@ import platform
 import re
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -245,11 +246,20 @@ def gate(name: str, case: Case, data: Data) -> float:
     return error
 
 
+def warm_up(thunk: Thunk) -> None:
+    """Call a function until it has kernels of its own: after three calls they are compiled, in threads."""
+    for _ in range(4):
+        thunk()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    thunk()
+    torch.cuda.synchronize()
+
+
 def captured(thunk: Thunk) -> Thunk:
     """The replay of a CUDA graph of a call: the time of the device alone."""
-    for _ in range(4):  # after three calls a length has kernels of its own
-        thunk()
-    torch.cuda.synchronize()
+    warm_up(thunk)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):  # that of the forward pass, for autograd
         thunk()
@@ -286,8 +296,7 @@ def scratch(thunk: Thunk, device: torch.device) -> int | None:
     """Bytes of device memory at the peak of a call, beyond what it returns."""
     if device.type != "cuda":
         return None
-    thunk()
-    torch.cuda.synchronize()
+    warm_up(thunk)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     out = thunk()

@@ -32,7 +32,7 @@ STREAM = {"C": 2048, "num_warps": 8}  # classes at a time of a longer row
 LONG: dict[tuple[int, bool], dict[str, int]] = {
     (4, False): {"W": 2, "C": 4096, "SAMPLE": 4096, "num_warps": 32},
     (4, True): {"W": 2, "C": 4096, "SAMPLE": 4096, "num_warps": 32},
-    (2, False): {"W": 2, "C": 4096, "SAMPLE": 4096, "num_warps": 16},
+    (2, False): {"W": 2, "C": 2048, "SAMPLE": 4096, "num_warps": 8},
     (2, True): {"W": 4, "C": 2048, "SAMPLE": 4096, "num_warps": 8},
 }
 # Up to a number of classes per row, the number of them that a thread holds.
