@@ -398,6 +398,17 @@ def solve(
 
     `k` and `capacity` are numbers, or float64 tensors, ``(rows, 1)`` and ``(1, columns)``.
     """
+    try:
+        return _own_solve(logits, k, capacity, temperature)
+    except Absent:
+        with shapes.general_form():
+            y, duals, wrong = _own_solve(logits.float(), *_tensors(logits, k, capacity), temperature)
+        return y.to(logits.dtype), duals, wrong
+
+
+def _own_solve(
+    logits: Tensor, k: Tensor | float, capacity: Tensor | float, temperature: float
+) -> tuple[Tensor, Tensor, int]:
     x = logits.contiguous()
     rows, n = x.shape
     device = x.get_device()
@@ -433,27 +444,19 @@ def solve(
     )  # fmt: skip
     options = {"R": r, "W": w, "C": c, "ROUNDS": ROUNDS, "HELD": held, "num_warps": warps}
     own = Launch(_solve, (min(_programs(device), shapes.cdiv(rows, r)),), args, {**options, **_TOGETHER})
-    try:
-        compiled = launch_all([own], shared=True, lasting=False)
-    except Absent:
-        with shapes.general_form():
-            y, duals, wrong = solve(x.float(), *_tensors(x, k, capacity, low), temperature)
-        return y.to(logits.dtype), duals, wrong
+    compiled = launch_all([own], shared=True, lasting=False)
     if key is not None and held:
         prepare(key, compiled, r)
     return y, duals, answer.wait(device)
 
 
-def _tensors(x: Tensor, k: Tensor | float, capacity: Tensor | float, low: float | None) -> tuple[Tensor, Tensor]:
-    """Return the sums of rows and of columns as tensors, the form to which every call can be brought.
-
-    `low` is what float32 drops of the one capacity.
-    """
+def _tensors(x: Tensor, k: Tensor | float, capacity: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Return the sums of rows and of columns as tensors, the form to which every call can be brought."""
     rows, n = x.shape
     if not isinstance(k, Tensor):
         k = torch.full((), k, dtype=torch.float64, device=x.device).expand(rows, 1)
     if not isinstance(capacity, Tensor):
-        capacity = torch.full((1, n), capacity + (low or 0.0), dtype=torch.float64, device=x.device)
+        capacity = torch.full((1, n), capacity, dtype=torch.float64, device=x.device)
     return k, capacity
 
 

@@ -145,10 +145,10 @@ def test_a_temperature_of_1_as_a_number_changes_nothing(monkeypatch):
 
     x, y, _, k, _ = inputs(5, 37)
     mask = y == 0
-    few = 0.0 if INTERPRETED else 1e-6  # a compiler may join other sums and products
+    few = 0.0 if INTERPRETED else 5e-6  # a compiler may join other sums and products
     for kind in ("y", "log", "nu"):
         plain = lml._forward(x, k.unsqueeze(-1), mask, 1.0, kind)
         with plan.general_form():
             general = lml._forward(x, k.unsqueeze(-1), mask, 1.0, kind)
-        for one, other in zip(plain, general, strict=True):
+        for one, other in ((plain[0], general[0]), (plain[2] - plain[1], general[2] - general[1])):
             torch.testing.assert_close(one, other, rtol=few, atol=few, equal_nan=True)
