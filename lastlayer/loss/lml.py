@@ -404,7 +404,9 @@ def _plain(
     problem: Problem, rho: float, labels: Labels, each: Tensor | None = None, positives: Tensor | None = None
 ) -> Tensor:
     """Return one loss per row in plain torch: the fallback, and what the kernels are checked against."""
-    _, center, delta = apply(problem._replace(impl="torch"), "nu")
+    # Converted once, so that the parts of the gradient are added before it is rounded to half precision.
+    problem = problem._replace(x=problem.x.to(_check.work_dtype(problem.x)), impl="torch")
+    _, center, delta = apply(problem, "nu")
     z = _live_points(search.scores(problem.x, problem.mask, problem.temperature), center, delta)
     factors = [factor.expand(z.shape) for factor in (each, positives) if factor is not None]
     if labels.dense is None:

@@ -497,3 +497,23 @@ def test_a_captured_step_is_an_eager_step(observed):
         expected = step(second, optimizers[1], rows, labels)
         torch.testing.assert_close(captured.detach(), expected.detach())
     torch.testing.assert_close(first.weight, second.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{}, {"observed": 0.5}, {"temperature": 0.5}, {"weight": torch.linspace(0.5, 2, 20)}]
+)
+def test_gradients_of_half_precision_are_rounded_once(dtype, options):
+    x = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for target in (torch.arange(50) % 20, (x > 1).float()):
+        found, exact = (
+            torch.autograd.grad(ll.lml_loss(leaf, target, 3.0, impl="torch", reduction="none", **options).sum(), leaf)[
+                0
+            ]
+            for leaf in (x.clone().requires_grad_(), x.float().requires_grad_())
+        )
+        assert torch.equal(found, exact.to(dtype))
+    # The two parts are 4e9 and -4e9.
+    one = torch.tensor([[0.44]], dtype=dtype, requires_grad=True)
+    loss = ll.lml_loss(one, torch.tensor([[0.055]]), 0.2, temperature=1e-10, impl="torch", reduction="none")
+    assert torch.autograd.grad(loss.sum(), one)[0].isfinite().all()
