@@ -118,6 +118,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.folds:
         from lastlayer.train.folds import train_with_folds
 
+        if rows := parts.get("all", parts.get("train")):
+            reading.check_folds(arguments.folds, rows)
         train = partial(
             train_with_folds, folds=arguments.folds, path=arguments.data, tell=partial(print, file=sys.stderr)
         )

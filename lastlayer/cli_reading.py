@@ -209,6 +209,20 @@ def tell_problems(data: Any) -> None:
         print(f"mended {problems.mended} text(s); the first: {problems.mended_first}", file=sys.stderr)
 
 
+def check_folds(folds: int, data: Any) -> None:
+    """Refuse a number of folds that the rows cannot fill."""
+    from lastlayer.cli import UsageError
+    from lastlayer.data.splits import most_folds
+
+    most, what = most_folds(data)
+    if most < 2:
+        raise UsageError(f"--folds needs rows of at least 2 {what}, got {most}.")
+    if not 2 <= folds <= most:
+        raise UsageError(
+            f"--folds must be from 2 to {most}, the number of {what}, got {folds}. Use --folds {min(most, 5)}."
+        )
+
+
 def harmless(text: str) -> str:
     """Put an apostrophe before a text that a spreadsheet would take for a formula; numbers stay as they are.
 

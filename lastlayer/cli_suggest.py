@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         from lastlayer.train.suggest_sheet import sheet
 
         if scores is None:
+            reading.check_folds(arguments.folds, data)
             tell = lambda line: print(line, file=sys.stderr)  # noqa: E731
             scores = work.out_of_fold(data, folds=arguments.folds, seed=arguments.seed, say=tell)
         options = {"observed": arguments.observed, "kind": arguments.kind, "n": arguments.n}

@@ -80,10 +80,17 @@ def test_folds_that_cannot_be_filled_and_words_that_come_once_are_refused_first(
     (tmp_path / "rows.tsv").write_text("\n".join(["text\tlabels\twho", *lines, ""]))
     for command in (["train", "rows.tsv", "--folds", "3", "--out", "run"], ["suggest", "rows.tsv", "--folds", "3"]):
         assert main([*command, "--group-column", "who"]) == 2
-        assert "`n_folds` must be at most the number of groups, 1, got 3." in capsys.readouterr().err
+        assert "--folds needs rows of at least 2 groups, got 1." in capsys.readouterr().err
     assert main(["suggest", "rows.tsv"]) == 2
     assert "Lower `min_rows`. `lastlayer train FILE --folds 5` has settings; suggest" in capsys.readouterr().err
     assert os.listdir() == ["rows.tsv"]
+    (tmp_path / "few.tsv").write_text("\n".join(["text\tlabels\twho", *lines[:3], lines[2], ""]))
+    for flags in ([], ["--folds", "5"], ["--folds", "1"]):
+        assert main(["suggest", "few.tsv", *flags]) == 2
+        text = f"--folds must be from 2 to 3, the number of different rows, got {(flags or '5')[-1]}. Use --folds 3."
+        assert text in capsys.readouterr().err
+    assert main(["train", "few.tsv", "--folds", "4", "--out", "run"]) == 2
+    assert "--folds must be from 2 to 3, the number of different rows, got 4." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -186,4 +193,4 @@ def test_folds_give_means_spreads_and_scores(rows, tmp_path, monkeypatch, capsys
     assert main(["suggest", "run"]) == 2
     assert "has no out-of-fold scores. Train with --folds 5" in capsys.readouterr().err
     assert main(["train", str(path), "--out", "other", "--folds", "1", *TRAIN]) == 2
-    assert "`folds` must be from 2" in capsys.readouterr().err
+    assert "--folds must be from 2 to " in capsys.readouterr().err

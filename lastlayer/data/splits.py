@@ -99,9 +99,18 @@ def fold_rows(
     groups = _checked_groups("fold_rows", data, groups)
     units = _units(data, groups)
     if units[1] < n_folds and len(data):
-        what = "different rows" if groups is None else "groups"
+        what = _what(groups)
         raise ValueError(f"fold_rows: `n_folds` must be at most the number of {what}, {units[1]}, got {n_folds}.")
     return _stratified("fold_rows", data, [1 / n_folds] * n_folds, seed, units, order)
+
+
+def most_folds(data: LabelData) -> tuple[int, str]:
+    """Return the largest number of folds, and what it is the number of."""
+    return _units(data, data.groups)[1], _what(data.groups)
+
+
+def _what(groups: Sequence[Any] | None) -> str:
+    return "different rows" if groups is None else "groups"
 
 
 def _checked_groups(op: str, data: LabelData, groups: Sequence[Any] | None) -> Sequence[Any] | None:

@@ -17,7 +17,7 @@ _AVERAGES = ("samples", "macro", "micro", "weighted", "none")
 
 
 def label_set_precision(
-    predicted: Tensor,
+    predicted: Target,
     target: Target,
     *,
     threshold: float | Tensor | None = None,
@@ -35,8 +35,9 @@ def label_set_precision(
 
     Args:
         predicted: The label sets, told by their dtype as targets are: int64 or int32 index lists padded with -1, such
-            as the ``index`` of a decoder, ``(*batch, m)``; bool, int8 or uint8 of shape ``(*batch, n_classes)``, 1
-            where a label is predicted; or scores of a floating-point dtype together with `threshold`.
+            as the ``index`` of a decoder, ``(*batch, m)``, with or without the mark of :func:`~lastlayer.label_lists`;
+            bool, int8 or uint8 of shape ``(*batch, n_classes)``, 1 where a label is predicted; or scores of a
+            floating-point dtype together with `threshold`.
         target: Multi-hot of shape ``(*batch, n_classes)`` (-1 is unknown: neither the label nor a prediction of it
             counts), one class per row, or index lists padded with -1. Two index lists are never made dense.
         threshold: For scores: a label is predicted where its score is above it; one number, or one per class.
@@ -65,7 +66,7 @@ def label_set_precision(
 
 
 def label_set_recall(
-    predicted: Tensor,
+    predicted: Target,
     target: Target,
     *,
     threshold: float | Tensor | None = None,
@@ -98,7 +99,7 @@ def label_set_recall(
 
 
 def label_set_f1(
-    predicted: Tensor,
+    predicted: Target,
     target: Target,
     *,
     threshold: float | Tensor | None = None,
@@ -135,7 +136,7 @@ def label_set_f1(
 
 
 def label_set_jaccard(
-    predicted: Tensor,
+    predicted: Target,
     target: Target,
     *,
     threshold: float | Tensor | None = None,
@@ -168,7 +169,7 @@ def label_set_jaccard(
 
 
 def hamming_loss(
-    predicted: Tensor,
+    predicted: Target,
     target: Target,
     *,
     threshold: float | Tensor | None = None,
@@ -202,7 +203,7 @@ def hamming_loss(
 
 
 def exact_match(
-    predicted: Tensor,
+    predicted: Target,
     target: Target,
     *,
     threshold: float | Tensor | None = None,
@@ -272,6 +273,7 @@ class Sets(NamedTuple):
 def read(op: str, predicted: Any, target: Any, threshold: Any, n_classes: int | None, needs_n: bool) -> Sets:
     """Check label sets and target, each in its own form."""
     predicted = predicted[0] if isinstance(predicted, tuple) else predicted  # a pair of lists and scores
+    predicted = predicted.index if isinstance(predicted, _check.LabelLists) else predicted
     if not isinstance(predicted, Tensor):
         raise TypeError(f"{op}: `predicted` must be a tensor, got {type(predicted).__name__}. Use a decoder's lists.")
     _check.dense(op, "predicted", predicted)

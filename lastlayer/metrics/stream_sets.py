@@ -36,7 +36,7 @@ class _Set(Stream):
         for name in self._names:
             self._sum(name, *([self.n_classes] if self._per_class and self.n_classes is not None else []))
 
-    def update(self, predicted: Tensor, target: Target) -> None:
+    def update(self, predicted: Target, target: Target) -> None:
         """Add rows: label sets (or scores, with `threshold`) and target, as the function takes them."""
         needs_n = self._per_class or self.kind == "hamming"
         compared = sets.read(type(self).__name__, predicted, target, self.threshold, self.n_classes, needs_n)

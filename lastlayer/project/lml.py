@@ -214,7 +214,8 @@ def lml_at_most(
 
     Args:
         logits: The scores, any shape.
-        k: The largest expected number of labels; from ``n_classes`` on it has no effect.
+        k: The largest expected number of labels; from ``n_classes`` on it has no effect. With weights or bounds it is
+            the largest sum. ``inf`` is no limit.
         dim: The dimension of the classes.
         temperature: Divides the logits.
         mask: Boolean, True where a class takes part.

@@ -123,7 +123,8 @@ def _with_weights(
         checked = checked[0], *(None if bound is None else torch.where(mask, bound, 0) for bound in checked[1:])
     number = isinstance(k, int | float) and not isinstance(k, bool) and abs(k) < 1e30
     number = number and impl == "triton" and kind in ("y", "at most") and not transformed()
-    size: Any = float(k) if number else _size(op, k, logits)  # a number stays one: a tensor takes a kernel to make
+    # A number stays one: a tensor takes a kernel to make.
+    size: Any = float(k) if number else _size(op, k, logits, kind)
     if impl == "triton":
         reason = weighted.kernels(impl).unfit(logits, *checked)
         if reason and asked == impl:
@@ -131,7 +132,7 @@ def _with_weights(
         impl = "torch" if reason else impl
     if impl != "torch" and kind in ("y", "at most") and not transformed() and direct(logits, size, mask, *checked):
         return weighted.project(logits, size, checked, mask, temperature, kind == "at most", impl)
-    size = _size(op, k, logits) if number else size
+    size = _size(op, k, logits, kind) if number else size
     terms = weighted.in_one_shape(scores(logits.double(), mask, temperature), size, checked)
     solve = weighted.at_most_threshold if kind == "at most" else weighted.threshold
     nu = solve(terms, shard, impl)
@@ -152,14 +153,17 @@ def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: Cla
         raise ValueError(f"{op}: `groups` cannot be combined with `shard`. Gather the classes first.")
     if not isinstance(k, Tensor):
         _check.cardinality_of_all(op, k, x.shape[-1], x.shape[-1])
-    return grouped(op, x, _size(op, k, x), given.groups, given.group_limit)
+    return grouped(op, x, _size(op, k, x, kind), given.groups, given.group_limit)
 
 
-def _size(op: str, k: Any, x: Tensor) -> Tensor:
-    """Return `k` in float64, ``(..., 1)``; a weighted sum may be negative, and above the number of classes."""
+def _size(op: str, k: Any, x: Tensor, kind: str) -> Tensor:
+    """Return `k` in float64, ``(..., 1)``; a weighted sum may be negative, and above the number of classes.
+
+    An infinite budget is no limit, but an infinite sum cannot be reached.
+    """
     if not isinstance(k, Tensor):
         value = float(k) if k != k else _check.number(op, "k", k)
-        if not -math.inf < value < math.inf:
+        if not (-math.inf < value < math.inf or (kind == "at most" and value == math.inf)):
             raise ValueError(f"{op}: `k` must be finite, got {k}. Give the sum that is wanted.")
         return _check.constant(value, torch.float64, x.device).expand(*x.shape[:-1], 1)
     rows = torch.empty((), dtype=torch.float64, device=x.device).expand(x.shape)

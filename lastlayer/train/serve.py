@@ -228,7 +228,7 @@ class TrainedModel:
 
     def to(self, device: str | torch.device) -> TrainedModel:
         """Move the model to a device; returns itself."""
-        self.device = torch.device(device)
+        self.device = _device("TrainedModel.to", device)
         self.scorer.to(self.device)
         self.features.to(self.device)
         return self
@@ -339,6 +339,7 @@ def load(
         >>> model.predict(["a text", "another text"])  # doctest: +SKIP
         [['label', 'another label'], ['label']]
     """
+    device = _device("load", device)
     run = finished(run.path if isinstance(run, RunFolder) else run)
     config = make(run.config(), str(run / "config.yaml"))
     about, labels = run.read_json("data.json"), run.labels()
@@ -369,7 +370,20 @@ def load(
         decision=decision,
         shard=placement.shard,
     )
-    return model if torch.device(device).type == "cpu" else model.to(device)
+    return model if device.type == "cpu" else model.to(device)
+
+
+def _device(op: str, device: str | torch.device) -> torch.device:
+    """Return the device; refuse a GPU that is not there, before anything is read or moved."""
+    found = torch.device(device)
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    else:
+        count = 0 if found.type == "mps" and not torch.backends.mps.is_available() else 1
+    if count == 0 or (found.type == "cuda" and (found.index or 0) >= count):
+        why = f"{count} GPU(s), counted from 0" if count else "no GPU of this kind"
+        raise RuntimeError(f'{op}: `device="{device}"` cannot be used here: torch finds {why}. Use `device="cpu"`.')
+    return found
 
 
 def features_of(run: RunFolder, encoder: Any = None) -> FeatureMap:

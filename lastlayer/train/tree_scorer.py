@@ -11,7 +11,7 @@ import torch
 
 from lastlayer.hierarchy import LabelTree
 from lastlayer.runs import RunFolder
-from lastlayer.runs.files import damaged
+from lastlayer.runs.files import RunError, damaged
 from lastlayer.train.config import Config, ConfigError
 from lastlayer.train.features import FeatureMap
 from lastlayer.train.linear import LinearTree
@@ -52,8 +52,10 @@ def load(run: RunFolder, config: Config, features: FeatureMap, n_labels: int, pl
     """Load the trees of a finished run."""
     try:
         tree = LinearTree.load(run.path)
-    except (OSError, KeyError, ValueError, TypeError) as error:
+    except OSError as error:
         raise damaged(run / "tree.safetensors", error) from None
+    except ValueError as error:  # which names the file
+        raise RunError(str(error)) from None
     if (tree.n_labels, tree.n_features) != (n_labels, features.n_features):
         raise damaged(run / "tree.safetensors", "does not fit the labels and features of the run")
     return TreeScorer(tree)

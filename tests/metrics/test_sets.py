@@ -44,6 +44,7 @@ def forms(predicted: Tensor, target: Tensor):
     given = {
         "lists": (lists(predicted), {}),
         "int32": (lists(predicted).int(), {}),
+        "marked": (ll.label_lists(lists(predicted, N)), {}),
         "decoded": ((lists(predicted), None), {}),
         "bool": (predicted, {}),
         "int8": (predicted.to(torch.int8), {}),

@@ -183,6 +183,22 @@ def test_ends_and_rows_without_a_solution():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("term", ["weight", "lower", "upper"])
+def test_an_infinite_budget_is_no_limit(term, impl):
+    x, options = draw(2, 5).requires_grad_(), {term: uniform(5) / 2}
+    lower, upper = options.get("lower", 0.0), options.get("upper", 1.0)
+    expected = lower + (upper - lower) * x.sigmoid()
+    slope = (upper - lower) * x.sigmoid() * (-x).sigmoid()
+    for k in (math.inf, torch.tensor(math.inf), torch.full((2,), math.inf)):
+        y = ll.lml_at_most(x, k, **options, impl=impl)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], slope)
+    for function, k in ((ll.lml_at_most, -math.inf), (ll.lml_at_most, math.nan), (ll.lml, math.inf)):
+        with pytest.raises(ValueError, match=r"`k` must be finite, got (inf|-inf|nan)\. Give the sum that is wanted\."):
+            function(x, k, **options, impl=impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("name", "value"),
     [("weight", torch.nan), ("weight", torch.inf), ("lower", 2.0), ("lower", -torch.inf), ("lower", torch.nan),

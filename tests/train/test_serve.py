@@ -87,6 +87,20 @@ def test_what_is_neither_text_nor_number_is_named(run, rows):
         ll.load(run.path).predict(rows)
 
 
+def test_a_device_that_is_not_there_is_refused(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", torch.device("cuda:1")):
+        text = rf'`device="{device}"` cannot be used here: torch finds no GPU of this kind\. Use `device="cpu"`\.'
+        with pytest.raises(RuntimeError, match=f"^load: {text}"):
+            ll.load(run.path, device=device)
+        with pytest.raises(RuntimeError, match=f"^TrainedModel.to: {text}"):
+            ll.load(run.path).to(device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"cannot be used here: torch finds 2 GPU\(s\), counted from 0\. Use"):
+        ll.load(run.path, device="cuda:2")
+
+
 @pytest.mark.slow
 def test_loading_and_predicting_import_no_lightning(run):
     code = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -219,14 +220,29 @@ class LinearTree:
         Returns:
             Label numbers, ``(rows, k)``, best first, padded with -1, and probabilities, padded with 0.
         """
-        index, odds = self.decision_function(x, k, beam=beam, threads=threads)
-        return index, (1 / (1 + np.exp(-odds.astype(np.float64)))).astype(np.float32)
+        return self._probable("LinearTree.predict_proba", x, k, beam, threads)
 
     def decision_function(
         self, x: Any, k: int = 5, *, beam: int | None = None, threads: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return what :meth:`predict_proba` does with the log-odds of the probabilities, padded with -inf."""
-        op = "LinearTree.predict"
+        return self._scored("LinearTree.decision_function", x, k, beam, threads)
+
+    def probabilities(self, x: Any) -> np.ndarray:
+        """Return the probabilities of all labels, ``(rows, n_labels)``; every node is visited."""
+        beam = max(tree.shape.n_nodes for tree in self.trees)
+        index, p = self._probable("LinearTree.probabilities", x, self.n_labels, beam, None)
+        out = np.zeros((len(index), self.n_labels + 1), np.float32)  # the last column takes the padding
+        np.put_along_axis(out, index % (self.n_labels + 1), p, 1)
+        return out[:, :-1]
+
+    def _probable(
+        self, op: str, x: Any, k: int, beam: int | None, threads: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        index, odds = self._scored(op, x, k, beam, threads)
+        return index, (1 / (1 + np.exp(-odds.astype(np.float64)))).astype(np.float32)
+
+    def _scored(self, op: str, x: Any, k: int, beam: int | None, threads: int | None) -> tuple[np.ndarray, np.ndarray]:
         if k < 1:
             raise ValueError(f"{op}: `k` must be at least 1, got {k}.")
         if beam is not None and beam < 1:
@@ -247,13 +263,6 @@ class LinearTree:
         odds[index < 0] = -np.inf
         share = _observed(op, settings.observed, self.n_labels)
         return (index, odds) if share is None else _complete(index, odds, share, k)
-
-    def probabilities(self, x: Any) -> np.ndarray:
-        """Return the probabilities of all labels, ``(rows, n_labels)``; every node is visited."""
-        index, p = self.predict_proba(x, self.n_labels, beam=max(tree.shape.n_nodes for tree in self.trees))
-        out = np.zeros((len(index), self.n_labels + 1), np.float32)  # the last column takes the padding
-        np.put_along_axis(out, index % (self.n_labels + 1), p, 1)
-        return out[:, :-1]
 
     def save(self, folder: str | Path) -> None:
         """Write ``tree.safetensors`` and ``tree.json`` into a folder."""
@@ -278,23 +287,41 @@ class LinearTree:
 
     @classmethod
     def load(cls, folder: str | Path) -> LinearTree:
-        """Read what :meth:`save` wrote."""
+        """Read what :meth:`save` wrote; a damaged file is a ValueError that names it."""
         from safetensors.numpy import load_file
 
-        info = json.loads((Path(folder) / "tree.json").read_text(encoding="utf-8"))
-        if info["format"] != FORMAT:
-            raise ValueError(f"LinearTree.load: `format` must be {FORMAT}, got {info['format']}. Update lastlayer.")
-        tensors = load_file(Path(folder) / "tree.safetensors")
-        settings = TreeSettings(**info["settings"])
-        if "observed" in tensors:
-            settings = replace(settings, observed=tensors["observed"])
-        trees = []
-        for number in range(info["trees"]):
-            arrays = {name: tensors[f"{number}.{name}"] for name in ("child_start", "child", *_STORED)}
-            shape = TreeShape(arrays.pop("child_start"), arrays.pop("child"))
-            weights = LinearWeights(**arrays, n_features=info["n_features"], C=settings.C)
-            trees.append(FittedTree(shape, weights))
-        return cls(trees, settings, info["n_labels"], tensors["knots"], info["calibration"])
+        about, stored = Path(folder) / "tree.json", Path(folder) / "tree.safetensors"
+        with _whole(about):
+            info = dict(json.loads(about.read_text(encoding="utf-8")))
+            if (found := info["format"]) == FORMAT:
+                settings, numbers = TreeSettings(**info["settings"]), range(int(info["trees"]))
+                n_labels, n_features, calibration = info["n_labels"], info["n_features"], info["calibration"]
+        if found != FORMAT:
+            raise ValueError(f"{about}: `format` must be {FORMAT}, got {found}. Update lastlayer.")
+        with _whole(stored):
+            tensors = load_file(stored)
+            if "observed" in tensors:
+                settings = replace(settings, observed=tensors["observed"])
+            trees = []
+            for number in numbers:
+                arrays = {name: tensors[f"{number}.{name}"] for name in ("child_start", "child", *_STORED)}
+                shape = TreeShape(arrays.pop("child_start"), arrays.pop("child"))
+                trees.append(FittedTree(shape, LinearWeights(**arrays, n_features=n_features, C=settings.C)))
+            return cls(trees, settings, n_labels, tensors["knots"], calibration)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Name the file where what is read from it is not what was written."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
+        why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path}: damaged: {why.rstrip('.')}. Restore the file, or fit and save the tree again."
+        ) from None
 
 
 _STORED = ("indptr", "indices", "values", "intercept", "passes")

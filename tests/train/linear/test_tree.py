@@ -1,5 +1,6 @@
 """Label trees: shapes, node problems, search, calibration, files, workers, hard input."""
 
+import json
 import math
 
 import numpy as np
@@ -329,10 +330,49 @@ def test_features_must_be_finite(value):
     with pytest.raises(ValueError, match=f"`x` must be finite, got {shown} in row 7, column 2"):
         LinearTree.fit(dense, y, SMALL)
     tree = LinearTree.fit(x, y, TreeSettings(calibration=0))
-    with pytest.raises(ValueError, match=r"LinearTree.predict: `x` must be finite"):
+    with pytest.raises(ValueError, match=r"LinearTree.predict_proba: `x` must be finite"):
         tree.predict_proba(dense)
-    with pytest.raises(ValueError, match=r"LinearTree.predict: `x` must have 40 columns, got 3\."):
-        tree.predict_proba(dense[:, :3])
+    with pytest.raises(ValueError, match=r"LinearTree.decision_function: `x` must have 40 columns, got 3\."):
+        tree.decision_function(dense[:, :3])
+    for name in ("predict_proba", "decision_function"):
+        with pytest.raises(ValueError, match=rf"LinearTree.{name}: `k` must be at least 1, got 0\."):
+            getattr(tree, name)(x, 0)
+    with pytest.raises(ValueError, match=r"LinearTree.probabilities: `x` must be finite"):
+        tree.probabilities(dense)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    x, y = made_up(rows=30)
+    LinearTree.fit(x, y, TreeSettings(calibration=0)).save(tmp_path)
+    about, stored = tmp_path / "tree.json", tmp_path / "tree.safetensors"
+    whole, tensors = json.loads(about.read_text()), stored.read_bytes()
+
+    def refuses(path, why):
+        with pytest.raises(ValueError, match=why) as caught:
+            LinearTree.load(tmp_path)
+        assert str(caught.value).startswith(f"{path}: damaged: ")
+        assert str(caught.value).endswith(". Restore the file, or fit and save the tree again.")
+
+    for content in ("", "{", "[]", "null", "\ufeff"):
+        about.write_text(content)
+        refuses(about, "damaged: ")
+    for name in whole:
+        about.write_text(json.dumps({key: whole[key] for key in whole if key != name}))
+        refuses(about, f"damaged: {name} is missing")
+    for change in ({"settings": {"depth": 3}}, {"settings": 3}, {"trees": "x"}):
+        about.write_text(json.dumps(whole | change))
+        refuses(about, "damaged: ")
+    about.write_text(json.dumps(whole | {"trees": 9}))
+    refuses(stored, "child_start is missing")
+    about.write_text(json.dumps(whole | {"format": 2}))
+    with pytest.raises(ValueError, match=r"tree\.json: `format` must be 1, got 2\. Update lastlayer\."):
+        LinearTree.load(tmp_path)
+    about.write_text(json.dumps(whole))
+    stored.write_bytes(tensors[:50])
+    refuses(stored, "damaged: ")
+    stored.unlink()
+    with pytest.raises(FileNotFoundError, match=r"tree\.safetensors"):
+        LinearTree.load(tmp_path)
 
 
 def test_no_rows():
