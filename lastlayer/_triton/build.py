@@ -261,6 +261,8 @@ def _of_layers() -> None:
             target = torch.arange(labels).expand(rows, labels)
             ll.linear_lml_loss(features, weight, target, k, observed=observed).backward()
             ll.linear_lml_loss(features, weight, target, k, observed=observed, reduction="sum").backward()
+    with torch.no_grad():  # so many features that they are split into parts
+        ll.linear_lml_loss(torch.zeros(128, 32), torch.zeros(2_000, 32), torch.zeros(128, dtype=torch.int64), 1.5)
 
 
 def _of_matrices(recorder: Recorder) -> None:

@@ -52,6 +52,8 @@ class Layer:
         self.work = torch.promote_types(dtype, torch.float32)
         self.rows, self.n, self.spare = features.shape[0], weight.shape[0], 0  # the last classes may be spare ones
         self.kernels = kernels_for(self.features)
+        self.products = products_for(self.features, weight) if self.kernels is not None else None
+        self._parts: Tensor | None = None  # of the features, if they are few
         self.step = max(256, tile(self.features) // max(self.rows, 1) // 256 * 256)
         plain = weight.dtype == dtype and mask is None and not isinstance(temperature, Tensor)
         self.wide = self.kernels is not None and plain  # no memory but that of its logits grows with a block
@@ -75,13 +77,29 @@ class Layer:
     def logits(self, classes: slice, out: Tensor | None = None) -> Tensor:
         weight = self.weight[classes]
         weight = (weight if weight.dtype == self.dtype else weight.to(self.dtype)).T
-        if self.bias is None:
+        bias = None if self.bias is None else self.bias[classes].to(self.dtype)
+        x = None if self.products is None else self._by_parts(self.products, weight.T, bias, out)
+        if x is None and bias is None:
             x = torch.mm(self.features, weight, out=out)
-        else:
-            x = torch.addmm(self.bias[classes].to(self.dtype), self.features, weight, out=out)
+        elif x is None:
+            x = torch.addmm(bias, self.features, weight, out=out)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             x /= self.temperature
         return x if self.mask is None else x.masked_fill_(~self.mask[:, classes], -torch.inf)
+
+    def _by_parts(self, products: ModuleType, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor | None:
+        """Return the products of features and weights as `products` has them; None if its kernel is not ready."""
+        x = self.features.new_empty(self.rows, len(weight)) if out is None else out
+        pieces = products.pieces(self.features)
+        for rows in pieces:
+            parts = self._parts
+            if parts is None:
+                parts = products.parts_of(self.features[rows])
+            if not products.logits(parts, weight, bias, x[rows]):
+                return None
+            if len(pieces) == 1:
+                self._parts = parts
+        return x
 
     def blocks(self, held: Held | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield the logits block by block; each block overwrites the one before, except those that are held."""
@@ -245,6 +263,12 @@ def kernels_for(x: Tensor) -> ModuleType | None:
     if x.dtype == torch.float64 or _triton.unavailable(x.device) or not direct(x):
         return None
     return importlib.import_module("lastlayer._triton.linear")
+
+
+def products_for(features: Tensor, weight: Tensor) -> ModuleType | None:
+    """Import the products of kernels, if they are for such features and weights."""
+    products = importlib.import_module("lastlayer._triton.products")
+    return products if products.fits(features, weight) else None
 
 
 def finite(x: Tensor) -> Tensor:
