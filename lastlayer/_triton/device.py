@@ -99,6 +99,22 @@ def exact_exp(t):
 
 
 @triton.jit
+def wide(x):
+    """A tile in float32; a pair of bfloat16 takes two instructions, where Triton takes three."""
+    if COMPILED:  # noqa: SIM102, which is known when the kernel is compiled
+        if x.dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+                "=r,=r,r",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=2,
+            )
+    return x.to(tl.float32)
+
+
+@triton.jit
 def scaled(x, inv_t):
     """Divide by the temperature; None is 1. Rounded separately, so that every pass over a row has the same scores."""
     if inv_t is None:

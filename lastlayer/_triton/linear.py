@@ -21,6 +21,7 @@ from lastlayer._triton.device import (
     of_key,
     points,
     rcp,
+    wide,
 )
 from lastlayer._triton.launch import launch
 from lastlayer._triton.lml_loss import _unseen as unseen
@@ -99,22 +100,6 @@ def _add(ptr, values):
 def _load_scan(x_ptr, cols, n, LOW: tl.constexpr):
     """A tile of logits; beyond the row a finite number that is above no floor and has no weight."""
     return tl.load(x_ptr + cols, mask=cols < n, other=LOW)
-
-
-@triton.jit
-def _wide(x):
-    """A tile in float32; a pair of bfloat16 takes two instructions, where Triton takes three."""
-    if COMPILED:  # noqa: SIM102, which is known when the kernel is compiled
-        if x.dtype == tl.bfloat16:
-            return tl.inline_asm_elementwise(
-                "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
-                "=r,=r,r",
-                [x],
-                dtype=tl.float32,
-                is_pure=True,
-                pack=2,
-            )
-    return x.to(tl.float32)
 
 
 @triton.jit
@@ -224,16 +209,16 @@ def _scan_kernel(
         xc = _load_scan(x_ptr, cols + 2 * W, n, LOW)
         xd = _load_scan(x_ptr, cols + 3 * W, n, LOW)
         odd = _find_odd(odd, xa)
-        x = _take_above(_wide(xa), cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
+        x = _take_above(wide(xa), cols, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
         p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(x, shift, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
         odd = _find_odd(odd, xb)
-        x = _take_above(_wide(xb), cols + W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
+        x = _take_above(wide(xb), cols + W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
         p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(x, shift, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
         odd = _find_odd(odd, xc)
-        x = _take_above(_wide(xc), cols + 2 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
+        x = _take_above(wide(xc), cols + 2 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
         p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(x, shift, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
         odd = _find_odd(odd, xd)
-        x = _take_above(_wide(xd), cols + 3 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
+        x = _take_above(wide(xd), cols + 3 * W, n, floor, top_ptr, fill_ptr, room, class_ptr, start, NAMED, LOW)
         p1, p2, p3, p4, p5, p6, p7, p8 = _add_powers(x, shift, p1, p2, p3, p4, p5, p6, p7, p8, TERMS)
     missing = exp(tl.fma(base, LOG2E, -shift) * -LN2)  # what rounding the shift has added, as a factor
     missing2 = missing * missing
@@ -249,7 +234,7 @@ def _scan_kernel(
         _add(sums_ptr + 6, p7 * (missing4 * missing2 * missing))
         _add(sums_ptr + 7, p8 * (missing4 * missing4))
     finite = tl.maximum(hi - lo, 0).to(tl.float32)
-    if tl.sum(_lane_sums(_wide(odd)), 0) != 0:
+    if tl.sum(_lane_sums(wide(odd)), 0) != 0:
         low, high, bad = tl.zeros([32], tl.float32), tl.zeros([32], tl.float32), tl.zeros([32], tl.float32)
         for first in range(lo, hi, W):
             x = _load_scan(x_ptr, first + lane, n, LOW).to(tl.float32)
@@ -607,12 +592,12 @@ def _grad_kernel(
     col, inside = _places_of(index_ptr, row, 0, labels, start, first, stop, M)
     out = tl.zeros((BLOCK,), tl.float32)
     if none == 0:
-        out = _slopes(_wide(x), center, delta, log_mass, pulled, scale, rho, THINNED)
+        out = _slopes(wide(x), center, delta, log_mass, pulled, scale, rho, THINNED)
     tl.store(out_ptr + cols, out.to(out_ptr.dtype.element_ty), mask=cols < n)
     if PAIR:
         out = tl.zeros((BLOCK,), tl.float32)
         if none == 0:
-            out = _slopes(_wide(other), center, delta, log_mass, pulled, scale, rho, THINNED)
+            out = _slopes(wide(other), center, delta, log_mass, pulled, scale, rho, THINNED)
         tl.store(out_ptr + BLOCK + cols, out.to(out_ptr.dtype.element_ty), mask=cols + BLOCK < n)
     for j in range(0, labels, M):
         if _any(inside):  # which is rare

@@ -40,20 +40,40 @@ FORWARD: dict[int, shapes.Table] = {
     4: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
     2: ((128, 64), (256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
 }
-SHARED: dict[int, shapes.Table] = {
-    4: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
-    2: ((256, 32), (768, 16), (8192, 32), (LONGEST, 40)),
-}
-UNBOUNDED: dict[int, shapes.Table] = {  # with nothing but weights to hold
-    4: SHARED[4],
-    2: ((256, 32), (768, 16), (8192, 64), (LONGEST, 40)),
+# The same where rows share weights and bounds; then the registers of a thread, and STAGES of `shared`. These are the
+# fastest that were tried: spilled registers take long to come back, and copies to shared memory help where a warp has
+# several rows or little to read. With weights or bounds alone, a thread holds one number per class for them; with both,
+# two. A row of 8,193 to 10,240 classes has a multiprocessor to itself, and registers for the next one's scores.
+Fit = tuple[int, int, int, int]
+FITS: dict[bool, dict[int, tuple[Fit, ...]]] = {
+    False: {
+        4: ((256, 32, 128, 3), (768, 16, 168, 2), (8192, 32, 168, 2), (10240, 40, 255, 0), (LONGEST, 40, 128, 1)),
+        2: (
+            (256, 32, 128, 3), (768, 16, 168, 3), (1024, 32, 128, 3), (8192, 64, 248, 3), (10240, 80, 255, 2),
+            (LONGEST, 40, 128, 1),
+        ),
+    },
+    True: {
+        4: ((256, 32, 168, 2), (768, 16, 168, 2), (8192, 32, 168, 2), (10240, 40, 255, 0), (LONGEST, 40, 128, 1)),
+        2: (
+            (256, 32, 168, 2), (768, 16, 168, 2), (2048, 32, 168, 2), (8192, 32, 168, 1), (10240, 40, 255, 0),
+            (LONGEST, 40, 128, 1),
+        ),
+    },
+}  # fmt: skip
+SHARED: dict[bool, dict[int, shapes.Table]] = {
+    both: {itemsize: tuple((limit, per) for limit, per, _, _ in fits) for itemsize, fits in sizes.items()}
+    for both, sizes in FITS.items()
 }
 BACKWARD: dict[int, shapes.Table] = {
     4: ((8192, 8), (LONGEST, 20)),
-    2: ((8192, 8), (LONGEST, 20)),
+    2: ((512, 16), (4096, 32), (8192, 64), (10240, 80), (LONGEST, 20)),
+}
+BACKWARD_TO_TERMS: dict[int, shapes.Table] = {  # where weights or bounds need a gradient, too
+    4: BACKWARD[4],
+    2: BACKWARD[4],
 }
 HELD = 8192  # classes up to which a thread holds their weights; those of longer rows are read again from the cache
-MOST_REGISTERS = 255  # of a thread
 REGISTERS = 128  # of a thread where they are not held, so that a multiprocessor has two rows at once
 # Of the last step: what the values follow to float32 rounding, or need not follow.
 TOLERANCE = {torch.float32: 0.002, torch.bfloat16: 0.002, torch.float16: 0.0005}
@@ -90,29 +110,12 @@ def _lines(plan: shapes.Plan, x: Tensor) -> int:
     return max(32, shapes.power_of_2(shapes.cdiv(plan.rows * x.shape[-1] * x.element_size(), 128)))
 
 
-def _registers(n: int, itemsize: int, bounded: bool, warps: int) -> int:
-    """Registers per thread of `shared`, the fastest that were tried: spilled ones take long to come back.
-
-    A row of 8,193 to 10,240 classes of float32 has a multiprocessor to itself, and registers for the next one's scores.
-    """
-    if n > HELD:
-        wanted = MOST_REGISTERS if itemsize == 4 or bounded else REGISTERS
-    elif itemsize == 2 and not bounded and n > 768:
-        wanted = 248
-    else:
-        wanted = 168 if bounded or n > 256 else REGISTERS
-    return min(wanted, 65536 // (32 * warps) // 8 * 8)
-
-
-def _stages(n: int, itemsize: int, bounded: bool, registers: int) -> int:
-    """STAGES of `shared`, the fastest that were tried: copies help where a warp has several rows, or little to read."""
-    if n > HELD:
-        return 0 if registers == MOST_REGISTERS else 1
-    if shapes.vector(n, itemsize) * itemsize < 4:  # too little at once for shared memory
-        return 1
-    if bounded:
-        return 2 if n <= 2048 or itemsize == 4 else 1
-    return 3 if n <= 256 or itemsize == 2 else 2
+def _fit(n: int, itemsize: int, both: bool) -> tuple[int, int]:
+    """Registers per thread of `shared`, and its STAGES."""
+    registers, stages = next((registers, stages) for limit, _, registers, stages in FITS[both][itemsize] if n <= limit)
+    if stages > 1 and shapes.vector(n, itemsize) * itemsize < 4:  # too little at once for shared memory
+        stages = 1
+    return registers, stages
 
 
 def _programs(device: int, registers: int, warps: int, memory: int) -> int:
@@ -150,6 +153,7 @@ class _Given:
         self.pointers = [self.x if t is None else t for t, _ in held]
         self.given = {name: kind for name, (_, kind) in zip(("WEIGHT", "LOWER", "UPPER"), held, strict=True)}
         self.bounded = self.given["LOWER"] + self.given["UPPER"] > 0
+        self.both = self.bounded and self.given["WEIGHT"] > 0
         self.at_most = at_most
         self.constants = {"MASKED": self.masked, **self.given, "AT_MOST": at_most}
 
@@ -231,7 +235,7 @@ def _forward(
         constants |= {"ALIGN": align, **tiles, "V": tiles["C"] // (32 * tiles["num_warps"])}
         return Launch(forward_row, (g.rows,), (*pointers, g.n // align, *strides), constants)
     together = not g.masked and max(g.given.values()) < 2
-    table = FORWARD if not together else SHARED if g.bounded else UNBOUNDED
+    table = SHARED[g.both] if together else FORWARD
     p = shapes.plan(g.n, table, out.element_size())
     grid = (shapes.cdiv(g.rows, p.rows),)
     if p is general:
@@ -258,14 +262,13 @@ def _shared(
     g: _Given, p: shapes.Plan, k: Tensor | float, k_row: tuple[int, float | None], out: Tensor, nu: Tensor
 ) -> Launch:
     """Rows that share their weights and bounds: as many programs as fit, which take the same number of rows each."""
-    registers = _registers(g.n, out.element_size(), g.bounded, p.warps)
+    registers, stages = _fit(g.n, out.element_size(), g.both)
     tiles = {name: p.tiles[name] for name in ("R", "C", "WA", "WB", "WC", "FULL")}
     blocks = shapes.cdiv(g.rows, p.rows)
-    stages = _stages(g.n, out.element_size(), g.bounded, registers)
     held = tiles["C"] * (tiles["WA"] + tiles["WB"] + tiles["WC"])
     memory = max(stages - 1, 0) * p.rows * held * out.element_size()
     most = _programs(out.get_device(), registers, p.warps, memory)
-    if g.n <= 256 and not g.bounded:  # so short that the last ones are waited for
+    if g.n <= 256 and not g.both:  # so short that the last ones are waited for
         most *= 2
     return Launch(
         shared, (shapes.cdiv(blocks, shapes.cdiv(blocks, most)),),
@@ -301,7 +304,8 @@ def _own_backward(
     if logits.numel() == 0:
         return grad_x, grad_k.zero_(), others
     g = _Given(budget)
-    p = None if g.n > shapes.longest(LONGEST) else shapes.plan(g.n, BACKWARD, logits.element_size())
+    table = BACKWARD_TO_TERMS if any(wanted) else BACKWARD
+    p = None if g.n > shapes.longest(LONGEST) else shapes.plan(g.n, table, logits.element_size())
     own = _backward(g, p, nu, grad.contiguous(), grad_x, grad_k, others)
     launch_all([own], shared=p is None or p is shapes.shared(g.n))
     return grad_x, grad_k, others
@@ -323,6 +327,7 @@ def _backward(
         return Launch(backward_row, (g.rows,), (*pointers, *sizes), {"ALIGN": align, **constants, **STREAM})
     # With a few registers more, a multiprocessor has one row of 16 warps at a time instead of two.
     few = p.warps == 16 and g.n <= HELD and p is not shapes.shared(g.n) and not any(wanted) and not INTERPRETED
-    options = {**_tiles(p), **constants, "num_warps": p.warps, **({"maxnreg": 64} if few else {})}
+    held = p.tiles["C"] * (p.tiles["WA"] + p.tiles["WB"] + p.tiles["WC"]) <= 64 * 32 * p.warps // p.rows
+    options = {**_tiles(p), **constants, "HELD": held, "num_warps": p.warps, **({"maxnreg": 64} if few else {})}
     sizes = (g.rows, g.n // p.align, *g.m_strides, g.inv_t)
     return Launch(gradients, (shapes.cdiv(g.rows, p.rows),), (*pointers, *sizes), options)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from lastlayer._triton.device import LOG2E, by_row, columns, exp, exp2, is_finite, rcp, scaled, store_tile, sum3, sum_w
-from lastlayer._triton.weighted_parts import careful_share, score_tile, term_tile, two_floats
+from lastlayer._triton.weighted_parts import careful_share, row_tile, score_tile, term_tile, two_floats
 
 
 @triton.jit
@@ -32,16 +32,6 @@ def _slope_tile(
 
 
 @triton.jit
-def _gradient_tile(g_ptr, row, n, first, W, C, FULL: tl.constexpr):
-    cols = columns(first, W, C)
-    here = g_ptr + (by_row(row) * n + cols)
-    if FULL:
-        return tl.load(here).to(tl.float32)
-    else:
-        return tl.load(here, mask=(cols < n) & (by_row(row) >= 0), other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _sums_of(weight, h, g):
     """Sums of w^2 h and w h g over a tile's w, and of |g|."""
     wh = weight * h
@@ -50,10 +40,14 @@ def _sums_of(weight, h, g):
 
 @triton.jit
 def _write_gradients(
-    weight, h, g, x_ptr, m_ptr, l_ptr, u_ptr, gx_ptr, gw_ptr, gl_ptr, gu_ptr, row, exact, share, gone, m_row, m_col, n,
-    first, inv_t, W, C, FULL: tl.constexpr, MASKED: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    BY_W: tl.constexpr, BY_L: tl.constexpr, BY_U: tl.constexpr,
+    weight, h, g, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, gx_ptr, gw_ptr, gl_ptr, gu_ptr, row, exact, share, gone, m_row,
+    m_col, n, first, none, inv_t, W, C, FULL: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr,
+    LOWER: tl.constexpr, UPPER: tl.constexpr, BY_W: tl.constexpr, BY_L: tl.constexpr, BY_U: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradients of a tile. Weights that are not HELD are read again; `none` is 0, unknown to the compiler."""
+    if not HELD:
+        weight = term_tile(w_ptr, row, n, first + none, W, C, FULL, WEIGHT, 1.0)
     fixed = by_row((tl.abs(exact) == float("inf")) | (exact != exact))  # at its ends a row does not move
     v = tl.where(fixed, g, g - weight * by_row(share))
     by_x = tl.where(fixed, 0.0, h * v)
@@ -85,7 +79,7 @@ def gradients(
     x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, nu_ptr, g_ptr, gx_ptr, gk_ptr, gw_ptr, gl_ptr, gu_ptr, rows, units, m_row, m_col,
     inv_t, ALIGN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WA: tl.constexpr, WB: tl.constexpr, WC: tl.constexpr,
     FULL: tl.constexpr, MASKED: tl.constexpr, WEIGHT: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
-    AT_MOST: tl.constexpr, BY_W: tl.constexpr, BY_L: tl.constexpr, BY_U: tl.constexpr,
+    AT_MOST: tl.constexpr, BY_W: tl.constexpr, BY_L: tl.constexpr, BY_U: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """With v = g - w given, given = sum w h g / sum w^2 h: h v for the scores, (1 - s) v and s v for the bounds."""
     n = units * ALIGN
@@ -101,7 +95,7 @@ def gradients(
         x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, high, low, m_row, m_col, n, 0, inv_t, WA, C, FULL_A, MASKED, WEIGHT,
         LOWER, UPPER,
     )  # fmt: skip
-    ga = _gradient_tile(g_ptr, row, n, 0, WA, C, FULL_A)
+    ga = row_tile(g_ptr, row, n, 0, WA, C, FULL_A)
     mass, pull, asked = _sums_of(wa, ha, ga)
     wb, hb, gb, wc, hc, gc = wa, ha, ga, wa, ha, ga
     if WB > 0:
@@ -109,7 +103,7 @@ def gradients(
             x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, high, low, m_row, m_col, n, AT_B, inv_t, WB, C, FULL_B, MASKED,
             WEIGHT, LOWER, UPPER,
         )  # fmt: skip
-        gb = _gradient_tile(g_ptr, row, n, AT_B, WB, C, FULL_B)
+        gb = row_tile(g_ptr, row, n, AT_B, WB, C, FULL_B)
         q0, q1, q2 = _sums_of(wb, hb, gb)
         mass += q0
         pull += q1
@@ -119,7 +113,7 @@ def gradients(
             x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, row, high, low, m_row, m_col, n, AT_C, inv_t, WC, C, FULL, MASKED,
             WEIGHT, LOWER, UPPER,
         )  # fmt: skip
-        gc = _gradient_tile(g_ptr, row, n, AT_C, WC, C, FULL)
+        gc = row_tile(g_ptr, row, n, AT_C, WC, C, FULL)
         q0, q1, q2 = _sums_of(wc, hc, gc)
         mass += q0
         pull += q1
@@ -130,7 +124,8 @@ def gradients(
     if AT_MOST:
         free = free | (exact == 0)
     odd = (free == 0) & (((mass > 1e-25) & (mass < 1e30) & is_finite(pull)) == 0)
-    if tl.max(odd.to(tl.int32), 0) > 0:
+    some = tl.max(odd.to(tl.int32), 0)
+    if some > 0:
         careful = careful_share(
             x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, g_ptr, row, exact, m_row, m_col, n, inv_t, C,
             MASKED, WEIGHT, LOWER, UPPER,
@@ -140,16 +135,18 @@ def gradients(
     gone = tl.where((exact != exact) & ~(asked == 0), float("nan"), 0.0)
     tl.store(gk_ptr + row, share.to(tl.float64) + gone.to(tl.float64))
     _write_gradients(
-        wa, ha, ga, x_ptr, m_ptr, l_ptr, u_ptr, gx_ptr, gw_ptr, gl_ptr, gu_ptr, row, exact, share, gone,
-        m_row, m_col, n, 0, inv_t, WA, C, FULL_A, MASKED, LOWER, UPPER, BY_W, BY_L, BY_U,
+        wa, ha, ga, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, gx_ptr, gw_ptr, gl_ptr, gu_ptr, row, exact, share, gone,
+        m_row, m_col, n, 0, some >> 30, inv_t, WA, C, FULL_A, MASKED, WEIGHT, LOWER, UPPER, BY_W, BY_L, BY_U, HELD,
     )  # fmt: skip
     if WB > 0:
         _write_gradients(
-            wb, hb, gb, x_ptr, m_ptr, l_ptr, u_ptr, gx_ptr, gw_ptr, gl_ptr, gu_ptr, row, exact, share,
-            gone, m_row, m_col, n, AT_B, inv_t, WB, C, FULL_B, MASKED, LOWER, UPPER, BY_W, BY_L, BY_U,
+            wb, hb, gb, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, gx_ptr, gw_ptr, gl_ptr, gu_ptr, row, exact, share,
+            gone, m_row, m_col, n, AT_B, some >> 30, inv_t, WB, C, FULL_B, MASKED, WEIGHT, LOWER, UPPER, BY_W, BY_L,
+            BY_U, HELD,
         )  # fmt: skip
     if WC > 0:
         _write_gradients(
-            wc, hc, gc, x_ptr, m_ptr, l_ptr, u_ptr, gx_ptr, gw_ptr, gl_ptr, gu_ptr, row, exact, share,
-            gone, m_row, m_col, n, AT_C, inv_t, WC, C, FULL, MASKED, LOWER, UPPER, BY_W, BY_L, BY_U,
+            wc, hc, gc, x_ptr, m_ptr, w_ptr, l_ptr, u_ptr, gx_ptr, gw_ptr, gl_ptr, gu_ptr, row, exact, share,
+            gone, m_row, m_col, n, AT_C, some >> 30, inv_t, WC, C, FULL, MASKED, WEIGHT, LOWER, UPPER, BY_W, BY_L,
+            BY_U, HELD,
         )  # fmt: skip

@@ -466,10 +466,14 @@ def backward_row(
         lower = term(l_ptr, row, n if LOWER == 2 else 0, cols, n, LOWER > 0, 0.0)
         upper = term(u_ptr, row, n if UPPER == 2 else 0, cols, n, UPPER > 0, 1.0)
         g = tl.load(g_ptr + row * n + cols, mask=inside, other=0.0).to(tl.float32)
-        t = tl.where(is_finite(x), tl.fma(weight, high, x) + weight * low, x)
-        at_end = tl.where(weight * tl.where(exact > 0, 1.0, -1.0) > 0, float("inf"), float("-inf"))
-        t = tl.where(ends, tl.where(is_finite(x) & (weight != 0), at_end, t), t)  # no `&` of a number and a tensor
-        tail = exp(-tl.abs(t))
+        t = tl.fma(weight, high, x) + weight * low
+        if BY_W or BY_L or BY_U:
+            t = tl.where(is_finite(x), t, x)
+            at_end = tl.where(weight * tl.where(exact > 0, 1.0, -1.0) > 0, float("inf"), float("-inf"))
+            t = tl.where(ends, tl.where(is_finite(x) & (weight != 0), at_end, t), t)  # no `&` of a number and a tensor
+            tail = exp(-tl.abs(t))
+        else:  # as in the sums
+            tail = exp2(tl.abs(t) * -LOG2E)
         over = rcp(1 + tail)
         small = tail * over
         width = upper - lower

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from lastlayer._triton.device import LN2, by_row, columns, exp, is_finite, log2, rcp, scaled, sqrt
+from lastlayer._triton.device import LN2, by_row, columns, exp, is_finite, log2, rcp, scaled, sqrt, wide
 
 PASSES = tl.constexpr(12)
 DIGITS = tl.constexpr(0.03)  # where sum w h is a smaller part of the goal, float32 has too few digits
@@ -118,16 +118,23 @@ def term_tile(ptr, row, n, first, W, C, FULL: tl.constexpr, GIVEN: tl.constexpr,
 
 
 @triton.jit
+def row_tile(ptr, row, n, first, W, C, FULL: tl.constexpr):
+    """A tile of what rows do not share, in float32, 0 beyond them; past the first cache, which keeps what they do."""
+    cols = columns(first, W, C)
+    here = ptr + (by_row(row) * n + cols)
+    if FULL:
+        return wide(tl.load(here, cache_modifier=".cg"))
+    else:
+        return wide(tl.load(here, mask=(cols < n) & (by_row(row) >= 0), other=0.0, cache_modifier=".cg"))
+
+
+@triton.jit
 def score_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, inv_t, W, C, FULL: tl.constexpr, MASKED: tl.constexpr):
     """The scores of a tile in float32: -inf where a class is ruled out, 0 beyond the row."""
-    cols = columns(first, W, C)
-    here = x_ptr + (by_row(row) * n + cols)
-    if FULL:
-        x = tl.load(here).to(tl.float32)
-    else:
-        x = tl.load(here, mask=(cols < n) & (by_row(row) >= 0), other=0.0).to(tl.float32)
+    x = row_tile(x_ptr, row, n, first, W, C, FULL)
     x = scaled(x, inv_t)
     if MASKED:
+        cols = columns(first, W, C)
         keep = tl.load(m_ptr + (by_row(row) * m_row + cols * m_col), mask=(cols < n) & (by_row(row) >= 0), other=1)
         x = tl.where(keep != 0, x, float("-inf"))
     return x

@@ -30,6 +30,7 @@ from lastlayer._triton.device import (
     sum2,
     sum3,
     sum_w,
+    wide,
 )
 from lastlayer._triton.weighted_parts import (
     DIGITS,
@@ -510,13 +511,13 @@ def shared(
             if STAGES < 3:
                 _fetch(x_ptr, rows, n, block + tl.num_programs(0), R, LINES)
             xa, xb, xc = _raw_row(x_ptr, rows, n, block, R, WA, WB, WC, C, FULL)
-        za = scaled(xa.to(tl.float32), inv_t)
+        za = scaled(wide(xa), inv_t)
         zb = za
         zc = za
         if WB > 0:
-            zb = scaled(xb.to(tl.float32), inv_t)
+            zb = scaled(wide(xb), inv_t)
         if WC > 0:
-            zc = scaled(xc.to(tl.float32), inv_t)
+            zc = scaled(wide(xc), inv_t)
         if AHEAD:
             then = tl.minimum(block + tl.num_programs(0), blocks - 1)
             xa, xb, xc = _raw_row(x_ptr, rows, n, then, R, WA, WB, WC, C, FULL)

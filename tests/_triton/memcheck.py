@@ -76,13 +76,13 @@ def ahead_of_time(rows, n):
     """Rows with shared weights, more of them than programs, whose next scores are on their way."""
     from lastlayer._triton import plan, weighted
 
-    plan.PATIENCE, stages, programs = 1, weighted._stages, weighted._programs
+    plan.PATIENCE, fit, programs = 1, weighted._fit, weighted._programs
     x, weight = torch.randn(rows, n, device=DEVICE), torch.rand(n, device=DEVICE) + 0.5
     weighted._programs = lambda *_: 3
     for number in (0, 1, 2, 3):
-        weighted._stages = lambda *_, number=number: number
+        weighted._fit = lambda *_, number=number: (128, number)
         ll.lml(x, 3.0, weight=weight, upper=weight / 2)
-    weighted._stages, weighted._programs, plan.PATIENCE = stages, programs, 3
+    weighted._fit, weighted._programs, plan.PATIENCE = fit, programs, 3
     torch.cuda.synchronize()
     print("weights ahead of time", rows, n, flush=True)
 

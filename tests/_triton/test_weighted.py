@@ -108,13 +108,17 @@ def test_rows_that_are_on_their_way_ahead_of_time(stages, monkeypatch):
     from lastlayer._triton import plan, weighted
 
     monkeypatch.setattr(plan, "PATIENCE", 1)
-    monkeypatch.setattr(weighted, "_stages", lambda *_: stages)
+    monkeypatch.setattr(weighted, "_fit", lambda *_: (128, stages))
     monkeypatch.setattr(weighted, "_programs", lambda *_: 3)
     for n in (28, 112):
         x, k, options = problem(61, n, "positive", 2.0)
         x[5, 2] = -torch.inf
+        x[9] *= 30  # where the guess is far off
         given = {"weight": options["weight"], "upper": torch.linspace(1, 0.4, n, device=DEVICE)}
         wide = {name: value.double() for name, value in given.items()}
+        one = float(k.min())  # for all rows
+        y, right = ll.lml(x, one, impl="triton", **given), ll.lml(x.double(), one, impl="torch", **wide)
+        torch.testing.assert_close(y.double(), right, rtol=2e-5, atol=2e-5)
         found, exact = results(ll.lml, x, k, given, "triton"), results(ll.lml, x.double(), k, wide, "torch")
         for value, expected in zip(found, exact, strict=True):
             room = 2e-5 * float(1 + expected.abs().nan_to_num().max())
