@@ -259,7 +259,7 @@ def _count_model(job: Job) -> CountModel | None:
         return None
     labels = job.parts["train"]
     counts = labels.row_counts() / (job.resolved.observed or 1.0)
-    return CountModel.fit(job.inputs["train"], counts, labels.n_labels, seed=job.config.seed)
+    return CountModel.fit(job.inputs["train"], counts, labels.n_labels, weight=labels.weights, seed=job.config.seed)
 
 
 def _decided(job: Job, model: TrainedModel, fitted: Fitted) -> tuple[Calibration | None, Decision]:

@@ -180,13 +180,13 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             raise ValueError("LabelSetClassifier: `row_weight` must be None with `sample_weight`, which is the same.")
         row_weight = sample_weight if row_weight is None else row_weight
         X, y = self._checked(X, y, reset=True)
-        self._start(X, y, None)
-        labels = self._labels(y)
+        weights = None
         if row_weight is not None:
             weights = check_row_weight("LabelSetClassifier", row_weight, X.shape[0], "sample_weight")
             if not np.any(weights):
                 raise ValueError("LabelSetClassifier: `sample_weight` must be above 0 for some row, got only zeros.")
-            labels = replace(labels, weights=weights)
+        self._start(X, y, None, weights=weights)
+        labels = replace(self._labels(y), weights=weights)
         if groups is not None:
             if len(groups) != X.shape[0]:
                 raise ValueError(
@@ -364,7 +364,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             **changes,
         )  # fmt: skip
 
-    def _start(self, X: Any, y: Any, classes: Any, *, minibatches: bool = False) -> None:
+    def _start(
+        self, X: Any, y: Any, classes: Any, *, minibatches: bool = False, weights: np.ndarray | None = None
+    ) -> None:
         """Choose classes, scaling and k; make the network."""
         lists = isinstance(y, _Lists)
         self.multilabel_ = lists or type_of_target(y) == "multilabel-indicator"
@@ -380,7 +382,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise ValueError(f"LabelSetClassifier: `threshold` must be a probability or None, got {self.threshold}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
-        labels = self._labels(y)
+        labels = replace(self._labels(y), weights=weights)
         config = self._config(seed=seed)
         self.seed_ = seed
         data = LabelData(None, X, labels.indptr, labels.indices, labels.label_names)
@@ -401,7 +403,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         if self.resolved_.k_per_row and self.multilabel_:
             counts = labels.row_counts() / (self.resolved_.observed or 1.0)
             x = self.features_.transform(X)
-            self.count_ = CountModel.fit(x, counts, labels.n_labels, seed=self.seed_)
+            self.count_ = CountModel.fit(x, counts, labels.n_labels, weight=labels.weights, seed=self.seed_)
 
     def _labels(self, y: Any) -> LabelData:
         """Return targets as label lists over `classes_`."""
