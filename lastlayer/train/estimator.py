@@ -333,14 +333,14 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             X = validate_data(self, X, **options)
         else:
             X, y = validate_data(self, X, y, multi_output=True, **options)
-            if getattr(y, "ndim", 1) == 2 and y.shape[1] == 1 and not sp.issparse(y):
+            if getattr(y, "ndim", 1) == 2 and y.shape[1] == 1:
                 import warnings
 
                 from sklearn.exceptions import DataConversionWarning
 
                 message = "A column-vector y was passed when a 1d array was expected."
                 warnings.warn(message, DataConversionWarning, stacklevel=3)
-                y = y[:, 0]
+                y = (y.toarray() if sp.issparse(y) else y)[:, 0]
             check_classification_targets(y)
             if type_of_target(y) == "multiclass-multioutput":
                 raise _not_an_indicator()
@@ -494,6 +494,11 @@ class _Lists:
 
     def __init__(self, rows: Sequence[Sequence[Any]]) -> None:
         self.rows = [list(row) for row in rows]
+        missing = next((n for row in self.rows for n in row if n is None or n != n), self)
+        if missing is not self:
+            raise ValueError(
+                f"LabelSetClassifier: `y` must hold labels, got {missing}. A row without any is an empty list."
+            )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -511,6 +516,11 @@ def _names(given: Iterable[Any]) -> np.ndarray:
     return kept
 
 
+def _is_row(value: Any) -> bool:
+    """Whether this is the labels of one row; tables from Parquet files hold arrays."""
+    return isinstance(value, list | tuple | set | frozenset) or (isinstance(value, np.ndarray) and value.ndim == 1)
+
+
 def _target(y: Any) -> Any:
     """Tell label lists from arrays."""
     if isinstance(y, _Lists) or sp.issparse(y):
@@ -519,9 +529,9 @@ def _target(y: Any) -> Any:
     nested = isinstance(rows, list | tuple) or (
         isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1
     )
-    if nested and len(rows) and all(isinstance(row, list | tuple | set | frozenset) for row in rows):
-        y = list(rows)
-        equal = len({len(row) for row in y}) == 1
+    if nested and len(rows) and all(_is_row(row) for row in rows):
+        y = [row.tolist() if isinstance(row, np.ndarray) else row for row in rows]
+        equal = len({len(row) for row in y}) == 1 and not any(isinstance(row, set | frozenset) for row in y)
         numeric = all(isinstance(v, numbers.Real) for row in y for v in row)
         if not (equal and numeric and set(np.unique([v for row in y for v in row])) <= {0, 1} and len(list(y[0])) > 1):
             return _Lists(y)

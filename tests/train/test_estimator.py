@@ -274,3 +274,38 @@ def test_rows_count_by_their_weight_for_the_number_of_labels(k, labels):
         assert model.k_ == pytest.approx(alone.k_)
     twice = clone(model).fit(X, Y, sample_weight=np.full(120, 2.0))  # equal weights change nothing
     np.testing.assert_allclose(twice.predict_proba(X), clone(model).fit(X, Y).predict_proba(X), rtol=1e-6)
+
+
+def test_rows_of_labels_may_be_arrays():
+    X, Y = make(120)
+    lists = [np.flatnonzero(row) for row in Y]
+    expected = LabelSetClassifier(random_state=0).fit(X, [row.tolist() for row in lists])
+    column = np.empty(120, dtype=object)  # what a table from a Parquet file holds
+    column[:] = lists
+    for y in (lists, column):
+        model = LabelSetClassifier(random_state=0).fit(X, y)
+        np.testing.assert_array_equal(model.predict_proba(X), expected.predict_proba(X))
+        assert model.score(X, y) == expected.score(X, lists)
+    indicator = LabelSetClassifier(random_state=0).fit(X, list(Y.astype(bool)))
+    np.testing.assert_array_equal(indicator.predict(X), LabelSetClassifier(random_state=0).fit(X, Y).predict(X))
+
+
+def test_sets_are_no_indicator():
+    X, _ = make(60)
+    model = LabelSetClassifier(random_state=0).fit(X, [{0, 1}] * 60)
+    assert model.predict_labels(X[:1], k=2) == [[0, 1]]
+
+
+def test_a_sparse_column_is_one_label_per_row():
+    X, Y = make(120)
+    dense = LabelSetClassifier(random_state=0, loss="lml", epochs=1)
+    with pytest.warns(UserWarning, match="column-vector"):
+        sparse = clone(dense).fit(X, sp.csr_matrix(Y[:, :1]))
+    np.testing.assert_array_equal(sparse.predict(X), dense.fit(X, Y[:, 0]).predict(X))
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_missing_label_is_refused(missing):
+    X, _ = make(60)
+    with pytest.raises(ValueError, match=f"`y` must hold labels, got {missing}. A row without any is an empty list."):
+        LabelSetClassifier().fit(X, [["a"], ["a", missing]] * 30)
