@@ -494,11 +494,8 @@ class _Lists:
 
     def __init__(self, rows: Sequence[Sequence[Any]]) -> None:
         self.rows = [list(row) for row in rows]
-        missing = next((n for row in self.rows for n in row if n is None or n != n), self)
-        if missing is not self:
-            raise ValueError(
-                f"LabelSetClassifier: `y` must hold labels, got {missing}. A row without any is an empty list."
-            )
+        if any(name != name for row in self.rows for name in row):
+            raise ValueError("LabelSetClassifier: `y` must hold labels, got nan. A row without any is an empty list.")
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -304,8 +304,7 @@ def test_a_sparse_column_is_one_label_per_row():
     np.testing.assert_array_equal(sparse.predict(X), dense.fit(X, Y[:, 0]).predict(X))
 
 
-@pytest.mark.parametrize("missing", [None, float("nan")])
-def test_a_missing_label_is_refused(missing):
+def test_nan_is_no_label():
     X, _ = make(60)
-    with pytest.raises(ValueError, match=f"`y` must hold labels, got {missing}. A row without any is an empty list."):
-        LabelSetClassifier().fit(X, [["a"], ["a", missing]] * 30)
+    with pytest.raises(ValueError, match=r"`y` must hold labels, got nan\. A row without any is an empty list\."):
+        LabelSetClassifier().fit(X, [["a"], ["a", float("nan")]] * 30)
