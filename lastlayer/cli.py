@@ -129,7 +129,7 @@ def _train(made: argparse.ArgumentParser) -> None:
 def _evaluate(made: argparse.ArgumentParser) -> None:
     made.add_argument("run_folder", metavar="RUN", help="folder of a finished run")
     made.add_argument("data", help="file or folder of rows with labels, or - for standard input")
-    text = "which part to measure if the data name parts: train, valid or test (default: test)"
+    text = "which part to measure if the data name parts, or all rows (default: test)"
     made.add_argument("--part", choices=("train", "valid", "test", "all"), help=text)
     made.add_argument("--json", metavar="FILE", help="write the numbers to this file as well")
     _encoder_flag(made)

@@ -129,7 +129,10 @@ def part_to_measure(arguments: argparse.Namespace, model: Any) -> tuple[str, Any
     """Read the rows of ``evaluate`` as the training rows were read; return the name of the part and its rows."""
     from lastlayer.data import DataError, read_parts
 
-    parts = read_parts(arguments.data, **like_training(arguments, model))
+    options = like_training(arguments, model)
+    if arguments.part == "all":
+        options["split_column"] = "none"
+    parts = read_parts(arguments.data, **options)
     part = arguments.part or next((p for p in ("test", "all", "valid") if p in parts), "train")
     if part not in parts:
         raise DataError(f"{arguments.data}: has no part {part!r}, only {', '.join(parts)}.")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -327,6 +328,25 @@ def test_errors_are_one_line_and_exit_2(trained, capsys, tmp_path):
     ]:
         assert message in error_of(capsys, argv)
     assert not (tmp_path / "out").exists()
+
+
+def test_evaluate_measures_all_rows_of_data_that_name_parts(trained, capsys, tmp_path):
+    _, data, run = trained
+    header, *lines = Path(data).read_text().splitlines()
+    parts = ["train", "valid", "test"] * len(lines)
+    named = tmp_path / "parts.tsv"
+    named.write_text("\n".join([f"{header}\tsplit", *(f"{line}\t{p}" for line, p in zip(lines, parts, strict=False))]))
+    for part, n in [("all", 300), ("test", 100)]:
+        assert main(["evaluate", run, str(named), "--part", part]) == 0
+        assert f"{part}: {n} rows" in capsys.readouterr().err
+
+
+def test_rows_without_any_weight_are_refused(trained, capsys, tmp_path):
+    header, *lines = Path(trained[1]).read_text().splitlines()
+    weighted = tmp_path / "weighted.tsv"
+    weighted.write_text("\n".join([f"{header}\tweight", *(f"{line}\t0" for line in lines)]))
+    said = error_of(capsys, ["train", str(weighted), "--out", str(tmp_path / "run"), *FAST])
+    assert "must have a weight above 0 somewhere, got only zeros" in said
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")

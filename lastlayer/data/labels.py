@@ -78,10 +78,13 @@ def label_list(value: Any) -> list[str]:
 
 
 def whole(names: list[str]) -> list[str]:
-    """Refuse names that hold half of a surrogate pair, which no file can be written with."""
+    """Refuse names that hold half of a surrogate pair, which no file can be written with, and drop blank ones.
+
+    Splitting an empty cell in Python makes a list of one empty name, which stands for no label.
+    """
     if any(is_torn(name) for name in names):
         raise ValueError("labels must be whole Unicode text, without half of a surrogate pair")
-    return names
+    return [name for name in names if name.strip()]
 
 
 def is_torn(text: str) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lastlayer import _check
 from lastlayer._threshold import search
 from lastlayer._threshold.autograd import FirstOnly
 from lastlayer.loss._scan import FIRST_ONLY, PASSES, absence, log_mass_of
@@ -18,7 +20,8 @@ def draw(
     op: str, negatives: Any, n: int, device: torch.device, generator: torch.Generator | None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return the sampled classes, and the number of classes that each of them stands for."""
-    if isinstance(negatives, int) and not isinstance(negatives, bool):
+    if isinstance(negatives, numbers.Integral) and not isinstance(negatives, bool):
+        negatives = int(negatives)
         if negatives < 1:
             raise ValueError(f"{op}: `negatives` must be at least 1, got {negatives}. None takes all classes.")
         if generator is None:  # one draw from the caller's random state, so that ranks stay in step
@@ -32,12 +35,15 @@ def draw(
             f"got {type(negatives).__name__}."
         )
     drawn, probability = negatives
-    if drawn.ndim != 1 or drawn.shape != probability.shape or drawn.is_floating_point():
+    if drawn.ndim != 1 or drawn.shape != probability.shape or drawn.dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            f"{op}: `negatives` must be class ids and probabilities of one shape (m,), got {tuple(drawn.shape)} of "
-            f"{drawn.dtype} and {tuple(probability.shape)}."
+            f"{op}: `negatives` must be class ids (int64 or int32) and probabilities of one shape (m,), got "
+            f"{tuple(drawn.shape)} of {drawn.dtype} and {tuple(probability.shape)}."
         )
-    return drawn, 1 / probability
+    _check.below(op, "negatives", drawn, n, "classes below n_classes", "Classes count from 0, on each rank.")
+    if len(drawn) and _check.readable(drawn) and int(drawn.min()) < 0:
+        raise ValueError(f"{op}: `negatives` must hold classes from 0 on, got {int(drawn.min())}. It has no padding.")
+    return drawn.to(device, torch.int64), 1 / probability.to(device)
 
 
 def sampled(

@@ -525,7 +525,8 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_k = None
         if wants_k:  # a row without an upstream gradient has none
             none = delta.isinf() | ((grad == 0) & delta.isnan())
-            grad_k = torch.where(none, 0, -grad * pull * (-log_mass).exp())
+            slope = torch.where(delta.isnan(), delta, -grad * pull * (-log_mass).exp())
+            grad_k = torch.where(none, 0, slope)
         rows = Rows(center, delta, log_mass, index, labels, ctx.rho)
         upstream = _upstream(grad, pull, toward, temperature)
         held, ctx.held = ctx.held, None

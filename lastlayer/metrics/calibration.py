@@ -236,7 +236,7 @@ def _add_all(sums: Tensor, rows: Tensor, labels: _check.Labels, n_bins: int, gro
 
 def _place(confidence: Tensor, index: Tensor, n_bins: int, groups: int) -> Tensor:
     """The cell of the table for each pair: class by bin, or bin alone."""
-    inner = torch.linspace(0, 1, n_bins + 1, dtype=confidence.dtype, device=confidence.device)[1:-1]
+    inner = _sums.even_steps(n_bins, confidence.device, confidence.dtype)[1:-1]
     cell = torch.bucketize(confidence.contiguous(), inner, right=True)
     return cell if groups == 1 else index * n_bins + cell
 
@@ -252,7 +252,7 @@ def _add(sums: Tensor, confidence: Tensor, index: Tensor, right: Tensor, n_bins:
 def diagram(sums: BinSums, dtype: torch.dtype) -> ReliabilityBins:
     """Turn the sums of bins into their means."""
     whole = sums.pairs.clamp(min=1)
-    edges = torch.linspace(0, 1, sums.pairs.shape[-1] + 1, dtype=dtype, device=sums.pairs.device)
+    edges = _sums.even_steps(sums.pairs.shape[-1], sums.pairs.device, dtype)
     parts = (sums.pairs, sums.confidence / whole, sums.right / whole)
     return ReliabilityBins(edges, *(p.to(dtype) for p in parts))
 

@@ -62,7 +62,7 @@ def precision_recall_curve(
     single = scores.ndim == 1 or average == "micro"
     dtype = _check.work_dtype(scores)
     if thresholds is not None:
-        grid = check_thresholds(op, thresholds).to(device=scores.device, dtype=dtype)
+        grid = check_thresholds(op, thresholds, scores.device, dtype)
         counts = grid_counts(op, scores, target, grid)
         if average == "micro":
             counts = GridCounts(*(c.sum(0, keepdim=True) for c in counts))
@@ -77,17 +77,17 @@ def precision_recall_curve(
     return Curve(*(value[0] for value in joined)) if single else joined
 
 
-def check_thresholds(op: str, thresholds: Any) -> Tensor:
-    """Check a number of thresholds, or a tensor of them."""
+def check_thresholds(op: str, thresholds: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Check a number of thresholds, or a tensor of them; return them in the dtype of the scores."""
     if isinstance(thresholds, Tensor):
         if thresholds.ndim != 1 or len(thresholds) == 0 or not thresholds.is_floating_point():
             raise ValueError(
                 f"{op}: `thresholds` must be a vector of floating-point numbers, got shape {tuple(thresholds.shape)}."
             )
-        return thresholds
+        return thresholds.to(device, dtype)
     if isinstance(thresholds, bool) or not isinstance(thresholds, int) or thresholds < 2:
         raise ValueError(f"{op}: `thresholds` must be a whole number of at least 2 or a tensor, got {thresholds!r}.")
-    return torch.linspace(0, 1, thresholds)
+    return _sums.even_steps(thresholds - 1, device, dtype)
 
 
 class GridCounts(NamedTuple):

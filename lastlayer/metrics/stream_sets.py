@@ -212,7 +212,7 @@ class PrecisionRecallCurve(Stream):
         super().__init__(options, thresholds=thresholds, n_classes=n_classes, average=average)
         op = type(self).__name__
         _check.choice(op, "average", average, ("none", "micro"))
-        grid = curves.check_thresholds(op, thresholds)
+        grid = curves.check_thresholds(op, thresholds, torch.device("cpu"), torch.get_default_dtype())
         self.register_buffer("grid", grid, persistent=False)
         self._sum("positive", n_classes or 1, len(grid))
         self._sum("total", n_classes or 1, len(grid))
@@ -224,7 +224,7 @@ class PrecisionRecallCurve(Stream):
         scores = _check.logits(op, scores, "scores").detach()
         if self.n_classes is not None or scores.ndim != 1:
             self._same_classes(scores, self.n_classes or 1)
-        grid = self.grid.to(device=scores.device, dtype=_check.work_dtype(scores))
+        grid = curves.check_thresholds(op, self.thresholds, scores.device, _check.work_dtype(scores))
         self._add(**curves.grid_counts(op, scores, target, grid)._asdict())
 
     def compute(self) -> curves.Curve:

@@ -37,8 +37,12 @@ class CountModel:
     high: float
 
     @classmethod
-    def fit(cls, x: Any, counts: np.ndarray, n_labels: int, *, seed: int = 0) -> CountModel:
+    def fit(
+        cls, x: Any, counts: np.ndarray, n_labels: int, *, weight: np.ndarray | None = None, seed: int = 0
+    ) -> CountModel:
         """Fit to features (dense or CSR) and counts; a fifth of the rows, held out, choose the penalty.
+
+        `weight` is how much each row counts; rows of weight 0 are left out.
 
         Example:
             >>> x = np.array([[0.0], [1.0]] * 50)
@@ -47,24 +51,35 @@ class CountModel:
             [1.0, 4.0]
         """
         counts = np.asarray(counts, dtype=np.float64)
+        if weight is not None and np.any(weight):
+            used = weight > 0
+            x, counts, weight = x[used], counts[used], weight[used] / weight[used].mean()
+        else:
+            weight = np.ones(len(counts))
         limits = 0.1 if n_labels > 1 else 0.01, 0.99 * n_labels
         held = np.random.default_rng(seed).random(len(counts)) < 0.2
         best = PENALTIES[-1]
         if held.any() and not held.all():
-            trials = [cls._solve(x[~held], counts[~held], penalty, limits) for penalty in PENALTIES]
-            best = PENALTIES[int(np.argmin([np.abs(t(x[held]) - counts[held]).mean() for t in trials]))]
-        return cls._solve(x, counts, best, limits)
+            trials = [cls._solve(x[~held], counts[~held], weight[~held], penalty, limits) for penalty in PENALTIES]
+            errors = [np.average(np.abs(t(x[held]) - counts[held]), weights=weight[held]) for t in trials]
+            best = PENALTIES[int(np.argmin(errors))]
+        return cls._solve(x, counts, weight, best, limits)
 
     @classmethod
-    def _solve(cls, x: Any, counts: np.ndarray, penalty: float, limits: tuple[float, float]) -> CountModel:
-        from scipy.sparse import csr_matrix, hstack
+    def _solve(
+        cls, x: Any, counts: np.ndarray, weight: np.ndarray, penalty: float, limits: tuple[float, float]
+    ) -> CountModel:
+        from scipy.sparse import csr_matrix, diags, hstack
         from scipy.sparse.linalg import lsqr
 
         target, ones = np.log1p(counts), np.full((len(counts), 1), INTERCEPT)
-        mean = float(target.mean())
+        mean = float(np.average(target, weights=weight))
         wide = np.hstack([x, ones]) if isinstance(x, np.ndarray) else hstack([x, csr_matrix(ones)]).tocsr()
-        *weight, bias = lsqr(wide, target - mean, damp=np.sqrt(penalty), iter_lim=STEPS)[0]
-        return cls(np.array(weight, np.float32), mean + INTERCEPT * float(bias), *limits)
+        share = np.sqrt(weight)
+        if np.any(share != 1):
+            wide = wide * share[:, None] if isinstance(wide, np.ndarray) else diags(share) @ wide
+        *slope, bias = lsqr(wide, share * (target - mean), damp=np.sqrt(penalty), iter_lim=STEPS)[0]
+        return cls(np.array(slope, np.float32), mean + INTERCEPT * float(bias), *limits)
 
     def __call__(self, x: Any) -> np.ndarray:
         """Return the predicted count of each row."""

@@ -259,7 +259,7 @@ def _count_model(job: Job) -> CountModel | None:
         return None
     labels = job.parts["train"]
     counts = labels.row_counts() / (job.resolved.observed or 1.0)
-    return CountModel.fit(job.inputs["train"], counts, labels.n_labels, seed=job.config.seed)
+    return CountModel.fit(job.inputs["train"], counts, labels.n_labels, weight=labels.weights, seed=job.config.seed)
 
 
 def _decided(job: Job, model: TrainedModel, fitted: Fitted) -> tuple[Calibration | None, Decision]:
@@ -274,6 +274,8 @@ def _check_weights(labels: LabelData, shard_classes: bool) -> None:
     """Refuse row weights where they would have no effect."""
     if labels.weights is not None and shard_classes:
         raise ConfigError("the rows have weights, which sharded classes do not use. Leave the column of weights out.")
+    if labels.weights is not None and not labels.weights.any():
+        raise ConfigError("the training rows must have a weight above 0 somewhere, got only zeros.")
 
 
 def _check_choices(kind: str, parts: dict[str, LabelData], config: Config) -> None:

@@ -180,13 +180,13 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             raise ValueError("LabelSetClassifier: `row_weight` must be None with `sample_weight`, which is the same.")
         row_weight = sample_weight if row_weight is None else row_weight
         X, y = self._checked(X, y, reset=True)
-        self._start(X, y, None)
-        labels = self._labels(y)
+        weights = None
         if row_weight is not None:
             weights = check_row_weight("LabelSetClassifier", row_weight, X.shape[0], "sample_weight")
             if not np.any(weights):
                 raise ValueError("LabelSetClassifier: `sample_weight` must be above 0 for some row, got only zeros.")
-            labels = replace(labels, weights=weights)
+        self._start(X, y, None, weights=weights)
+        labels = replace(self._labels(y), weights=weights)
         if groups is not None:
             if len(groups) != X.shape[0]:
                 raise ValueError(
@@ -333,14 +333,14 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             X = validate_data(self, X, **options)
         else:
             X, y = validate_data(self, X, y, multi_output=True, **options)
-            if getattr(y, "ndim", 1) == 2 and y.shape[1] == 1 and not sp.issparse(y):
+            if getattr(y, "ndim", 1) == 2 and y.shape[1] == 1:
                 import warnings
 
                 from sklearn.exceptions import DataConversionWarning
 
                 message = "A column-vector y was passed when a 1d array was expected."
                 warnings.warn(message, DataConversionWarning, stacklevel=3)
-                y = y[:, 0]
+                y = (y.toarray() if sp.issparse(y) else y)[:, 0]
             check_classification_targets(y)
             if type_of_target(y) == "multiclass-multioutput":
                 raise _not_an_indicator()
@@ -364,7 +364,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             **changes,
         )  # fmt: skip
 
-    def _start(self, X: Any, y: Any, classes: Any, *, minibatches: bool = False) -> None:
+    def _start(
+        self, X: Any, y: Any, classes: Any, *, minibatches: bool = False, weights: np.ndarray | None = None
+    ) -> None:
         """Choose classes, scaling and k; make the network."""
         lists = isinstance(y, _Lists)
         self.multilabel_ = lists or type_of_target(y) == "multilabel-indicator"
@@ -380,7 +382,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise ValueError(f"LabelSetClassifier: `threshold` must be a probability or None, got {self.threshold}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
-        labels = self._labels(y)
+        labels = replace(self._labels(y), weights=weights)
         config = self._config(seed=seed)
         self.seed_ = seed
         data = LabelData(None, X, labels.indptr, labels.indices, labels.label_names)
@@ -401,7 +403,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         if self.resolved_.k_per_row and self.multilabel_:
             counts = labels.row_counts() / (self.resolved_.observed or 1.0)
             x = self.features_.transform(X)
-            self.count_ = CountModel.fit(x, counts, labels.n_labels, seed=self.seed_)
+            self.count_ = CountModel.fit(x, counts, labels.n_labels, weight=labels.weights, seed=self.seed_)
 
     def _labels(self, y: Any) -> LabelData:
         """Return targets as label lists over `classes_`."""
@@ -492,6 +494,8 @@ class _Lists:
 
     def __init__(self, rows: Sequence[Sequence[Any]]) -> None:
         self.rows = [list(row) for row in rows]
+        if any(name != name for row in self.rows for name in row):
+            raise ValueError("LabelSetClassifier: `y` must hold labels, got nan. A row without any is an empty list.")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -509,6 +513,11 @@ def _names(given: Iterable[Any]) -> np.ndarray:
     return kept
 
 
+def _is_row(value: Any) -> bool:
+    """Whether this is the labels of one row; tables from Parquet files hold arrays."""
+    return isinstance(value, list | tuple | set | frozenset) or (isinstance(value, np.ndarray) and value.ndim == 1)
+
+
 def _target(y: Any) -> Any:
     """Tell label lists from arrays."""
     if isinstance(y, _Lists) or sp.issparse(y):
@@ -517,9 +526,9 @@ def _target(y: Any) -> Any:
     nested = isinstance(rows, list | tuple) or (
         isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1
     )
-    if nested and len(rows) and all(isinstance(row, list | tuple | set | frozenset) for row in rows):
-        y = list(rows)
-        equal = len({len(row) for row in y}) == 1
+    if nested and len(rows) and all(_is_row(row) for row in rows):
+        y = [row.tolist() if isinstance(row, np.ndarray) else row for row in rows]
+        equal = len({len(row) for row in y}) == 1 and not any(isinstance(row, set | frozenset) for row in y)
         numeric = all(isinstance(v, numbers.Real) for row in y for v in row)
         if not (equal and numeric and set(np.unique([v for row in y for v in row])) <= {0, 1} and len(list(y[0])) > 1):
             return _Lists(y)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
@@ -133,8 +134,11 @@ class LabelSetModule(pl.LightningModule):
         self._train_steps = 0
 
     def start_at_frequencies(self, labels: LabelData) -> None:
-        """Set the output biases to the log-odds of the labels."""
+        """Set the output biases to the log-odds of the labels, with rows counted by their weights."""
         n, counts = len(labels), torch.from_numpy(labels.label_counts()).float()
+        if labels.weights is not None and labels.weights.any():
+            per_label = np.repeat(labels.weights / labels.weights.mean(), labels.row_counts())
+            counts = torch.from_numpy(np.bincount(labels.indices, per_label, labels.n_labels)).float().clamp(max=n)
         bias = ((counts + 0.5) / (n - counts + 0.5)).log()
         with torch.no_grad():
             self.network.output_bias().copy_(self.placement.own(bias))

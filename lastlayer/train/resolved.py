@@ -48,13 +48,15 @@ class Resolved:
 
         With complete labels, k is the mean number of labels per row. With incomplete labels that is too low: k is the
         mean count divided by the observed share, if that is given, else the 90th percentile of the counts; the observed
-        share is then the mean count divided by k.
+        share is then the mean count divided by k. Rows count by their weights.
         """
         counts, n = data.row_counts(), data.n_labels
+        even = data.weights is None or len(counts) == 0 or np.ptp(data.weights) == 0
+        weights = None if even else data.weights
         loss = "lml" if config.loss == "auto" else config.loss  # the choice, if there is one, replaces it
-        mean = float(counts.mean()) if len(counts) else 0.0
+        mean = float(np.average(counts, weights=weights)) if len(counts) else 0.0
         incomplete = config.labels == "incomplete"
-        guess = float(np.quantile(counts, 0.9)) if incomplete and len(counts) else mean
+        guess = _quantile(counts, 0.9, weights) if incomplete and len(counts) else mean
         if incomplete and config.observed != "auto" and float(config.observed):
             guess = mean / float(config.observed)
         guess = min(max(guess, mean, 0.5), 0.5 * n if n > 1 else 0.5)
@@ -84,6 +86,15 @@ class Resolved:
         if values["k"] is None:
             values.update(k=values["mean_count"], k_per_row=True)
         return cls(**{**values, "at": tuple(values["at"])})
+
+
+def _quantile(values: np.ndarray, share: float, weights: np.ndarray | None) -> float:
+    """Return the quantile of values; with weights, the first value that has the share of them up to it."""
+    if weights is None:
+        return float(np.quantile(values, share))
+    order = np.argsort(values, kind="stable")
+    below = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(below, share * below[-1])])
 
 
 def _monitor(config: Config, at: tuple[int, ...]) -> str:

@@ -513,3 +513,18 @@ def test_xml_entities_are_refused_in_every_encoding(tmp_path, encoding):
     assert "XML without a document type" in refusal(tmp_path / "a.arff")
     write(tmp_path / "a.xml", '<?xml version="1.0"?><labels><label name="y"/></labels>')
     assert names(read(tmp_path / "a.arff")) == [["y"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "a b", "labels": [""]}\n{"text": "c d", "labels": ["x", " "]}\n'),
+        ("a.json", '[{"text": "a b", "labels": [""]}, {"text": "c d", "labels": ["x", " "]}]'),
+        ("a.tsv", 'text\tlabels\na b\t[""]\nc d\t["x", " "]\n'),
+        ("b.tsv", "text\tlabels\na b\t['']\nc d\t['x', ' ']\n"),
+    ],
+)
+def test_an_empty_name_in_a_list_is_no_label(tmp_path, name, content):
+    data = read(write(tmp_path / name, content))
+    assert data.label_names == ["x"]
+    assert [data.names(row) for row in range(2)] == [[], ["x"]]

@@ -706,6 +706,18 @@ def test_no_logits_are_overwritten_before_they_are_read(n, rows, per, wide, monk
         assert torch.equal(held.gradient, -1 - number.unsqueeze(-1).expand(n, per))
 
 
+def test_an_infeasible_k_has_a_nan_gradient():
+    features, weight, bias, target = problem(600)
+    k = torch.full(target.shape[:1], 3.0, dtype=torch.float64, device=DEVICE)
+    k[1], k[3] = -1, 601
+    k.requires_grad_()
+    blocks = linear_lml_loss(features, weight, target, k, bias=bias, reduction="sum")
+    whole = lml_loss(F.linear(features, weight, bias), target, k, reduction="sum")
+    found = [torch.autograd.grad(loss, k)[0] for loss in (blocks, whole)]
+    torch.testing.assert_close(*found, equal_nan=True)
+    assert found[0].isnan().nonzero().flatten().tolist() == [1, 3]
+
+
 @pytest.mark.parametrize("tile", [1, 1 << 20])
 def test_a_bias_of_another_dtype(tile, monkeypatch):
     monkeypatch.setattr(_scan, "TILE", {"cpu": tile, "cuda": tile})
@@ -742,7 +754,10 @@ def test_logits_of_one_block_are_held(reduction, monkeypatch):
         ({"target": torch.zeros(4, dtype=torch.long)}, ValueError, "`target` must have shape"),
         ({"negatives": 0}, ValueError, "`negatives` must be at least 1, got 0"),
         ({"negatives": "all"}, TypeError, "`negatives` must be a number or a pair of tensors"),
-        ({"negatives": (torch.zeros(2), torch.ones(2))}, ValueError, "`negatives` must be class ids and probab"),
+        ({"negatives": (torch.zeros(2), torch.ones(2))}, ValueError, "`negatives` must be class ids .* and probab"),
+        ({"negatives": (torch.ones(2, dtype=torch.bool), torch.ones(2))}, ValueError, "of torch.bool and"),
+        ({"negatives": (torch.tensor([10**6]), torch.ones(1))}, ValueError, "`negatives` must hold classes below"),
+        ({"negatives": (torch.tensor([0, -1]), torch.ones(2))}, ValueError, "must hold classes from 0 on, got -1"),
         ({"filter": -1}, ValueError, "`filter` must be between 0 and 1, got -1"),
         ({"filter": 0.1, "negatives": 3}, ValueError, "`filter` must be 0 with `negatives`, got 0.1"),
         ({"observed": 2}, ValueError, "`observed` must be between 0 and 1, got 2"),

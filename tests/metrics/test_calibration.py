@@ -189,3 +189,12 @@ def test_data_told_apart_without_an_error_give_the_lower_bound_in_float32():
     for size in (0.5, 3.0, 30.0):
         temperature = ll.fit_temperature(torch.tensor([[size], [-size]]), torch.tensor([[1.0], [0.0]]))
         assert temperature.item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n_bins", [7, 10, 15])
+def test_a_score_on_an_edge_is_in_the_bin_above_it(n_bins, dtype):
+    scores = torch.tensor([i / n_bins for i in range(n_bins + 1)], dtype=dtype)
+    bins = ll.reliability_bins(scores[:, None], torch.ones(n_bins + 1, 1), n_bins=n_bins)
+    assert bins.pairs.tolist() == [1.0] * (n_bins - 1) + [2.0]  # 1 itself belongs to the last bin
+    torch.testing.assert_close(bins.edges, scores, rtol=0, atol=0)

@@ -120,7 +120,7 @@ def test_exact_curve_agrees_with_scikit_learn():
 def test_curve_on_a_grid(thresholds):
     scores, target = data()
     scores[2, 1], scores[3, 1], target[4:9, 2] = math.nan, -math.inf, -1
-    grid = thresholds if isinstance(thresholds, Tensor) else torch.linspace(0, 1, thresholds)
+    grid = thresholds if isinstance(thresholds, Tensor) else torch.arange(thresholds).double() / (thresholds - 1)
     found = metrics.precision_recall_curve(scores, target, thresholds=thresholds)
     assert found.precision.shape == found.recall.shape == (N, len(grid))
     known = target >= 0
@@ -185,3 +185,12 @@ def test_curve_plots():
 def test_messages(call, text):
     with pytest.raises(ValueError, match=text):
         call(*data())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_score_reaches_the_threshold_of_its_own_number(dtype):
+    scores, target = torch.tensor([i / 10 for i in range(11)], dtype=dtype), torch.ones(11)
+    stream = metrics.PrecisionRecallCurve(thresholds=11)
+    stream.update(scores, target)
+    for curve in (metrics.precision_recall_curve(scores, target, thresholds=11), stream.compute()):
+        assert (11 * curve.recall).round().tolist() == list(range(11, 0, -1))

@@ -4,6 +4,7 @@ import pickle
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_val_predict
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -256,3 +257,54 @@ def test_numbers_of_a_call_are_checked():
     with pytest.raises(ValueError, match="`sample_weight` must have one number per row, 60, got shape"):
         model.score(X, Y, sample_weight=np.ones(3))
     assert model.score(X, Y, sample_weight=np.zeros(60)) == 0
+
+
+@pytest.mark.parametrize("k", ["auto", "predicted"])
+@pytest.mark.parametrize("labels", ["complete", "incomplete"])
+def test_rows_count_by_their_weight_for_the_number_of_labels(k, labels):
+    X, Y = make(120)
+    weight = np.repeat([1.0, 0.0], 60)
+    more = np.where(np.arange(120)[:, None] < 60, Y, 1)  # rows without weight have every label
+    model = LabelSetClassifier(k, labels=labels, loss="lml", epochs=2, scale="none", random_state=0)
+    model.fit(X, more, sample_weight=weight)
+    alone = clone(model).fit(X[:60], Y[:60])
+    if k == "predicted":
+        np.testing.assert_allclose(model.count_(X).mean(), alone.count_(X).mean(), rtol=0.02)
+    else:
+        assert model.k_ == pytest.approx(alone.k_)
+    twice = clone(model).fit(X, Y, sample_weight=np.full(120, 2.0))  # equal weights change nothing
+    np.testing.assert_allclose(twice.predict_proba(X), clone(model).fit(X, Y).predict_proba(X), rtol=1e-6)
+
+
+def test_rows_of_labels_may_be_arrays():
+    X, Y = make(120)
+    lists = [np.flatnonzero(row) for row in Y]
+    expected = LabelSetClassifier(random_state=0).fit(X, [row.tolist() for row in lists])
+    column = np.empty(120, dtype=object)  # what a table from a Parquet file holds
+    column[:] = lists
+    for y in (lists, column):
+        model = LabelSetClassifier(random_state=0).fit(X, y)
+        np.testing.assert_array_equal(model.predict_proba(X), expected.predict_proba(X))
+        assert model.score(X, y) == expected.score(X, lists)
+    indicator = LabelSetClassifier(random_state=0).fit(X, list(Y.astype(bool)))
+    np.testing.assert_array_equal(indicator.predict(X), LabelSetClassifier(random_state=0).fit(X, Y).predict(X))
+
+
+def test_sets_are_no_indicator():
+    X, _ = make(60)
+    model = LabelSetClassifier(random_state=0).fit(X, [{0, 1}] * 60)
+    assert model.predict_labels(X[:1], k=2) == [[0, 1]]
+
+
+def test_a_sparse_column_is_one_label_per_row():
+    X, Y = make(120)
+    dense = LabelSetClassifier(random_state=0, loss="lml", epochs=1)
+    with pytest.warns(UserWarning, match="column-vector"):
+        sparse = clone(dense).fit(X, sp.csr_matrix(Y[:, :1]))
+    np.testing.assert_array_equal(sparse.predict(X), dense.fit(X, Y[:, 0]).predict(X))
+
+
+def test_nan_is_no_label():
+    X, _ = make(60)
+    with pytest.raises(ValueError, match=r"`y` must hold labels, got nan\. A row without any is an empty list\."):
+        LabelSetClassifier().fit(X, [["a"], ["a", float("nan")]] * 30)

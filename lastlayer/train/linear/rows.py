@@ -108,7 +108,7 @@ def check_labels(op: str, y: Any, n_rows: int, n_labels: int | None = None) -> L
     """Return the rows of each label.
 
     `y` is a :class:`lastlayer.data.LabelData` or anything with ``indptr``, ``indices`` and ``n_labels``; a SciPy sparse
-    matrix or an array of 0 and 1, rows x labels; or one list of label numbers per row.
+    matrix or an array of 0 and 1 (or of -1 and 1), rows x labels; or one list of label numbers per row.
     """
     if isinstance(y, LabelRows):
         start, rows = np.asarray(y.start, np.int64), np.ascontiguousarray(y.rows, np.int32)
@@ -116,17 +116,22 @@ def check_labels(op: str, y: Any, n_rows: int, n_labels: int | None = None) -> L
             raise ValueError(f"{op}: `y` must have rows below {n_rows}, got {int(rows.max())}. Use the rows of `x`.")
         return LabelRows(start, rows)
     if sp.issparse(y):
+        _check_indicator(op, y)
         matrix = sp.csr_matrix(y > 0)
         matrix.eliminate_zeros()
         indptr, indices, count = matrix.indptr, matrix.indices, y.shape[1]
     elif hasattr(y, "indptr") and hasattr(y, "n_labels"):
         indptr, indices, count = y.indptr, y.indices, y.n_labels
     elif isinstance(y, np.ndarray) and y.ndim == 2:
+        _check_indicator(op, y)
         matrix = sp.csr_matrix(y > 0)
         indptr, indices, count = matrix.indptr, matrix.indices, y.shape[1]
-    elif isinstance(y, Sequence):
+    elif isinstance(y, Sequence) and not any(isinstance(row, str) or not hasattr(row, "__len__") for row in y):
         indptr = np.concatenate([[0], np.cumsum([len(row) for row in y])])
-        indices = np.array([label for row in y for label in row], dtype=np.int64)
+        listed = np.array([label for row in y for label in row])
+        if len(listed) and listed.dtype.kind not in "iu":
+            raise TypeError(f"{op}: `y` must hold label numbers, got {listed.dtype}. Use whole numbers from 0 on.")
+        indices = listed.astype(np.int64)
         count = n_labels if n_labels is not None else int(indices.max(initial=-1)) + 1
     else:
         raise TypeError(
@@ -143,6 +148,18 @@ def check_labels(op: str, y: Any, n_rows: int, n_labels: int | None = None) -> L
     matrix = sp.csr_matrix((np.ones(len(indices), bool), indices, indptr), shape=(n_rows, count)).tocsc()
     matrix.sum_duplicates()
     return LabelRows(matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32))
+
+
+def _check_indicator(op: str, y: Any) -> None:
+    """Refuse nan, and -1 beside 0, where it stands for unknown; beside 1 alone it is 0."""
+    values = y.tocsr().data if sp.issparse(y) else y
+    if values.dtype.kind not in "if" or not values.size or values.min() >= 0:
+        return
+    if np.isnan(values).any() or values.size < np.prod(y.shape) or (values == 0).any():
+        raise ValueError(
+            f"{op}: `y` must be a matrix of 0 and 1, or of -1 and 1, got {values.min()} as well. "
+            "Leave rows with unknown labels out, or call them 0."
+        )
 
 
 def check_row_weight(op: str, weight: Any, n_rows: int, name: str = "row_weight") -> np.ndarray | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -391,7 +392,10 @@ def _groups(op: str, groups: Any, n_rows: int) -> np.ndarray:
         return np.arange(n_rows)
     if len(groups) != n_rows:
         raise ValueError(f"{op}: `groups` must have one value per row, {n_rows}, got {len(groups)}.")
-    return np.unique(np.asarray(groups), return_inverse=True)[1].ravel()
+    if any(all(isinstance(value, kind) for value in groups) for kind in (str, numbers.Real)):
+        return np.unique(np.asarray(groups), return_inverse=True)[1].ravel()
+    number: dict[Any, int] = {}  # of values of any kind: None beside names, or pairs
+    return np.array([number.setdefault(value, len(number)) for value in groups], dtype=np.int64)
 
 
 def _held_out(group: np.ndarray, settings: TreeSettings) -> list[np.ndarray]:

@@ -263,6 +263,12 @@ WRONG = {
     "label": (lambda x, y: {"y": [[-1]] * 60}, "`y` must hold label numbers from 0 to -1, got -1"),
     "label number": (lambda x, y: {"y": [[7]] * 60, "n_labels": 5}, "from 0 to 4, got 7"),
     "form of y": (lambda x, y: {"y": 3}, "`y` must be label data"),
+    "one label per row": (lambda x, y: {"y": [1] * 60}, "`y` must be label data"),
+    "names": (lambda x, y: {"y": [["a"]] * 60}, "`y` must hold label numbers, got <U1"),
+    "shares": (lambda x, y: {"y": [[0.7]] * 60}, "`y` must hold label numbers, got float64"),
+    "unknown": (lambda x, y: {"y": -np.eye(60)}, "`y` must be a matrix of 0 and 1, or of -1 and 1, got -1.0 as well"),
+    "unknown, sparse": (lambda x, y: {"y": sp.coo_matrix(-np.eye(60))}, "or of -1 and 1, got -1.0 as well"),
+    "nan": (lambda x, y: {"y": np.full((60, 2), np.nan)}, "or of -1 and 1, got nan as well"),
 }
 
 

@@ -275,6 +275,14 @@ def test_all_rows_with_the_same_labels(leaf):
     assert p.min() > 0.9
 
 
+@pytest.mark.parametrize("names", [[None, "b", "c"], [(1, 2), (3, 4), (1, 4)], [0, 1, 2], ["a", "b", "c"]])
+def test_groups_are_values_of_any_kind(names):
+    x, y = made_up(rows=30)
+    found = LinearTree.fit(x, y, SMALL, groups=names * 10)
+    same = LinearTree.fit(x, y, SMALL, groups=np.arange(30) % 3)
+    np.testing.assert_array_equal(found.knots, same.knots)
+
+
 @pytest.mark.parametrize(("n", "parts"), [(60, (5, 2)), (24_000, (3, 1)), (60_000, (1, 1))])
 def test_groups_are_held_out_together(n, parts):
     group = np.random.default_rng(0).integers(n // 6, size=n)
