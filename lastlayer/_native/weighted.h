@@ -25,6 +25,7 @@ struct shares {
     double unit, sure, total, w1, w2; /* sure: at nu = -inf; then sums of a, a w and a w^2 */
     double most;                      /* the largest sum that can be reached */
     int negative, wrong;              /* a negative weight; nan, or bounds the wrong way round */
+    int below;                        /* a bound below 0 */
 };
 
 /* A search for sum a sigmoid(z + w nu) = c, with rest = sum a - c. nu + at is the point of the next pass. */

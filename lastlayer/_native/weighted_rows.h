@@ -26,7 +26,7 @@ typedef struct {
     const REAL *ahead, *ahead_own; /* the scores and weights of the next row, fetched during the passes */
     int special, measured;       /* has weights of its own, or infinite scores; has its moments */
     int sampled;                 /* these are of some classes only, and no other has been looked at yet */
-    int plain;                   /* y is a sigmoid of z, times the upper bound */
+    int plain;                   /* y is a sigmoid of z, or rises with it from a bound that is not below 0 */
     double z1, z2, zw, farthest; /* sums of a z, a z^2 and a z w; the largest |z|, or infinity */
     struct shares shares;
     struct budget b;
@@ -103,6 +103,12 @@ INLINE VEC NAME(moved_part)(VEC part, VEC d) {
 /* lower + width s from the nearer bound. */
 INLINE VEC NAME(between)(VEC part, VEC lower, VEC upper) {
     return NAME(select)(part < 0, upper, lower) + (upper - lower) * part;
+}
+
+/* The same from s itself, which is as exact where no bound is below 0: the sum is then no less than either term. */
+INLINE VEC NAME(above)(VEC s, VEC lower, VEC upper) {
+    VEC y = lower + (upper - lower) * s;
+    return NAME(select)(y < upper, y, upper);
 }
 
 /* ---- One row. ---- */
@@ -365,7 +371,7 @@ FN double NAME(wider_search)(double *wide, int64_t width, int64_t n, struct budg
 typedef struct {
     int64_t n;
     const REAL *x, *weight, *lower, *upper;
-    int bounded;
+    int bounded; /* 1: from above, 2: from below as well */
 } NAME(given);
 
 /* Scores are the logits themselves where nothing is masked or divided. */
@@ -373,7 +379,7 @@ FN NAME(given) NAME(given_row)(const struct weighted *call, int64_t index, struc
     const REAL *restrict logits = (const REAL *)call->logits + index * call->n, *ones = (const REAL *)space->ones;
     const REAL *zeros = (const REAL *)space->zeros;
     REAL *restrict x = (REAL *)space->x, temperature = (REAL)call->temperature;
-    NAME(given) given = {call->n, logits, ones, zeros, ones, call->lower || call->upper};
+    NAME(given) given = {call->n, logits, ones, zeros, ones, call->lower ? 2 : call->upper ? 1 : 0};
     if (call->weight) given.weight = (const REAL *)call->weight + index * call->weight_stride;
     if (call->lower) given.lower = (const REAL *)call->lower + index * call->lower_stride;
     if (call->upper) given.upper = (const REAL *)call->upper + index * call->upper_stride;
@@ -392,12 +398,13 @@ FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, R
     const REAL *restrict x = live ? g->x : g->lower, *restrict weight = g->weight;
     const REAL *restrict lower = g->lower, *restrict upper = g->upper;
     double most = 0, sure = 0, total = 0, w1 = 0, w2 = 0, wrong = 0, negative = 0;
-    REAL largest = 0;
+    REAL largest = 0, lowest = 0;
     int64_t n = g->n;
-    PRAGMA(omp simd reduction(max : largest) reduction(+ : wrong, negative))
+    PRAGMA(omp simd reduction(max : largest) reduction(min : lowest) reduction(+ : wrong, negative))
     for (int64_t i = 0; i < n; i++) {
         REAL size = NAME(abs)(weight[i]), width = upper[i] - lower[i];
         largest = size > largest ? size : largest;
+        lowest = lower[i] < lowest ? lower[i] : lowest;
         wrong += width >= 0 && width <= LARGEST ? 0.0 : 1.0;
         wrong += weight[i] == weight[i] ? 0.0 : 1.0;
         wrong += x[i] == x[i] ? 0.0 : 1.0;
@@ -424,7 +431,7 @@ FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, R
         a[i] = (REAL)part;
     }
     for (int64_t i = n; i % LANES; i++) w[i] = a[i] = 0;
-    *s = (struct shares){unit, sure, total, w1, w2, most, negative > 0, wrong > 0 || !(largest <= LARGEST)};
+    *s = (struct shares){unit, sure, total, w1, w2, most, negative > 0, wrong > 0 || !(largest <= LARGEST), lowest < 0};
 }
 
 /* The same without bounds and without infinite scores, where a is w. */
@@ -462,7 +469,7 @@ FN void NAME(weight_shares)(const NAME(given) * g, REAL *restrict w, struct shar
         for (int64_t i = 0; i < n; i++) sure += weight[i] < 0 ? (double)weight[i] : 0.0;
     }
     for (int64_t i = n; i % LANES; i++) w[i] = 0;
-    *s = (struct shares){unit, sure, total, w1, w2, sure + total * unit, least_weight < 0, wrong};
+    *s = (struct shares){unit, sure, total, w1, w2, sure + total * unit, least_weight < 0, wrong, 0};
 }
 
 /* The scores, turned around where the weight is negative; 0 for infinite ones. Returns whether all were finite. */
@@ -562,45 +569,48 @@ FN void NAME(budget_write_any)(const NAME(given) * g, double nu, REAL *out) {
     }
 }
 
-/* The same from what the last pass kept, for the vector at i, of which `bytes` are classes. */
-INLINE void NAME(budget_write_at)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out, int64_t i, VEC at,
-                                  int plain, int bounded, int negative, size_t bytes) {
-    VEC y = NAME(kept)(row->e + i), d = NAME(kept)(row->w + i) * at, lower = {0}, upper = {0}, sign = {0};
+/* The same from y or its part, as the last pass kept it, for the vector at i, of which `bytes` are classes. */
+INLINE VEC NAME(budget_value)(const NAME(given) * g, VEC y, VEC d, int64_t i, int plain, int bounded, int negative,
+                              size_t bytes) {
+    VEC lower = {0}, upper = {0}, sign = {0};
+    y = plain ? NAME(moved)(y, d) : NAME(moved_part)(y, d);
     if (bounded) memcpy(&upper, g->upper + i, bytes);
-    if (plain) {
-        y = NAME(moved)(y, d);
-        if (bounded) y *= upper;
-    } else {
-        memcpy(&lower, g->lower + i, bytes);
-        y = NAME(moved_part)(y, d);
-        if (negative) {
-            memcpy(&sign, g->weight + i, bytes);
-            y = NAME(select)(sign < 0, -y, y);
-        }
-        y = NAME(between)(y, lower, upper);
+    if (bounded > 1 || !plain) memcpy(&lower, g->lower + i, bytes);
+    if (plain) return bounded > 1 ? NAME(above)(y, lower, upper) : bounded ? y * upper : y;
+    if (negative) {
+        memcpy(&sign, g->weight + i, bytes);
+        y = NAME(select)(sign < 0, -y, y);
     }
-    memcpy(out + i, &y, bytes);
+    return NAME(between)(y, lower, upper);
 }
 
 INLINE void NAME(budget_write_row)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out, int plain,
                                    int bounded, int negative) {
     VEC at = NAME(fill)((REAL)row->b.at);
     int64_t whole = g->n / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES)
-        NAME(budget_write_at)(g, row, out, i, at, plain, bounded, negative, sizeof(VEC));
-    if (whole < g->n)
-        NAME(budget_write_at)(g, row, out, whole, at, plain, bounded, negative, (size_t)(g->n - whole) * sizeof(REAL));
+    for (int64_t i = 0; i < whole; i += LANES) {
+        VEC y = NAME(kept)(row->e + i), d = NAME(kept)(row->w + i) * at;
+        NAME(keep)(NAME(budget_value)(g, y, d, i, plain, bounded, negative, sizeof(VEC)), out + i);
+    }
+    if (whole < g->n) {
+        size_t bytes = (size_t)(g->n - whole) * sizeof(REAL);
+        VEC y = NAME(kept)(row->e + whole), d = NAME(kept)(row->w + whole) * at;
+        y = NAME(budget_value)(g, y, d, whole, plain, bounded, negative, bytes);
+        memcpy(out + whole, &y, bytes);
+    }
 }
 
 FN void NAME(budget_write)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out) {
     if (row->plain && !g->bounded)
         NAME(budget_write_row)(g, row, out, 1, 0, 0);
-    else if (row->plain)
+    else if (row->plain && g->bounded == 1)
         NAME(budget_write_row)(g, row, out, 1, 1, 0);
+    else if (row->plain)
+        NAME(budget_write_row)(g, row, out, 1, 2, 0);
     else if (!row->shares.negative)
-        NAME(budget_write_row)(g, row, out, 0, 1, 0);
+        NAME(budget_write_row)(g, row, out, 0, 2, 0);
     else
-        NAME(budget_write_row)(g, row, out, 0, 1, 1);
+        NAME(budget_write_row)(g, row, out, 0, 2, 1);
 }
 
 /* ---- Calls. ---- */
@@ -640,7 +650,7 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
         NAME(budget_scores)(g, s->negative, (REAL *)space->z);
         row->z = (REAL *)space->z, row->farthest = INFINITY;
     }
-    row->plain = !s->negative && !call->lower;
+    row->plain = !s->negative && !s->below;
     if (budget_enter(&row->b, s, k, call->at_most, &nu)) {
         if (!row->sampled) return nu;
     } else if (NAME(budget_search)(row, &space->start)) {
@@ -905,7 +915,9 @@ INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows,
             VEC d = (own ? tile->own[j + i] : NAME(fill)(tile->w[j + i])) * at;
             if (plain) {
                 part[i] = NAME(moved)(e[j + i], d);
-                if (bounded) part[i] *= NAME(fill)(g->upper[j + i]);
+                VEC upper = NAME(fill)(g->upper[j + i]);
+                if (bounded > 1) part[i] = NAME(above)(part[i], NAME(fill)(g->lower[j + i]), upper);
+                if (bounded == 1) part[i] *= upper;
                 continue;
             }
             VEC y = NAME(moved_part)(e[j + i], d);
@@ -988,7 +1000,7 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         tile.at[i] = 0;
         if (!(fabs(tile.nu[i]) < 1e30) || !(tile.farthest[i] < 1e30)) tile.state[i] = HARD, tile.nu[i] = 0;
     }
-    int keep = !s.negative && !call->lower ? KEEP_Y : KEEP_PART;
+    int keep = !s.negative && !s.below ? KEEP_Y : KEEP_PART;
     for (int passes = 0, open = 1; open && passes < 8; passes++) {
         NAME(budget_look)(&tile, passes ? keep : KEEP_NONE);
         open = NAME(budget_move)(&tile, passes > 0);
@@ -1002,12 +1014,14 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
     }
     if (call->out && tile.own)
         NAME(budget_tile_write)(&tile, out, &g, 1, 1, 0);
-    else if (call->out && keep == KEEP_Y && g.bounded)
+    else if (call->out && keep == KEEP_PART)
+        NAME(budget_tile_write)(&tile, out, &g, 0, 0, 2);
+    else if (call->out && g.bounded > 1)
+        NAME(budget_tile_write)(&tile, out, &g, 0, 1, 2);
+    else if (call->out && g.bounded)
         NAME(budget_tile_write)(&tile, out, &g, 0, 1, 1);
-    else if (call->out && keep == KEEP_Y)
-        NAME(budget_tile_write)(&tile, out, &g, 0, 1, 0);
     else if (call->out)
-        NAME(budget_tile_write)(&tile, out, &g, 0, 0, 1);
+        NAME(budget_tile_write)(&tile, out, &g, 0, 1, 0);
     for (int i = 0; i < count; i++)
         if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT || (call->at_most && tile.nu[i] + tile.at[i] > 0))
             NAME(weighted_rows)(call, index + i, 1, space);

@@ -147,6 +147,25 @@ def test_long_rows_with_odd_scores(isa, dtype):
             torch.testing.assert_close(found.double()[8], exact[8], rtol=2e4 * eps, atol=2e4 * eps)
 
 
+@pytest.mark.parametrize("n", [33, 500, 1000, 4096])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_are_exact_beside_either_bound(isa, sign, n):
+    # From 0 to 1, or from -1 to 0, with a sum at which nearly all classes are next to one bound, or next to the other.
+    generator = torch.Generator().manual_seed(0)
+    lower = torch.zeros(n) if sign > 0 else -torch.ones(n)
+    lower[::3] += 2.0**-20 * sign  # so that the bounds differ from class to class
+    upper = lower + 1 - 2.0**-10 * torch.rand(n, generator=generator)
+    x = torch.randn(20, n, generator=generator)
+    least, most = lower.double().sum(), upper.double().sum()
+    for part in (1e-5, 0.3, 0.99999):
+        k = least + part * (most - least)
+        found = ll.lml(x, k, lower=lower, upper=upper, impl="native")
+        exact = ll.lml(x.double(), k, lower=lower.double(), upper=upper.double(), impl="torch")
+        assert ((found >= lower) & (found <= upper)).all()
+        error, size = (found.double() - exact).abs().amax(-1), exact.abs().amax(-1)
+        assert (error <= 16 * torch.finfo(torch.float32).eps * size).all()  # points of 10 have an error of 8 eps
+
+
 def test_a_row_does_not_depend_on_its_neighbours():
     x, _, options = problem(40, 90, "positive", torch.float32)
     whole = ll.lml(x, 5.0, impl="native", **options)
