@@ -740,7 +740,7 @@ INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, in
     if (own) {                                                                                                    \
         weight = share = tile->own[j] = tile->own[j] * tile->over * tile->more;                                   \
         VEC square = weight * weight;                                                                             \
-        sums += __builtin_convertvector(weight, NAME(doubles)); /* exact to the rounding of double */             \
+        NAME(add_lanes)(sums, weight); /* exact to the rounding of double */                                      \
         w1 += square;                                                                                             \
         w2 += square * weight;                                                                                    \
     } else {                                                                                                      \
@@ -749,15 +749,13 @@ INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, in
     VEC t = share * score;                                                                                        \
     ADD_MOMENTS(score, t, weight)
 
-typedef double NAME(doubles) __attribute__((vector_size(LANES * 8)));
-
 /* The scores and their moments. What is left beyond whole vectors is read with classes before it. */
 INLINE void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REAL temperature, const REAL *sign,
                               int own) {
     int64_t n = tile->n, whole = n / LANES * LANES, last = n < LANES ? 0 : n - LANES;
     VEC *restrict z = tile->z, far = {0}, part[LANES];
     const REAL *restrict w = tile->w, *restrict a = tile->a;
-    NAME(doubles) sums = {0};
+    double sums[LANES] = {0};
     EACH_LANE tile->z1[i] = tile->z2[i] = tile->zw[i] = 0;
     for (int64_t j = 0; j < n;) {
         VEC a1 = {0}, a2 = {0}, a3 = {0}, w1 = {0}, w2 = {0};
@@ -936,15 +934,71 @@ INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows,
     }
 }
 
-FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
-    NAME(budget_tile) tile;
+/* What the rows of a tile are to sum up to, and the first guess of each. Lanes from `count` on repeat the first row. */
+FN void NAME(budget_begin)(NAME(budget_tile) * tile, const struct weighted *call, int64_t index, int count,
+                           struct budget_space *space) {
     struct shares s = space->shares;
-    const REAL *rows[LANES], *weights[LANES];
-    REAL *out[LANES] = {0};
-    SIGNED few[LANES];
     struct budget b;
+    SIGNED few[LANES];
     double unused;
     int hard = 0;
+    for (int i = 0; i < LANES; i++) {
+        int64_t row = index + (i < count ? i : 0);
+        if (!space->is_shared) {
+            s = (struct shares){.unit = tile->unit[i], .total = tile->total[i], .most = tile->total[i] * tile->unit[i]};
+            s.wrong = s.total != s.total;
+        }
+        if (i == 0 || call->k_stride || !space->is_shared) {
+            hard = budget_enter(&b, &s, call->k[row * call->k_stride], call->at_most, &unused);
+            if (hard) b.c = b.rest = b.goal = 1, b.few = 1;
+        }
+        tile->state[i] = hard ? HARD : OPEN;
+        tile->c[i] = b.c, tile->rest[i] = b.rest, tile->goal[i] = b.goal, tile->is_few[i] = b.few;
+        few[i] = b.few ? -1 : 0;
+    }
+    if (!space->is_shared || call->k_stride) {
+        EACH_LANE { /* as start_prepare */
+            double c = tile->c[i], rest = tile->rest[i], less = c < rest ? c : rest, more = c < rest ? rest : c;
+            double logit = LOG_DOUBLE(less / more, 0.0), log_p = LOG_DOUBLE(less / (less + more), 0.0);
+            tile->logit[i] = c < rest ? logit : -logit, tile->log_p[i] = log_p;
+            tile->quantile[i] = normal_quantile(log_p);
+        }
+    } else {
+        const struct start *all = &space->start;
+        start_prepare(&space->start, tile->c[0], tile->c[0] + tile->rest[0]);
+        EACH_LANE tile->logit[i] = all->logit, tile->log_p[i] = all->log_p, tile->quantile[i] = all->quantile;
+    }
+    memcpy(&tile->few, few, sizeof few);
+    EACH_LANE {
+        double over = 1 / tile->total[i];
+        tile->nu[i] = budget_guess(tile->logit[i], tile->log_p[i], tile->quantile[i], tile->z1[i] * over,
+                                   tile->z2[i] * over, tile->zw[i] * over, tile->w1[i] * over, tile->w2[i] * over);
+    }
+    for (int i = 0; i < LANES; i++) {
+        tile->at[i] = 0;
+        if (!(fabs(tile->nu[i]) < 1e30) || !(tile->farthest[i] < 1e30)) tile->state[i] = HARD, tile->nu[i] = 0;
+    }
+}
+
+/* Whether a row of a tile is solved. */
+INLINE int NAME(budget_solved)(const NAME(budget_tile) * tile, const struct weighted *call, int i) {
+    return tile->state[i] == CLOSE && fabs(tile->at[i]) <= SHORT && !(call->at_most && tile->nu[i] + tile->at[i] > 0);
+}
+
+/* nu of the rows that are solved, and where their values go. */
+FN void NAME(budget_end)(NAME(budget_tile) * tile, const struct weighted *call, int64_t index, int count, REAL **out) {
+    for (int i = 0; i < count; i++) {
+        if (!NAME(budget_solved)(tile, call, i)) continue;
+        call->nu[index + i] = (tile->nu[i] + tile->at[i]) / tile->unit[i];
+        if (call->out) out[i] = (REAL *)call->out + (index + i) * call->n;
+    }
+}
+
+FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
+    NAME(budget_tile) tile;
+    const struct shares *s = &space->shares;
+    const REAL *rows[LANES], *weights[LANES];
+    REAL *out[LANES] = {0};
     NAME(given) g = NAME(given_row)(call, index, space);
     tile.n = call->n;
     int64_t next = index + 2 * LANES <= call->rows ? index + LANES : index;
@@ -957,61 +1011,21 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
         weights[i] = (const REAL *)call->weight + row * call->weight_stride;
-        tile.unit[i] = s.unit, tile.total[i] = s.total, tile.w1[i] = s.w1, tile.w2[i] = s.w2;
+        tile.unit[i] = s->unit, tile.total[i] = s->total, tile.w1[i] = s->w1, tile.w2[i] = s->w2;
     }
     if (tile.own) {
         NAME(budget_load_own)(&tile, weights);
         NAME(budget_load)(&tile, rows, (REAL)call->temperature, 0, 1);
     } else {
-        NAME(budget_load)(&tile, rows, (REAL)call->temperature, s.negative ? g.weight : 0, 0);
+        NAME(budget_load)(&tile, rows, (REAL)call->temperature, s->negative ? g.weight : 0, 0);
     }
-    for (int i = 0; i < LANES; i++) {
-        int64_t row = index + (i < count ? i : 0);
-        if (tile.own) {
-            s = (struct shares){.unit = tile.unit[i], .total = tile.total[i], .most = tile.total[i] * tile.unit[i]};
-            s.wrong = s.total != s.total;
-        }
-        if (i == 0 || call->k_stride || tile.own) {
-            hard = budget_enter(&b, &s, call->k[row * call->k_stride], call->at_most, &unused);
-            if (hard) b.c = b.rest = b.goal = 1, b.few = 1;
-        }
-        tile.state[i] = hard ? HARD : OPEN;
-        tile.c[i] = b.c, tile.rest[i] = b.rest, tile.goal[i] = b.goal, tile.is_few[i] = b.few;
-        few[i] = b.few ? -1 : 0;
-    }
-    if (tile.own || call->k_stride) {
-        EACH_LANE { /* as start_prepare */
-            double c = tile.c[i], rest = tile.rest[i], less = c < rest ? c : rest, more = c < rest ? rest : c;
-            double logit = LOG_DOUBLE(less / more, 0.0), log_p = LOG_DOUBLE(less / (less + more), 0.0);
-            tile.logit[i] = c < rest ? logit : -logit, tile.log_p[i] = log_p, tile.quantile[i] = normal_quantile(log_p);
-        }
-    } else {
-        const struct start *all = &space->start;
-        start_prepare(&space->start, tile.c[0], tile.c[0] + tile.rest[0]);
-        EACH_LANE tile.logit[i] = all->logit, tile.log_p[i] = all->log_p, tile.quantile[i] = all->quantile;
-    }
-    memcpy(&tile.few, few, sizeof few);
-    EACH_LANE {
-        double over = 1 / tile.total[i];
-        tile.nu[i] = budget_guess(tile.logit[i], tile.log_p[i], tile.quantile[i], tile.z1[i] * over, tile.z2[i] * over,
-                                  tile.zw[i] * over, tile.w1[i] * over, tile.w2[i] * over);
-    }
-    for (int i = 0; i < LANES; i++) {
-        tile.at[i] = 0;
-        if (!(fabs(tile.nu[i]) < 1e30) || !(tile.farthest[i] < 1e30)) tile.state[i] = HARD, tile.nu[i] = 0;
-    }
-    int keep = !s.negative && !s.below ? KEEP_Y : KEEP_PART;
+    NAME(budget_begin)(&tile, call, index, count, space);
+    int keep = !s->negative && !s->below ? KEEP_Y : KEEP_PART;
     for (int passes = 0, open = 1; open && passes < 8; passes++) {
         NAME(budget_look)(&tile, passes ? keep : KEEP_NONE);
         open = NAME(budget_move)(&tile, passes > 0);
     }
-    for (int i = 0; i < count; i++) {
-        if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT) continue;
-        double nu = (tile.nu[i] + tile.at[i]) / tile.unit[i];
-        if (call->at_most && nu > 0) continue;
-        call->nu[index + i] = nu;
-        if (call->out) out[i] = (REAL *)call->out + (index + i) * call->n;
-    }
+    NAME(budget_end)(&tile, call, index, count, out);
     if (call->out && tile.own)
         NAME(budget_tile_write)(&tile, out, &g, 1, 1, 0);
     else if (call->out && keep == KEEP_PART)
@@ -1023,8 +1037,7 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
     else if (call->out)
         NAME(budget_tile_write)(&tile, out, &g, 0, 1, 0);
     for (int i = 0; i < count; i++)
-        if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT || (call->at_most && tile.nu[i] + tile.at[i] > 0))
-            NAME(weighted_rows)(call, index + i, 1, space);
+        if (!NAME(budget_solved)(&tile, call, i)) NAME(weighted_rows)(call, index + i, 1, space);
 }
 
 /* The weights and shares of all rows of a call that have the same. */
@@ -1138,20 +1151,3 @@ FN void NAME(weighted_backward)(const struct weighted *call, int64_t index, int 
         for (int64_t i = 0; i < n; i++) out[i] = out[i] * (u[i] - weight[i] * part) * over;
     }
 }
-
-#undef FN
-#undef INLINE
-#undef PRAGMA
-#undef STEPS
-#undef BLOCK
-#undef VEC
-#undef EACH_LANE
-#undef WEIGH
-#undef FETCH
-#undef FETCH_TO_WRITE
-#undef THREE
-#undef SAMPLE
-#undef SIDE
-#undef ADD_MOMENTS
-#undef LOAD_CLASS
-#undef POINT_BUDGET
