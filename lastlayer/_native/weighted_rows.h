@@ -73,11 +73,11 @@ INLINE VEC NAME(point_exp)(VEC t) {
     return NAME(vector_exp)(NAME(select)(t > low, t, low));
 }
 
-/* exp(t) to 3e-6, for the first pass of a search. */
+/* exp(t) to 1e-4, for the first pass of a search. */
 INLINE VEC NAME(rough_exp)(VEC t) {
 #if REAL_BYTES == 4
     VEC shifted = t * R(1.44269504) + ROUNDER, r = t - (shifted - ROUNDER) * R(0.69314718);
-    VEC p = (((R(0.04158986) * r + R(0.16790648)) * r + R(0.50002223)) * r + R(0.99996365)) * r + R(1.0);
+    VEC p = (R(0.1651798) * r + R(0.5041304)) * (r * r) + (R(1.0001958) * r + R(1.0));
     return (VEC)((NAME(bits))p + ((NAME(bits))shifted << MANTISSA));
 #else
     return NAME(vector_exp)(t);
