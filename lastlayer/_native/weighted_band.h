@@ -134,12 +134,14 @@ INLINE void NAME(band_sums)(NAME(band) * band, int row, int64_t first, int limit
     REAL *restrict e = band->e[row];
     VEC nu = NAME(fill)((REAL)(band->tile.nu[row] * band->over[row])), f = {0}, s1 = {0}, s2 = {0}, s3 = {0};
     NAME(lanes) side = (NAME(lanes)){0} - (band->tile.is_few[row] != 0);
+    int more = SUMS_SECOND(limits, few, keep);
+    band->tile.summed[row] = more;
 #define SUMS_AT(at, part)                                                                                       \
     VEC w = NAME(kept)(weights + (at)), a = part, point = -(NAME(kept)(scores + (at)) + w * nu);                 \
     FETCH(ahead + (at))                                                                                         \
     if (!keep) FETCH_TO_WRITE(e + (at))                                                                         \
     VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);          \
-    WEIGH(q, a, w, keep == KEEP_NONE, 1, !keep || THREE)                                                        \
+    WEIGH(q, a, w, keep == KEEP_NONE, more, !keep || THREE)                                                     \
     if (keep == KEEP_Y) NAME(keep)(y, e + (at));                                                                \
     if (keep == KEEP_PART) NAME(keep)(NAME(signed_part)(y, v), e + (at));
     EACH_VECTOR(first, band->tile.n, shares, band->last[row], SUMS_AT)
@@ -150,9 +152,13 @@ INLINE void NAME(band_sums)(NAME(band) * band, int row, int64_t first, int limit
 /* Move the open rows to their next points, and look at the sums there. */
 FN void NAME(band_look)(NAME(band) * band, int keep) {
     NAME(budget_tile) *tile = &band->tile;
+    NAME(budget_sums_before) was;
     VEC zero = {0};
-    EACH_ROW if (tile->state[row] == OPEN) {
-        tile->nu[row] = (double)(REAL)(tile->nu[row] + tile->at[row]), tile->at[row] = 0;
+    NAME(budget_remember)(tile, &was);
+    for (int i = 0; i < LANES; i++) {
+        double at = tile->nu[i];
+        if (tile->state[i] == OPEN) tile->nu[i] = (double)(REAL)(at + tile->at[i]), tile->at[i] = 0;
+        tile->moved[i] = tile->nu[i] - at;
     }
     EACH_LANE tile->f[i] = tile->s1[i] = tile->s2[i] = tile->s3[i] = 0;
     EACH_BLOCK {
@@ -179,6 +185,7 @@ FN void NAME(band_look)(NAME(band) * band, int keep) {
         double over = band->over[i], square = over * over;
         tile->f[i] *= over, tile->s1[i] *= square, tile->s2[i] *= square * over, tile->s3[i] *= square * square;
     }
+    NAME(budget_bend)(tile, &was);
 }
 
 /* The values of a row, where y is kept. */
@@ -272,6 +279,7 @@ FN void NAME(weighted_band)(const struct weighted *call, int64_t index, int coun
 #undef ADD_MOMENTS
 #undef LOAD_CLASS
 #undef POINT_BUDGET
+#undef SUMS_SECOND
 #undef MOST_EXPONENT
 #undef EACH_VECTOR
 #undef EACH_BLOCK

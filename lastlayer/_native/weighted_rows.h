@@ -201,7 +201,8 @@ INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int few, int t
     b->f = NAME(sum)(all[0]), b->s1 = NAME(sum)(all[1]), b->s2 = NAME(sum)(all[2]), b->s3 = NAME(sum)(all[3]);
     b->unsure = 0, b->summed = more;
     if (!keep && row->sampled) row->farthest = NAME(largest)(far);
-    if (!more) budget_second(b, &was, was.summed);
+    double rise = b->few ? b->f - was.f : was.f - b->f;
+    if (!more) b->s2 = budget_second(b->moved, b->f, b->s1, rise, was.s1, was.s2, was.summed, &b->unsure);
 }
 
 /* Move to the next point, and look at the sums there. */
@@ -716,9 +717,19 @@ typedef struct {
     int state[LANES], is_few[LANES];
     double unit[LANES], total[LANES], w1[LANES], w2[LANES]; /* as in struct shares */
     double c[LANES], rest[LANES], goal[LANES], z1[LANES], z2[LANES], zw[LANES], f[LANES], s1[LANES], s2[LANES];
-    double s3[LANES];
+    double s3[LANES], moved[LANES], unsure[LANES]; /* as in struct budget */
+    int summed[LANES];
     double logit[LANES], log_p[LANES], quantile[LANES], nu[LANES], at[LANES], r[LANES], step[LANES], farthest[LANES];
 } NAME(budget_tile);
+
+/* What a pass needs of the one before. */
+typedef struct {
+    double f[LANES], s1[LANES], s2[LANES];
+    int summed[LANES];
+} NAME(budget_sums_before);
+
+/* Whether a pass of a tile sums the second derivative: later ones of float make it of what is there, where they can. */
+#define SUMS_SECOND(limits, few, keep) (!(keep) || THREE || (limits) || !(few))
 
 /* LANES classes of all rows from j on, or in a row of fewer all. */
 INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, int64_t n) {
@@ -823,6 +834,7 @@ INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, in
     const VEC *restrict z = tile->z;
     VEC *restrict e = tile->e;
     NAME(lanes) side = tile->few;
+    int more = SUMS_SECOND(limits, few, keep);
     EACH_LANE tile->f[i] = tile->s1[i] = tile->s2[i] = tile->s3[i] = 0;
     for (int64_t j = 0; j < tile->n;) {
         int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;
@@ -831,7 +843,7 @@ INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, in
             VEC weight = own ? tile->own[j] : NAME(fill)(w[j]), share = shares ? NAME(fill)(a[j]) : weight;
             VEC point = -(z[j] + weight * nu);
             VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);
-            WEIGH(q, share, weight, keep == KEEP_NONE, 1, !keep || THREE)
+            WEIGH(q, share, weight, keep == KEEP_NONE, more, !keep || THREE)
             if (keep == KEEP_Y) e[j] = y;
             if (keep == KEEP_PART) e[j] = NAME(signed_part)(y, v);
             if (keep == KEEP_NONE) FETCH(tile->ahead + j * VECTOR)
@@ -840,18 +852,41 @@ INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, in
         }
         NAME(add_lanes)(tile->f, f);
         NAME(add_lanes)(tile->s1, s1);
-        NAME(add_lanes)(tile->s2, s2);
+        if (more) NAME(add_lanes)(tile->s2, s2);
         if (!keep || THREE) NAME(add_lanes)(tile->s3, s3);
     }
+    EACH_LANE tile->summed[i] = more;
+}
+
+/* The second derivatives of rows for which it was not summed, from their sums before. */
+FN void NAME(budget_bend)(NAME(budget_tile) * tile, const NAME(budget_sums_before) * was) {
+    EACH_LANE {
+        double unsure, rise = tile->f[i] - was->f[i];
+        double s2 = budget_second(tile->moved[i], tile->f[i], tile->s1[i], rise, was->s1[i], was->s2[i], was->summed[i],
+                                  &unsure);
+        tile->s2[i] = tile->summed[i] ? tile->s2[i] : s2;
+        tile->unsure[i] = tile->summed[i] ? 0 : unsure;
+    }
+}
+
+FN void NAME(budget_remember)(const NAME(budget_tile) * tile, NAME(budget_sums_before) * was) {
+    memcpy(was->f, tile->f, sizeof was->f);
+    memcpy(was->s1, tile->s1, sizeof was->s1);
+    memcpy(was->s2, tile->s2, sizeof was->s2);
+    memcpy(was->summed, tile->summed, sizeof was->summed);
 }
 
 /* Move the open rows to their next points, and look at the sums there. A solved row stays where it is. */
 FN void NAME(budget_look)(NAME(budget_tile) * tile, int keep) {
+    NAME(budget_sums_before) was;
     REAL parts[LANES];
     VEC nu;
     int few = 1, limits = 0;
+    NAME(budget_remember)(tile, &was);
     for (int i = 0; i < LANES; i++) {
-        if (tile->state[i] == OPEN) tile->nu[i] = (double)(REAL)(tile->nu[i] + tile->at[i]), tile->at[i] = 0;
+        double at = tile->nu[i];
+        if (tile->state[i] == OPEN) tile->nu[i] = (double)(REAL)(at + tile->at[i]), tile->at[i] = 0;
+        tile->moved[i] = tile->nu[i] - at;
         parts[i] = (REAL)tile->nu[i];
         few &= tile->is_few[i];
         limits |= !(tile->farthest[i] + fabs(tile->nu[i]) < EXP_HIGH);
@@ -874,6 +909,7 @@ FN void NAME(budget_look)(NAME(budget_tile) * tile, int keep) {
         NAME(budget_tile_sums)(tile, nu, 0, 0, 0, 1, KEEP_Y);
     else
         NAME(budget_tile_sums)(tile, nu, 0, shares, 0, 1, KEEP_PART);
+    NAME(budget_bend)(tile, &was);
 }
 
 /* Find the next step of the rows that are open, and with `last` close those for which it is the last; whether any is
@@ -890,7 +926,8 @@ FN int NAME(budget_move)(NAME(budget_tile) * tile, int last) {
     for (int i = 0; i < LANES; i++) {
         if (tile->state[i] != OPEN) continue;
         double r = fabs(tile->r[i]), step = tile->step[i];
-        if (last && r <= LAST_STEP) tile->state[i] = tile->s1[i] > BUDGET_DIGITS * tile->goal[i] ? CLOSE : HARD;
+        if (last && r <= LAST_STEP && r * r * tile->unsure[i] <= EPS / 2 * tile->s1[i])
+            tile->state[i] = tile->s1[i] > BUDGET_DIGITS * tile->goal[i] ? CLOSE : HARD;
         if (!(fabs(step) < 40)) tile->state[i] = HARD;
         if (tile->state[i] == HARD) continue;
         tile->at[i] = step;
@@ -975,7 +1012,7 @@ FN void NAME(budget_begin)(NAME(budget_tile) * tile, const struct weighted *call
                                    tile->z2[i] * over, tile->zw[i] * over, tile->w1[i] * over, tile->w2[i] * over);
     }
     for (int i = 0; i < LANES; i++) {
-        tile->at[i] = 0;
+        tile->at[i] = tile->f[i] = tile->s1[i] = tile->s2[i] = 0, tile->summed[i] = 1;
         if (!(fabs(tile->nu[i]) < 1e30) || !(tile->farthest[i] < 1e30)) tile->state[i] = HARD, tile->nu[i] = 0;
     }
 }
