@@ -974,24 +974,19 @@ INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows,
 /* What the rows of a tile are to sum up to, and the first guess of each. Lanes from `count` on repeat the first row. */
 FN void NAME(budget_begin)(NAME(budget_tile) * tile, const struct weighted *call, int64_t index, int count,
                            struct budget_space *space) {
-    struct shares s = space->shares;
-    struct budget b;
+    const struct shares *s = &space->shares;
     SIGNED few[LANES];
-    double unused;
-    int hard = 0;
-    for (int i = 0; i < LANES; i++) {
-        int64_t row = index + (i < count ? i : 0);
-        if (!space->is_shared) {
-            s = (struct shares){.unit = tile->unit[i], .total = tile->total[i], .most = tile->total[i] * tile->unit[i]};
-            s.wrong = s.total != s.total;
-        }
-        if (i == 0 || call->k_stride || !space->is_shared) {
-            hard = budget_enter(&b, &s, call->k[row * call->k_stride], call->at_most, &unused);
-            if (hard) b.c = b.rest = b.goal = 1, b.few = 1;
-        }
-        tile->state[i] = hard ? HARD : OPEN;
-        tile->c[i] = b.c, tile->rest[i] = b.rest, tile->goal[i] = b.goal, tile->is_few[i] = b.few;
-        few[i] = b.few ? -1 : 0;
+    double k[LANES];
+    int at_most = call->at_most;
+    for (int i = 0; i < LANES; i++) k[i] = call->k[(index + (i < count ? i : 0)) * call->k_stride];
+    EACH_LANE { /* as budget_enter; what has nothing to search is left to it */
+        double unit = tile->unit[i], total = tile->total[i], c = (k[i] - s->sure) / unit, rest = total - c;
+        double most = space->is_shared ? s->most : total * unit;
+        int open = !s->wrong && c > 0 && rest > 0 && !(at_most && k[i] >= most); /* not if one is nan */
+        c = open ? c : 1, rest = open ? rest : 1;
+        tile->state[i] = open ? OPEN : HARD;
+        tile->c[i] = c, tile->rest[i] = rest, tile->goal[i] = c <= rest ? c : rest, tile->is_few[i] = c <= rest;
+        few[i] = c <= rest ? -1 : 0;
     }
     if (!space->is_shared || call->k_stride) {
         EACH_LANE { /* as start_prepare */
