@@ -73,6 +73,7 @@ setup(
             "lml_types",
             "weighted",
             "weighted_rows",
+            "weighted_band",
             "fused_rows",
             "select",
             more=("fused",),

@@ -94,9 +94,10 @@ def named(name: str) -> Callable[..., Tensor] | None:
 
 
 @functools.cache
-def costs(n: int, device: torch.device) -> Tensor:
-    """Weights from 0.5 to 1.5, one per class."""
-    return 0.5 + torch.rand(n, generator=torch.Generator().manual_seed(1)).to(device)
+def costs(n: int, device: torch.device, rows: int | None = None) -> Tensor:
+    """Weights from 0.5 to 1.5, one per class, or per class of each row."""
+    shape = (n,) if rows is None else (rows, n)
+    return 0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(device)
 
 
 def weighted(x: Tensor, k: float, impl: str = "auto") -> Tensor:
@@ -107,11 +108,23 @@ def bounded(x: Tensor, k: float, impl: str = "auto") -> Tensor:
     return ll.lml(x, k, weight=costs(x.shape[-1], x.device), upper=costs(x.shape[-1], x.device), impl=impl)
 
 
+def between(x: Tensor, k: float, impl: str = "auto") -> Tensor:
+    weight = costs(x.shape[-1], x.device)
+    return ll.lml(x, k, weight=weight, lower=weight / x.shape[-1], upper=weight, impl=impl)
+
+
+def weighted_apart(x: Tensor, k: float, impl: str = "auto") -> Tensor:
+    return ll.lml(x, k, weight=costs(x.shape[-1], x.device, len(x)), impl=impl)
+
+
 LML = Op(forward(ll.lml), forward(softmax), 2, "softmax")
 LML_BACKWARD = Op(backward(ll.lml), backward(softmax), 3, "softmax backward")
 LOSS = Op(both(ll.lml_loss), both(cross_entropy), 2, "cross_entropy, both ways")
 WEIGHTED = Op(forward(weighted), forward(ll.lml), 2, "lml")
 BOUNDED = Op(forward(bounded), forward(ll.lml), 2, "lml")
+BETWEEN = Op(forward(between), forward(ll.lml), 2, "lml")
+WEIGHTED_APART = Op(forward(weighted_apart), forward(ll.lml), 3, "lml")
+BUDGETS = {WEIGHTED: weighted, BOUNDED: bounded, BETWEEN: between, WEIGHTED_APART: weighted_apart}
 WEIGHTED_BACKWARD = Op(backward(weighted), backward(ll.lml), 3, "lml backward")
 BALANCED = Op(forward(ll.lml_balanced), forward(softmax), 2, "softmax", waits=True)
 SIZES = [100, 512, 1000, 4096, 10000, 16384, 32000, 50257, 131072, 1000000]
@@ -140,7 +153,13 @@ def cases(device: torch.device) -> dict[str, Case]:
             for name, op in (("lml", LML), ("lml_backward", LML_BACKWARD), ("lml_loss", LOSS)):
                 table[f"{name}/{n}/{NAMES[dtype]}"] = Case(op, rows, n, dtype, 5)
         for n in (100, 1000, 4096, 10000, 65536) if gpu else (100, 1000, 4096, 10000):
-            for name, op in (("weighted", WEIGHTED), ("bounded", BOUNDED), ("weighted_backward", WEIGHTED_BACKWARD)):
+            for name, op in (
+                ("weighted", WEIGHTED),
+                ("bounded", BOUNDED),
+                ("between", BETWEEN),
+                ("weighted_apart", WEIGHTED_APART),
+                ("weighted_backward", WEIGHTED_BACKWARD),
+            ):
                 table[f"{name}/{n}/{NAMES[dtype]}"] = Case(op, -(-volume // n), n, dtype, 5)
     for rows, n in ((8192, 256), (4096, 64)) if gpu else ((1024, 64),):
         table[f"balanced/{rows}x{n}"] = Case(BALANCED, rows, n, torch.float32, 8)
@@ -222,8 +241,8 @@ def gate(name: str, case: Case, data: Data) -> float:
     x, target, upstream = data.x[:some], data.target[:some], data.upstream[:some]
     if case.op is LML or name.startswith("original/"):
         found, exact = ll.lml(x, case.k), ll.lml(x.double(), case.k, impl="torch")
-    elif case.op in (WEIGHTED, BOUNDED):
-        function = weighted if case.op is WEIGHTED else bounded
+    elif case.op in BUDGETS:
+        function = BUDGETS[case.op]
         found, exact = function(x, case.k), function(x.double(), case.k, "torch")
     elif case.op is BALANCED:
         found, exact = ll.lml_balanced(data.x, case.k), ll.lml_balanced(data.x.double(), case.k)

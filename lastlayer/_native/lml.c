@@ -24,6 +24,7 @@ enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, 
 #define PART 16384       /* scores a thread takes at a time from a long row */
 #define TILE_BELOW 1024  /* rows up to here are solved several at once, in lml_tile.h */
 #define TILE_FROM 4      /* fewer rows would leave most of a vector idle */
+#define BAND_FROM 128    /* with weights or bounds, rows from here on are read where they are, in weighted_band.h */
 #define FAR 4.0          /* a nu that far from where the exponentials were taken needs new ones */
 
 /* What the passes over a row sum; each pass says what the fields mean there. */
@@ -418,13 +419,13 @@ EXPORT void lastlayer_scale_to_half(const float *from, double factor, uint16_t *
 
 typedef void (*weighted_work)(const struct weighted *, int64_t, int, struct budget_space *);
 typedef struct {
-    weighted_work rows, tile, backward;
+    weighted_work rows, tile, band, backward;
     void (*prepare)(const struct weighted *, struct budget_space *);
 } weighted_works;
 
 #define WEIGHTED(type, isa)                                                                                       \
-    { weighted_rows_##type##_##isa, weighted_tile_##type##_##isa, weighted_backward_##type##_##isa,                \
-      weighted_prepare_##type##_##isa }
+    { weighted_rows_##type##_##isa, weighted_tile_##type##_##isa, weighted_band_##type##_##isa,                    \
+      weighted_backward_##type##_##isa, weighted_prepare_##type##_##isa }
 
 static const weighted_works weighted_table[3][2] = {
     {WEIGHTED(f32, baseline), WEIGHTED(f64, baseline)},
@@ -500,7 +501,8 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
     /* Many rows at a time: a thread fetches those that come after the ones it works on. */
     int64_t grain = (POOL_GRAIN / (n + 1) / group + 1) * group, more = call->rows / (32 * threads) / group * group;
     if (grain < more) grain = more;
-    struct weighted_job job = {call, backward ? works->backward : tile ? works->tile : works->rows, space, grain, group};
+    weighted_work forward = !tile ? works->rows : n < BAND_FROM ? works->tile : works->band;
+    struct weighted_job job = {call, backward ? works->backward : forward, space, grain, group};
     pool_run(weighted_part, &job, (call->rows + grain - 1) / grain, (int)threads);
     free(memory);
     free(space);

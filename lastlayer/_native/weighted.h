@@ -25,6 +25,7 @@ struct shares {
     double unit, sure, total, w1, w2; /* sure: at nu = -inf; then sums of a, a w and a w^2 */
     double most;                      /* the largest sum that can be reached */
     int negative, wrong;              /* a negative weight; nan, or bounds the wrong way round */
+    int below;                        /* a bound below 0 */
 };
 
 /* A search for sum a sigmoid(z + w nu) = c, with rest = sum a - c. nu + at is the point of the next pass. */
@@ -103,21 +104,19 @@ __attribute__((always_inline)) static inline double budget_next(int few, int thr
     return r * r < 1e-3 ? -r * (1 - r * rho / 2) / (1 - r * rho + r * r * tau / 6) : by_log;
 }
 
-/* The second derivative after a step from `was`, where it was summed or is itself of this kind: as if the fifth were 0, and
-   after a short step the fourth or the third. `unsure` is a bound on what is left out, or after longer steps the last
-   term. */
-static void budget_second(struct budget *b, const struct budget *was, int summed) {
-    double step = b->moved, size = fabs(step), over = 1 / (size > 0 ? step : 1);
-    double rise = b->few ? b->f - was->f : was->f - b->f, slope = (b->s1 - was->s1) * over, first = slope - was->s2;
-    double low = slope + first, more = 4 * first - 12 * ((rise * over - was->s1) * over - was->s2 / 2);
-    if (!summed) {
-        b->s2 = size > 1e-3 ? slope : was->s2;
-        b->unsure = b->s1 * (size > 1e-3 ? size : 1);
-    } else {
-        b->s2 = size > 0.3 ? low + more : size > 0.01 ? low : was->s2;
-        b->unsure = size > 0.3 ? fabs(more) : b->s1 * (size > 0.01 ? size * size / 6 : size);
-        if (size * b->s1 > 2 * b->f) b->unsure = b->s1; /* long, as the weights that matter go */
-    }
+/* The second derivative after a step, from f and s1 there, by how much f rose, and s1 and s2 before: as if the fifth were 0,
+   and after a short step the fourth or the third. s2 before was `summed`, or is itself of this kind. `unsure` is a bound on
+   what is left out, or after longer steps the last term. */
+__attribute__((always_inline)) static inline double budget_second(double step, double f, double s1, double rise,
+                                                                  double s1_was, double s2_was, int summed,
+                                                                  double *unsure) {
+    double size = fabs(step), over = 1 / (size > 0 ? step : 1), slope = (s1 - s1_was) * over, first = slope - s2_was;
+    double low = slope + first, more = 4 * first - 12 * ((rise * over - s1_was) * over - s2_was / 2);
+    double by_sums = size > 0.3 ? low + more : size > 0.01 ? low : s2_was;
+    double left = size > 0.3 ? fabs(more) : s1 * (size > 0.01 ? size * size / 6 : size);
+    left = size * s1 > 2 * f ? s1 : left; /* long, as the weights that matter go */
+    *unsure = summed ? left : s1 * (size > 1e-3 ? size : 1);
+    return summed ? by_sums : size > 1e-3 ? slope : s2_was;
 }
 
 /* A step from the sums at nu. CLOSE if it ends the search, which only the `last` of several passes can do, by being

@@ -26,7 +26,7 @@ typedef struct {
     const REAL *ahead, *ahead_own; /* the scores and weights of the next row, fetched during the passes */
     int special, measured;       /* has weights of its own, or infinite scores; has its moments */
     int sampled;                 /* these are of some classes only, and no other has been looked at yet */
-    int plain;                   /* y is a sigmoid of z, times the upper bound */
+    int plain;                   /* y is a sigmoid of z, or rises with it from a bound that is not below 0 */
     double z1, z2, zw, farthest; /* sums of a z, a z^2 and a z w; the largest |z|, or infinity */
     struct shares shares;
     struct budget b;
@@ -73,11 +73,11 @@ INLINE VEC NAME(point_exp)(VEC t) {
     return NAME(vector_exp)(NAME(select)(t > low, t, low));
 }
 
-/* exp(t) to 3e-6, for the first pass of a search. */
+/* exp(t) to 1e-4, for the first pass of a search. */
 INLINE VEC NAME(rough_exp)(VEC t) {
 #if REAL_BYTES == 4
     VEC shifted = t * R(1.44269504) + ROUNDER, r = t - (shifted - ROUNDER) * R(0.69314718);
-    VEC p = (((R(0.04158986) * r + R(0.16790648)) * r + R(0.50002223)) * r + R(0.99996365)) * r + R(1.0);
+    VEC p = (R(0.1651798) * r + R(0.5041304)) * (r * r) + (R(1.0001958) * r + R(1.0));
     return (VEC)((NAME(bits))p + ((NAME(bits))shifted << MANTISSA));
 #else
     return NAME(vector_exp)(t);
@@ -103,6 +103,12 @@ INLINE VEC NAME(moved_part)(VEC part, VEC d) {
 /* lower + width s from the nearer bound. */
 INLINE VEC NAME(between)(VEC part, VEC lower, VEC upper) {
     return NAME(select)(part < 0, upper, lower) + (upper - lower) * part;
+}
+
+/* The same from s itself, which is as exact where no bound is below 0: the sum is then no less than either term. */
+INLINE VEC NAME(above)(VEC s, VEC lower, VEC upper) {
+    VEC y = lower + (upper - lower) * s;
+    return NAME(select)(y < upper, y, upper);
 }
 
 /* ---- One row. ---- */
@@ -195,7 +201,8 @@ INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int few, int t
     b->f = NAME(sum)(all[0]), b->s1 = NAME(sum)(all[1]), b->s2 = NAME(sum)(all[2]), b->s3 = NAME(sum)(all[3]);
     b->unsure = 0, b->summed = more;
     if (!keep && row->sampled) row->farthest = NAME(largest)(far);
-    if (!more) budget_second(b, &was, was.summed);
+    double rise = b->few ? b->f - was.f : was.f - b->f;
+    if (!more) b->s2 = budget_second(b->moved, b->f, b->s1, rise, was.s1, was.s2, was.summed, &b->unsure);
 }
 
 /* Move to the next point, and look at the sums there. */
@@ -365,7 +372,7 @@ FN double NAME(wider_search)(double *wide, int64_t width, int64_t n, struct budg
 typedef struct {
     int64_t n;
     const REAL *x, *weight, *lower, *upper;
-    int bounded;
+    int bounded; /* 1: from above, 2: from below as well */
 } NAME(given);
 
 /* Scores are the logits themselves where nothing is masked or divided. */
@@ -373,7 +380,7 @@ FN NAME(given) NAME(given_row)(const struct weighted *call, int64_t index, struc
     const REAL *restrict logits = (const REAL *)call->logits + index * call->n, *ones = (const REAL *)space->ones;
     const REAL *zeros = (const REAL *)space->zeros;
     REAL *restrict x = (REAL *)space->x, temperature = (REAL)call->temperature;
-    NAME(given) given = {call->n, logits, ones, zeros, ones, call->lower || call->upper};
+    NAME(given) given = {call->n, logits, ones, zeros, ones, call->lower ? 2 : call->upper ? 1 : 0};
     if (call->weight) given.weight = (const REAL *)call->weight + index * call->weight_stride;
     if (call->lower) given.lower = (const REAL *)call->lower + index * call->lower_stride;
     if (call->upper) given.upper = (const REAL *)call->upper + index * call->upper_stride;
@@ -392,12 +399,13 @@ FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, R
     const REAL *restrict x = live ? g->x : g->lower, *restrict weight = g->weight;
     const REAL *restrict lower = g->lower, *restrict upper = g->upper;
     double most = 0, sure = 0, total = 0, w1 = 0, w2 = 0, wrong = 0, negative = 0;
-    REAL largest = 0;
+    REAL largest = 0, lowest = 0;
     int64_t n = g->n;
-    PRAGMA(omp simd reduction(max : largest) reduction(+ : wrong, negative))
+    PRAGMA(omp simd reduction(max : largest) reduction(min : lowest) reduction(+ : wrong, negative))
     for (int64_t i = 0; i < n; i++) {
         REAL size = NAME(abs)(weight[i]), width = upper[i] - lower[i];
         largest = size > largest ? size : largest;
+        lowest = lower[i] < lowest ? lower[i] : lowest;
         wrong += width >= 0 && width <= LARGEST ? 0.0 : 1.0;
         wrong += weight[i] == weight[i] ? 0.0 : 1.0;
         wrong += x[i] == x[i] ? 0.0 : 1.0;
@@ -424,7 +432,7 @@ FN void NAME(budget_shares)(const NAME(given) * g, int live, REAL *restrict w, R
         a[i] = (REAL)part;
     }
     for (int64_t i = n; i % LANES; i++) w[i] = a[i] = 0;
-    *s = (struct shares){unit, sure, total, w1, w2, most, negative > 0, wrong > 0 || !(largest <= LARGEST)};
+    *s = (struct shares){unit, sure, total, w1, w2, most, negative > 0, wrong > 0 || !(largest <= LARGEST), lowest < 0};
 }
 
 /* The same without bounds and without infinite scores, where a is w. */
@@ -462,7 +470,7 @@ FN void NAME(weight_shares)(const NAME(given) * g, REAL *restrict w, struct shar
         for (int64_t i = 0; i < n; i++) sure += weight[i] < 0 ? (double)weight[i] : 0.0;
     }
     for (int64_t i = n; i % LANES; i++) w[i] = 0;
-    *s = (struct shares){unit, sure, total, w1, w2, sure + total * unit, least_weight < 0, wrong};
+    *s = (struct shares){unit, sure, total, w1, w2, sure + total * unit, least_weight < 0, wrong, 0};
 }
 
 /* The scores, turned around where the weight is negative; 0 for infinite ones. Returns whether all were finite. */
@@ -562,45 +570,48 @@ FN void NAME(budget_write_any)(const NAME(given) * g, double nu, REAL *out) {
     }
 }
 
-/* The same from what the last pass kept, for the vector at i, of which `bytes` are classes. */
-INLINE void NAME(budget_write_at)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out, int64_t i, VEC at,
-                                  int plain, int bounded, int negative, size_t bytes) {
-    VEC y = NAME(kept)(row->e + i), d = NAME(kept)(row->w + i) * at, lower = {0}, upper = {0}, sign = {0};
+/* The same from y or its part, as the last pass kept it, for the vector at i, of which `bytes` are classes. */
+INLINE VEC NAME(budget_value)(const NAME(given) * g, VEC y, VEC d, int64_t i, int plain, int bounded, int negative,
+                              size_t bytes) {
+    VEC lower = {0}, upper = {0}, sign = {0};
+    y = plain ? NAME(moved)(y, d) : NAME(moved_part)(y, d);
     if (bounded) memcpy(&upper, g->upper + i, bytes);
-    if (plain) {
-        y = NAME(moved)(y, d);
-        if (bounded) y *= upper;
-    } else {
-        memcpy(&lower, g->lower + i, bytes);
-        y = NAME(moved_part)(y, d);
-        if (negative) {
-            memcpy(&sign, g->weight + i, bytes);
-            y = NAME(select)(sign < 0, -y, y);
-        }
-        y = NAME(between)(y, lower, upper);
+    if (bounded > 1 || !plain) memcpy(&lower, g->lower + i, bytes);
+    if (plain) return bounded > 1 ? NAME(above)(y, lower, upper) : bounded ? y * upper : y;
+    if (negative) {
+        memcpy(&sign, g->weight + i, bytes);
+        y = NAME(select)(sign < 0, -y, y);
     }
-    memcpy(out + i, &y, bytes);
+    return NAME(between)(y, lower, upper);
 }
 
 INLINE void NAME(budget_write_row)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out, int plain,
                                    int bounded, int negative) {
     VEC at = NAME(fill)((REAL)row->b.at);
     int64_t whole = g->n / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES)
-        NAME(budget_write_at)(g, row, out, i, at, plain, bounded, negative, sizeof(VEC));
-    if (whole < g->n)
-        NAME(budget_write_at)(g, row, out, whole, at, plain, bounded, negative, (size_t)(g->n - whole) * sizeof(REAL));
+    for (int64_t i = 0; i < whole; i += LANES) {
+        VEC y = NAME(kept)(row->e + i), d = NAME(kept)(row->w + i) * at;
+        NAME(keep)(NAME(budget_value)(g, y, d, i, plain, bounded, negative, sizeof(VEC)), out + i);
+    }
+    if (whole < g->n) {
+        size_t bytes = (size_t)(g->n - whole) * sizeof(REAL);
+        VEC y = NAME(kept)(row->e + whole), d = NAME(kept)(row->w + whole) * at;
+        y = NAME(budget_value)(g, y, d, whole, plain, bounded, negative, bytes);
+        memcpy(out + whole, &y, bytes);
+    }
 }
 
 FN void NAME(budget_write)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out) {
     if (row->plain && !g->bounded)
         NAME(budget_write_row)(g, row, out, 1, 0, 0);
-    else if (row->plain)
+    else if (row->plain && g->bounded == 1)
         NAME(budget_write_row)(g, row, out, 1, 1, 0);
+    else if (row->plain)
+        NAME(budget_write_row)(g, row, out, 1, 2, 0);
     else if (!row->shares.negative)
-        NAME(budget_write_row)(g, row, out, 0, 1, 0);
+        NAME(budget_write_row)(g, row, out, 0, 2, 0);
     else
-        NAME(budget_write_row)(g, row, out, 0, 1, 1);
+        NAME(budget_write_row)(g, row, out, 0, 2, 1);
 }
 
 /* ---- Calls. ---- */
@@ -640,7 +651,7 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
         NAME(budget_scores)(g, s->negative, (REAL *)space->z);
         row->z = (REAL *)space->z, row->farthest = INFINITY;
     }
-    row->plain = !s->negative && !call->lower;
+    row->plain = !s->negative && !s->below;
     if (budget_enter(&row->b, s, k, call->at_most, &nu)) {
         if (!row->sampled) return nu;
     } else if (NAME(budget_search)(row, &space->start)) {
@@ -706,9 +717,19 @@ typedef struct {
     int state[LANES], is_few[LANES];
     double unit[LANES], total[LANES], w1[LANES], w2[LANES]; /* as in struct shares */
     double c[LANES], rest[LANES], goal[LANES], z1[LANES], z2[LANES], zw[LANES], f[LANES], s1[LANES], s2[LANES];
-    double s3[LANES];
+    double s3[LANES], moved[LANES], unsure[LANES]; /* as in struct budget */
+    int summed[LANES];
     double logit[LANES], log_p[LANES], quantile[LANES], nu[LANES], at[LANES], r[LANES], step[LANES], farthest[LANES];
 } NAME(budget_tile);
+
+/* What a pass needs of the one before. */
+typedef struct {
+    double f[LANES], s1[LANES], s2[LANES];
+    int summed[LANES];
+} NAME(budget_sums_before);
+
+/* Whether a pass of a tile sums the second derivative: later ones of float make it of what is there, where they can. */
+#define SUMS_SECOND(limits, few, keep) (!(keep) || THREE || (limits) || !(few))
 
 /* LANES classes of all rows from j on, or in a row of fewer all. */
 INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, int64_t n) {
@@ -730,7 +751,7 @@ INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, in
     if (own) {                                                                                                    \
         weight = share = tile->own[j] = tile->own[j] * tile->over * tile->more;                                   \
         VEC square = weight * weight;                                                                             \
-        sums += __builtin_convertvector(weight, NAME(doubles)); /* exact to the rounding of double */             \
+        NAME(add_lanes)(sums, weight); /* exact to the rounding of double */                                      \
         w1 += square;                                                                                             \
         w2 += square * weight;                                                                                    \
     } else {                                                                                                      \
@@ -739,15 +760,13 @@ INLINE void NAME(tile_columns)(VEC *part, const REAL *const *rows, int64_t j, in
     VEC t = share * score;                                                                                        \
     ADD_MOMENTS(score, t, weight)
 
-typedef double NAME(doubles) __attribute__((vector_size(LANES * 8)));
-
 /* The scores and their moments. What is left beyond whole vectors is read with classes before it. */
 INLINE void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows, REAL temperature, const REAL *sign,
                               int own) {
     int64_t n = tile->n, whole = n / LANES * LANES, last = n < LANES ? 0 : n - LANES;
     VEC *restrict z = tile->z, far = {0}, part[LANES];
     const REAL *restrict w = tile->w, *restrict a = tile->a;
-    NAME(doubles) sums = {0};
+    double sums[LANES] = {0};
     EACH_LANE tile->z1[i] = tile->z2[i] = tile->zw[i] = 0;
     for (int64_t j = 0; j < n;) {
         VEC a1 = {0}, a2 = {0}, a3 = {0}, w1 = {0}, w2 = {0};
@@ -815,6 +834,7 @@ INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, in
     const VEC *restrict z = tile->z;
     VEC *restrict e = tile->e;
     NAME(lanes) side = tile->few;
+    int more = SUMS_SECOND(limits, few, keep);
     EACH_LANE tile->f[i] = tile->s1[i] = tile->s2[i] = tile->s3[i] = 0;
     for (int64_t j = 0; j < tile->n;) {
         int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;
@@ -823,7 +843,7 @@ INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, in
             VEC weight = own ? tile->own[j] : NAME(fill)(w[j]), share = shares ? NAME(fill)(a[j]) : weight;
             VEC point = -(z[j] + weight * nu);
             VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);
-            WEIGH(q, share, weight, keep == KEEP_NONE, 1, !keep || THREE)
+            WEIGH(q, share, weight, keep == KEEP_NONE, more, !keep || THREE)
             if (keep == KEEP_Y) e[j] = y;
             if (keep == KEEP_PART) e[j] = NAME(signed_part)(y, v);
             if (keep == KEEP_NONE) FETCH(tile->ahead + j * VECTOR)
@@ -832,18 +852,41 @@ INLINE void NAME(budget_tile_sums)(NAME(budget_tile) * tile, VEC nu, int own, in
         }
         NAME(add_lanes)(tile->f, f);
         NAME(add_lanes)(tile->s1, s1);
-        NAME(add_lanes)(tile->s2, s2);
+        if (more) NAME(add_lanes)(tile->s2, s2);
         if (!keep || THREE) NAME(add_lanes)(tile->s3, s3);
     }
+    EACH_LANE tile->summed[i] = more;
+}
+
+/* The second derivatives of rows for which it was not summed, from their sums before. */
+FN void NAME(budget_bend)(NAME(budget_tile) * tile, const NAME(budget_sums_before) * was) {
+    EACH_LANE {
+        double unsure, rise = tile->f[i] - was->f[i];
+        double s2 = budget_second(tile->moved[i], tile->f[i], tile->s1[i], rise, was->s1[i], was->s2[i], was->summed[i],
+                                  &unsure);
+        tile->s2[i] = tile->summed[i] ? tile->s2[i] : s2;
+        tile->unsure[i] = tile->summed[i] ? 0 : unsure;
+    }
+}
+
+FN void NAME(budget_remember)(const NAME(budget_tile) * tile, NAME(budget_sums_before) * was) {
+    memcpy(was->f, tile->f, sizeof was->f);
+    memcpy(was->s1, tile->s1, sizeof was->s1);
+    memcpy(was->s2, tile->s2, sizeof was->s2);
+    memcpy(was->summed, tile->summed, sizeof was->summed);
 }
 
 /* Move the open rows to their next points, and look at the sums there. A solved row stays where it is. */
 FN void NAME(budget_look)(NAME(budget_tile) * tile, int keep) {
+    NAME(budget_sums_before) was;
     REAL parts[LANES];
     VEC nu;
     int few = 1, limits = 0;
+    NAME(budget_remember)(tile, &was);
     for (int i = 0; i < LANES; i++) {
-        if (tile->state[i] == OPEN) tile->nu[i] = (double)(REAL)(tile->nu[i] + tile->at[i]), tile->at[i] = 0;
+        double at = tile->nu[i];
+        if (tile->state[i] == OPEN) tile->nu[i] = (double)(REAL)(at + tile->at[i]), tile->at[i] = 0;
+        tile->moved[i] = tile->nu[i] - at;
         parts[i] = (REAL)tile->nu[i];
         few &= tile->is_few[i];
         limits |= !(tile->farthest[i] + fabs(tile->nu[i]) < EXP_HIGH);
@@ -866,6 +909,7 @@ FN void NAME(budget_look)(NAME(budget_tile) * tile, int keep) {
         NAME(budget_tile_sums)(tile, nu, 0, 0, 0, 1, KEEP_Y);
     else
         NAME(budget_tile_sums)(tile, nu, 0, shares, 0, 1, KEEP_PART);
+    NAME(budget_bend)(tile, &was);
 }
 
 /* Find the next step of the rows that are open, and with `last` close those for which it is the last; whether any is
@@ -882,7 +926,8 @@ FN int NAME(budget_move)(NAME(budget_tile) * tile, int last) {
     for (int i = 0; i < LANES; i++) {
         if (tile->state[i] != OPEN) continue;
         double r = fabs(tile->r[i]), step = tile->step[i];
-        if (last && r <= LAST_STEP) tile->state[i] = tile->s1[i] > BUDGET_DIGITS * tile->goal[i] ? CLOSE : HARD;
+        if (last && r <= LAST_STEP && r * r * tile->unsure[i] <= EPS / 2 * tile->s1[i])
+            tile->state[i] = tile->s1[i] > BUDGET_DIGITS * tile->goal[i] ? CLOSE : HARD;
         if (!(fabs(step) < 40)) tile->state[i] = HARD;
         if (tile->state[i] == HARD) continue;
         tile->at[i] = step;
@@ -905,7 +950,9 @@ INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows,
             VEC d = (own ? tile->own[j + i] : NAME(fill)(tile->w[j + i])) * at;
             if (plain) {
                 part[i] = NAME(moved)(e[j + i], d);
-                if (bounded) part[i] *= NAME(fill)(g->upper[j + i]);
+                VEC upper = NAME(fill)(g->upper[j + i]);
+                if (bounded > 1) part[i] = NAME(above)(part[i], NAME(fill)(g->lower[j + i]), upper);
+                if (bounded == 1) part[i] *= upper;
                 continue;
             }
             VEC y = NAME(moved_part)(e[j + i], d);
@@ -924,15 +971,66 @@ INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows,
     }
 }
 
+/* What the rows of a tile are to sum up to, and the first guess of each. Lanes from `count` on repeat the first row. */
+FN void NAME(budget_begin)(NAME(budget_tile) * tile, const struct weighted *call, int64_t index, int count,
+                           struct budget_space *space) {
+    const struct shares *s = &space->shares;
+    SIGNED few[LANES];
+    double k[LANES];
+    int at_most = call->at_most;
+    for (int i = 0; i < LANES; i++) k[i] = call->k[(index + (i < count ? i : 0)) * call->k_stride];
+    EACH_LANE { /* as budget_enter; what has nothing to search is left to it */
+        double unit = tile->unit[i], total = tile->total[i], c = (k[i] - s->sure) / unit, rest = total - c;
+        double most = space->is_shared ? s->most : total * unit;
+        int open = !s->wrong && c > 0 && rest > 0 && !(at_most && k[i] >= most); /* not if one is nan */
+        c = open ? c : 1, rest = open ? rest : 1;
+        tile->state[i] = open ? OPEN : HARD;
+        tile->c[i] = c, tile->rest[i] = rest, tile->goal[i] = c <= rest ? c : rest, tile->is_few[i] = c <= rest;
+        few[i] = c <= rest ? -1 : 0;
+    }
+    if (!space->is_shared || call->k_stride) {
+        EACH_LANE { /* as start_prepare */
+            double c = tile->c[i], rest = tile->rest[i], less = c < rest ? c : rest, more = c < rest ? rest : c;
+            double logit = LOG_DOUBLE(less / more, 0.0), log_p = LOG_DOUBLE(less / (less + more), 0.0);
+            tile->logit[i] = c < rest ? logit : -logit, tile->log_p[i] = log_p;
+            tile->quantile[i] = normal_quantile(log_p);
+        }
+    } else {
+        const struct start *all = &space->start;
+        start_prepare(&space->start, tile->c[0], tile->c[0] + tile->rest[0]);
+        EACH_LANE tile->logit[i] = all->logit, tile->log_p[i] = all->log_p, tile->quantile[i] = all->quantile;
+    }
+    memcpy(&tile->few, few, sizeof few);
+    EACH_LANE {
+        double over = 1 / tile->total[i];
+        tile->nu[i] = budget_guess(tile->logit[i], tile->log_p[i], tile->quantile[i], tile->z1[i] * over,
+                                   tile->z2[i] * over, tile->zw[i] * over, tile->w1[i] * over, tile->w2[i] * over);
+    }
+    for (int i = 0; i < LANES; i++) {
+        tile->at[i] = tile->f[i] = tile->s1[i] = tile->s2[i] = 0, tile->summed[i] = 1;
+        if (!(fabs(tile->nu[i]) < 1e30) || !(tile->farthest[i] < 1e30)) tile->state[i] = HARD, tile->nu[i] = 0;
+    }
+}
+
+/* Whether a row of a tile is solved. */
+INLINE int NAME(budget_solved)(const NAME(budget_tile) * tile, const struct weighted *call, int i) {
+    return tile->state[i] == CLOSE && fabs(tile->at[i]) <= SHORT && !(call->at_most && tile->nu[i] + tile->at[i] > 0);
+}
+
+/* nu of the rows that are solved, and where their values go. */
+FN void NAME(budget_end)(NAME(budget_tile) * tile, const struct weighted *call, int64_t index, int count, REAL **out) {
+    for (int i = 0; i < count; i++) {
+        if (!NAME(budget_solved)(tile, call, i)) continue;
+        call->nu[index + i] = (tile->nu[i] + tile->at[i]) / tile->unit[i];
+        if (call->out) out[i] = (REAL *)call->out + (index + i) * call->n;
+    }
+}
+
 FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
     NAME(budget_tile) tile;
-    struct shares s = space->shares;
+    const struct shares *s = &space->shares;
     const REAL *rows[LANES], *weights[LANES];
     REAL *out[LANES] = {0};
-    SIGNED few[LANES];
-    struct budget b;
-    double unused;
-    int hard = 0;
     NAME(given) g = NAME(given_row)(call, index, space);
     tile.n = call->n;
     int64_t next = index + 2 * LANES <= call->rows ? index + LANES : index;
@@ -945,72 +1043,33 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
         weights[i] = (const REAL *)call->weight + row * call->weight_stride;
-        tile.unit[i] = s.unit, tile.total[i] = s.total, tile.w1[i] = s.w1, tile.w2[i] = s.w2;
+        tile.unit[i] = s->unit, tile.total[i] = s->total, tile.w1[i] = s->w1, tile.w2[i] = s->w2;
     }
     if (tile.own) {
         NAME(budget_load_own)(&tile, weights);
         NAME(budget_load)(&tile, rows, (REAL)call->temperature, 0, 1);
     } else {
-        NAME(budget_load)(&tile, rows, (REAL)call->temperature, s.negative ? g.weight : 0, 0);
+        NAME(budget_load)(&tile, rows, (REAL)call->temperature, s->negative ? g.weight : 0, 0);
     }
-    for (int i = 0; i < LANES; i++) {
-        int64_t row = index + (i < count ? i : 0);
-        if (tile.own) {
-            s = (struct shares){.unit = tile.unit[i], .total = tile.total[i], .most = tile.total[i] * tile.unit[i]};
-            s.wrong = s.total != s.total;
-        }
-        if (i == 0 || call->k_stride || tile.own) {
-            hard = budget_enter(&b, &s, call->k[row * call->k_stride], call->at_most, &unused);
-            if (hard) b.c = b.rest = b.goal = 1, b.few = 1;
-        }
-        tile.state[i] = hard ? HARD : OPEN;
-        tile.c[i] = b.c, tile.rest[i] = b.rest, tile.goal[i] = b.goal, tile.is_few[i] = b.few;
-        few[i] = b.few ? -1 : 0;
-    }
-    if (tile.own || call->k_stride) {
-        EACH_LANE { /* as start_prepare */
-            double c = tile.c[i], rest = tile.rest[i], less = c < rest ? c : rest, more = c < rest ? rest : c;
-            double logit = LOG_DOUBLE(less / more, 0.0), log_p = LOG_DOUBLE(less / (less + more), 0.0);
-            tile.logit[i] = c < rest ? logit : -logit, tile.log_p[i] = log_p, tile.quantile[i] = normal_quantile(log_p);
-        }
-    } else {
-        const struct start *all = &space->start;
-        start_prepare(&space->start, tile.c[0], tile.c[0] + tile.rest[0]);
-        EACH_LANE tile.logit[i] = all->logit, tile.log_p[i] = all->log_p, tile.quantile[i] = all->quantile;
-    }
-    memcpy(&tile.few, few, sizeof few);
-    EACH_LANE {
-        double over = 1 / tile.total[i];
-        tile.nu[i] = budget_guess(tile.logit[i], tile.log_p[i], tile.quantile[i], tile.z1[i] * over, tile.z2[i] * over,
-                                  tile.zw[i] * over, tile.w1[i] * over, tile.w2[i] * over);
-    }
-    for (int i = 0; i < LANES; i++) {
-        tile.at[i] = 0;
-        if (!(fabs(tile.nu[i]) < 1e30) || !(tile.farthest[i] < 1e30)) tile.state[i] = HARD, tile.nu[i] = 0;
-    }
-    int keep = !s.negative && !call->lower ? KEEP_Y : KEEP_PART;
+    NAME(budget_begin)(&tile, call, index, count, space);
+    int keep = !s->negative && !s->below ? KEEP_Y : KEEP_PART;
     for (int passes = 0, open = 1; open && passes < 8; passes++) {
         NAME(budget_look)(&tile, passes ? keep : KEEP_NONE);
         open = NAME(budget_move)(&tile, passes > 0);
     }
-    for (int i = 0; i < count; i++) {
-        if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT) continue;
-        double nu = (tile.nu[i] + tile.at[i]) / tile.unit[i];
-        if (call->at_most && nu > 0) continue;
-        call->nu[index + i] = nu;
-        if (call->out) out[i] = (REAL *)call->out + (index + i) * call->n;
-    }
+    NAME(budget_end)(&tile, call, index, count, out);
     if (call->out && tile.own)
         NAME(budget_tile_write)(&tile, out, &g, 1, 1, 0);
-    else if (call->out && keep == KEEP_Y && g.bounded)
+    else if (call->out && keep == KEEP_PART)
+        NAME(budget_tile_write)(&tile, out, &g, 0, 0, 2);
+    else if (call->out && g.bounded > 1)
+        NAME(budget_tile_write)(&tile, out, &g, 0, 1, 2);
+    else if (call->out && g.bounded)
         NAME(budget_tile_write)(&tile, out, &g, 0, 1, 1);
-    else if (call->out && keep == KEEP_Y)
-        NAME(budget_tile_write)(&tile, out, &g, 0, 1, 0);
     else if (call->out)
-        NAME(budget_tile_write)(&tile, out, &g, 0, 0, 1);
+        NAME(budget_tile_write)(&tile, out, &g, 0, 1, 0);
     for (int i = 0; i < count; i++)
-        if (tile.state[i] != CLOSE || fabs(tile.at[i]) > SHORT || (call->at_most && tile.nu[i] + tile.at[i] > 0))
-            NAME(weighted_rows)(call, index + i, 1, space);
+        if (!NAME(budget_solved)(&tile, call, i)) NAME(weighted_rows)(call, index + i, 1, space);
 }
 
 /* The weights and shares of all rows of a call that have the same. */
@@ -1124,20 +1183,3 @@ FN void NAME(weighted_backward)(const struct weighted *call, int64_t index, int 
         for (int64_t i = 0; i < n; i++) out[i] = out[i] * (u[i] - weight[i] * part) * over;
     }
 }
-
-#undef FN
-#undef INLINE
-#undef PRAGMA
-#undef STEPS
-#undef BLOCK
-#undef VEC
-#undef EACH_LANE
-#undef WEIGH
-#undef FETCH
-#undef FETCH_TO_WRITE
-#undef THREE
-#undef SAMPLE
-#undef SIDE
-#undef ADD_MOMENTS
-#undef LOAD_CLASS
-#undef POINT_BUDGET

@@ -156,7 +156,7 @@ static int check_weighted(int type, int64_t rows, int64_t n, int shared, int wit
 
 int main(void) {
     int bad = 0;
-    int64_t sizes[] = {0, 1, 2, 3, 16, 17, 100, 2048, 2049};
+    int64_t sizes[] = {0, 1, 2, 3, 16, 17, 100, 201, 1000, 2048, 2049};
     for (int isa = 0; isa < 3; isa++)
         for (int type = 0; type < 2; type++) {
             lastlayer_limit_isa(isa);
@@ -164,7 +164,7 @@ int main(void) {
                 for (int form = 0; form < 2; form++) {
                     bad += check(type, 64, sizes[i], 2, form, form ? 0.7 : 1);
                     for (int kind = 0; kind < 4 && sizes[i]; kind++)
-                        bad += check_weighted(type, 64, sizes[i], kind % 2, form, kind / 2);
+                        bad += check_weighted(type, 61, sizes[i], kind % 2, form, kind / 2);
                 }
             bad += check(type, 2, 70001, 2, 0, 1); /* rows split over threads */
         }

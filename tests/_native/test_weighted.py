@@ -53,6 +53,10 @@ def test_agrees_with_plain_torch(isa, kind, at_most):
         (torch.float32, 3, 1500, True, 3.0),
         (torch.float32, 19, 45, True, 2.0),
         (torch.float32, 20, 7, False, 60.0),
+        (DOUBLE, 11, 150, True, 2.0),
+        (torch.float32, 37, 300, False, 2.0),
+        (torch.float32, 21, 1001, True, 2.0),
+        (torch.float32, 16, 256, False, 40.0),
     ):
         x, k, options = problem(rows, n, kind, dtype, scale=scale, per_row=per_row)
         grad = torch.linspace(-1, 1, x.numel(), dtype=DOUBLE).reshape(x.shape)
@@ -65,9 +69,10 @@ def test_agrees_with_plain_torch(isa, kind, at_most):
             torch.testing.assert_close(value.double(), expected, rtol=200 * eps, atol=float(200 * eps * (1 + size)))
 
 
-def test_masked_infinite_and_half_precision_rows():
-    x, k, options = problem(6, 30, "signs", torch.float32)
-    mask = torch.rand(6, 30, generator=torch.Generator().manual_seed(1)) > 0.2
+@pytest.mark.parametrize("n", [30, 300])
+def test_masked_infinite_and_half_precision_rows(n):
+    x, k, options = problem(6, n, "signs", torch.float32)
+    mask = torch.rand(6, n, generator=torch.Generator().manual_seed(1)) > 0.2
     k = torch.full_like(k, 0.3)
     x[1, 3], x[2, 4], x[3, 5] = torch.inf, -torch.inf, torch.nan
     for given in ({"mask": mask}, {}):
@@ -78,11 +83,9 @@ def test_masked_infinite_and_half_precision_rows():
     torch.testing.assert_close(
         ll.lml(half, k, impl="native", **options), ll.lml(half, k, impl="torch", **options), equal_nan=True
     )
-    assert ll.lml(x.mT.contiguous(), k, dim=0, impl="native", **{n: v[:, None] for n, v in options.items()}).shape == (
-        30,
-        6,
-    )
-    assert ll.lml(x[:0], k[:0], impl="native", **options).shape == (0, 30)
+    columns = {name: value[:, None] for name, value in options.items()}
+    assert ll.lml(x.mT.contiguous(), k, dim=0, impl="native", **columns).shape == (n, 6)
+    assert ll.lml(x[:0], k[:0], impl="native", **options).shape == (0, n)
 
 
 def test_rows_at_their_ends():
@@ -100,14 +103,17 @@ def test_rows_at_their_ends():
     torch.testing.assert_close(nu, ll.lml_threshold(x.double(), k, weight=weight, impl="torch"), equal_nan=True)
 
 
-def test_odd_weights_per_row():
-    x, k, options = problem(24, 33, "positive", torch.float32, per_row=True)
+@pytest.mark.parametrize("n", [33, 300])
+def test_odd_weights_per_row(n):
+    x, k, options = problem(24, n, "positive", torch.float32, per_row=True)
     weight = options["weight"]
     weight[2], weight[3, 5], weight[4, 6], weight[5, 7] = 0.0, torch.nan, torch.inf, -1.0
     weight[6] *= 1e-37
     weight[7] *= 1e36
     weight[8, ::2] = 0.0
     weight[9, 1:] *= 1e-12
+    weight[13] *= 1e7
+    weight[14] *= 1e-7
     x[10, 3], x[11, 4] = torch.inf, torch.nan
     k = torch.where(torch.arange(24) == 12, 0.0, 0.3 * weight.double().sum(-1))
     for at_most in (False, True):
@@ -147,11 +153,44 @@ def test_long_rows_with_odd_scores(isa, dtype):
             torch.testing.assert_close(found.double()[8], exact[8], rtol=2e4 * eps, atol=2e4 * eps)
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
-    x, _, options = problem(40, 90, "positive", torch.float32)
-    whole = ll.lml(x, 5.0, impl="native", **options)
+@pytest.mark.parametrize("n", [33, 200, 1000])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_temperatures_and_thresholds(isa, n, per_row):
+    x, k, options = problem(20, n, "positive", torch.float32, per_row=per_row)
+    for function in (ll.lml, ll.lml_at_most, ll.lml_threshold):
+        kwargs = {"weight": options["weight"], "temperature": 0.7}
+        found = function(x, k, impl="native", **kwargs)
+        exact = function(x.double(), k, impl="torch", **kwargs | {"weight": options["weight"].double()})
+        torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("n", [33, 500, 1000, 4096])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_are_exact_beside_either_bound(isa, sign, n):
+    # From 0 to 1, or from -1 to 0, with a sum at which nearly all classes are next to one bound, or next to the other.
+    generator = torch.Generator().manual_seed(0)
+    lower = torch.zeros(n) if sign > 0 else -torch.ones(n)
+    lower[::3] += 2.0**-20 * sign  # so that the bounds differ from class to class
+    upper = lower + 1 - 2.0**-10 * torch.rand(n, generator=generator)
+    x = torch.randn(20, n, generator=generator)
+    least, most = lower.double().sum(), upper.double().sum()
+    for part in (1e-5, 0.3, 0.99999):
+        k = least + part * (most - least)
+        found = ll.lml(x, k, lower=lower, upper=upper, impl="native")
+        exact = ll.lml(x.double(), k, lower=lower.double(), upper=upper.double(), impl="torch")
+        assert ((found >= lower) & (found <= upper)).all()
+        error, size = (found.double() - exact).abs().amax(-1), exact.abs().amax(-1)
+        assert (error <= 16 * torch.finfo(torch.float32).eps * size).all()  # points of 10 have an error of 8 eps
+
+
+@pytest.mark.parametrize("n", [90, 300])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_a_row_does_not_depend_on_its_neighbours(n, per_row):
+    x, _, options = problem(40, n, "positive", torch.float32, per_row=per_row)
+    given = options["weight"]
+    whole = ll.lml(x, 5.0, weight=given, impl="native")
     for rows in (slice(0, 8), slice(3, 20), slice(17, 40)):
-        part = ll.lml(x[rows], 5.0, impl="native", **options)
+        part = ll.lml(x[rows], 5.0, weight=given[rows] if per_row else given, impl="native")
         torch.testing.assert_close(part, whole[rows], rtol=0, atol=1e-7)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
