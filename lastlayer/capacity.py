@@ -190,7 +190,7 @@ def plan(problem: Problem) -> Plan:
 def _activations(p: Problem, classes: int) -> int:
     """Bytes of the rows, their lists of the largest logits, and one block; or of logits and gradient if they fit.
 
-    The latter are there before the gradients of features and weight, which have their own bytes in the plan.
+    The latter are there before the gradient of the weight, which has its own bytes in the plan.
     """
     from lastlayer.loss._scan import list_sizes
 
@@ -199,7 +199,7 @@ def _activations(p: Problem, classes: int) -> int:
     labels = p.labels_per_row * (8 + 4 * WORK) + 32 * WORK
     row = p.features * (3 * size + WORK) + labels
     if p.devices == 1 and logits <= TILE:
-        return logits + max(logits - (classes + p.rows) * p.features * size + p.rows * labels, p.rows * row)
+        return logits + max(logits - classes * p.features * size + p.rows * labels, p.rows * row)
     lists = LIST_COPIES * min(classes, list_sizes(classes, math.floor(p.k) + 1)[2])
     return p.rows * (row + lists * WORK) + min(max(TILE, 256 * p.rows * size), logits)
 

@@ -78,6 +78,9 @@ def linear_lml_loss(
     a gradient, the memory for it is taken in the forward pass already: until the gradient is written there, it holds as
     many logits as fit (all of them if there are fewer rows than features), which are then not computed again.
 
+    In float32, tensor cores of an H100 or H200 compute the logits from three bfloat16 parts of each number, faster and
+    with a smaller error than torch's own products; if TF32 is allowed, torch computes them.
+
     On a GPU a flag is read back, so the call cannot be captured in a CUDA graph. Logits that fit in one block (128 MB
     on a GPU, 1 MB on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
 
