@@ -99,7 +99,11 @@ def fits(features: Tensor, weight: Tensor) -> bool:
         return False
     if weight.stride(0) % 4 or weight.data_ptr() % 16:  # rows must begin where 16 bytes can be read at once
         return False
-    return INTERPRETED or (torch.cuda.get_device_capability(features.device)[0] == 9 and _in_float32())
+    return INTERPRETED or (_is_hopper(features.device) and _in_float32())
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _in_float32() -> bool:
