@@ -25,6 +25,7 @@ enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, 
 #define TILE_BELOW 1024  /* rows up to here are solved several at once, in lml_tile.h */
 #define TILE_FROM 4      /* fewer rows would leave most of a vector idle */
 #define BAND_FROM 128    /* with weights or bounds, rows from here on are read where they are, in weighted_band.h */
+#define HALF_GROUP 1024  /* scores of half precision that the backward pass with weights or bounds converts at a time */
 #define FAR 4.0          /* a nu that far from where the exponentials were taken needs new ones */
 
 /* What the passes over a row sum; each pass says what the fields mean there. */
@@ -417,7 +418,6 @@ EXPORT void lastlayer_scale_to_half(const float *from, double factor, uint16_t *
 
 /* ---- Rows with weights and bounds. ---- */
 
-typedef void (*weighted_work)(const struct weighted *, int64_t, int, struct budget_space *);
 typedef struct {
     weighted_work rows, tile, band, backward;
     void (*prepare)(const struct weighted *, struct budget_space *);
@@ -432,6 +432,14 @@ static const weighted_works weighted_table[3][2] = {
 #if DISPATCH
     {WEIGHTED(f32, avx2), WEIGHTED(f64, avx2)},
     {WEIGHTED(f32, avx512), WEIGHTED(f64, avx512)},
+#endif
+};
+
+static const weighted_work weighted_half_works[3] = {
+    weighted_half_f32_baseline,
+#if DISPATCH
+    weighted_half_f32_avx2,
+    weighted_half_f32_avx512,
 #endif
 };
 
@@ -473,9 +481,13 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
     int apart = call->weight_stride && !call->lower && !call->upper; /* weights per row, and no bounds */
     int tile = !backward && (shared || apart) && !call->mask && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM;
     size_t real = type ? 8 : 4, width = ((size_t)n + 127) / 64 * 64;
-    int64_t group = tile ? (16 << isa) / (int64_t)real : 1;
+    int64_t together = backward && call->half ? HALF_GROUP / (n + 1) + 1 : 1;
+    int64_t group = tile ? (16 << isa) / (int64_t)real : together;
     size_t one = round_up(width * real), many = round_up((size_t)group * width * real);
-    size_t wide = round_up(4 * width * 8), all = backward ? one : 3 * one + 3 * many + wide;
+    size_t wide = round_up(4 * width * 8), search = backward ? one : 3 * one + 3 * many + wide;
+    size_t all = search + (call->half ? round_up((size_t)(call->grad ? 3 : 2) * (size_t)(group * n) * 4) : 0);
+    weighted_work forward = !tile ? works->rows : n < BAND_FROM ? works->tile : works->band;
+    weighted_work work = backward ? works->backward : forward;
     char *memory = malloc(all * (size_t)threads + 4 * one + 64);
     struct budget_space *space = calloc((size_t)threads, sizeof *space);
     if (!memory || !space) {
@@ -494,6 +506,7 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
         s->ones = at, s->zeros = at + one, s->shared_w = at + 2 * one, s->shared_a = at + 3 * one;
         s->x = own, s->w = own + one, s->a = own + 2 * one, s->z = own + 3 * one, s->e = own + 3 * one + many;
         s->own = own + 3 * one + 2 * many, s->wide = (double *)(own + 3 * one + 3 * many);
+        s->narrow = (float *)(own + search), s->work = work;
         s->width = (int64_t)width, s->is_shared = shared;
         if (i == 0 && shared && !backward) works->prepare(call, s);
         s->shares = space->shares;
@@ -501,8 +514,7 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
     /* Many rows at a time: a thread fetches those that come after the ones it works on. */
     int64_t grain = (POOL_GRAIN / (n + 1) / group + 1) * group, more = call->rows / (32 * threads) / group * group;
     if (grain < more) grain = more;
-    weighted_work forward = !tile ? works->rows : n < BAND_FROM ? works->tile : works->band;
-    struct weighted_job job = {call, backward ? works->backward : forward, space, grain, group};
+    struct weighted_job job = {call, call->half ? weighted_half_works[isa] : work, space, grain, group};
     pool_run(weighted_part, &job, (call->rows + grain - 1) / grain, (int)threads);
     free(memory);
     free(space);

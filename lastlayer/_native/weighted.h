@@ -18,6 +18,7 @@ struct weighted {
     const void *grad;
     double *grad_k;
     void *grad_weight, *grad_lower, *grad_upper;
+    int64_t half; /* the type of logits, out and grad; all other numbers are float */
 };
 
 /* Sums over the classes of a row that do not depend on its finite scores. Weights are divided by `unit`. */
@@ -39,10 +40,15 @@ struct budget {
 /* What a pass keeps of y. */
 enum { KEEP_NONE, KEEP_Y, KEEP_PART };
 
+struct budget_space;
+typedef void (*weighted_work)(const struct weighted *, int64_t, int, struct budget_space *);
+
 struct budget_space {
     void *x, *z, *e, *w, *a, *own;
     void *shared_w, *shared_a, *ones, *zeros; /* of all threads */
     double *wide;
+    float *narrow;      /* logits, out and grad of the rows worked on, where those of the call are of half precision */
+    weighted_work work; /* for these rows, as float */
     int64_t width;
     int is_shared;
     struct shares shares;

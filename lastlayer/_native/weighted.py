@@ -1,6 +1,7 @@
 """The compiled projection with weights and bounds: values or thresholds, and their gradients.
 
 Scores, weights and bounds are read in one type: double where any of them is, else float. The sums and nu are double.
+Scores of half precision are converted row by row within the kernel, unless double is needed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lastlayer._native import library
-from lastlayer._native.lml import _NO_MEMORY, _read_mask
+from lastlayer._native.lml import _HALF, _NO_MEMORY, _read_mask
 from lastlayer._threshold.budget import Budget
 
 # ``struct weighted`` of `weighted.h`: rows, n, logits, k, k_stride, mask, mask_stride, temperature, at_most, threads,
-# weight, lower, upper, their strides, out, nu, grad, grad_k, grad_weight, grad_lower, grad_upper.
-_CALL = struct.Struct("@qqPPqPqdiiPPPqqqPPPPPPP")
+# weight, lower, upper, their strides, out, nu, grad, grad_k, grad_weight, grad_lower, grad_upper, half.
+_CALL = struct.Struct("@qqPPqPqdiiPPPqqqPPPPPPPq")
 _RUN = library().lastlayer_run_weighted
 _FUSED = bool(library().lastlayer_fused())
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,7 +63,8 @@ def backward(
     given = _read(logits, terms, mask)
     grad = grad if grad.dtype == given.x.dtype and grad.is_contiguous() else grad.to(given.x.dtype).contiguous()
     out, grad_k = torch.empty_like(given.x), torch.empty_like(nu)
-    others = [torch.empty_like(given.x) if asked else None for asked in wanted]
+    work = torch.float64 if given.x.dtype == torch.float64 else torch.float32
+    others = [torch.empty_like(given.x, dtype=work) if asked else None for asked in wanted]
     _run(given, None, temperature, at_most, out, nu, grad, [grad_k, *others], backward=True)
     return out.to(logits.dtype), grad_k, others
 
@@ -89,6 +91,8 @@ def _read(logits: Tensor, given: Sequence[Tensor | None], mask: Tensor | None) -
             terms.append(term)
             strides.append(stride)
     mask, mask_stride = (None, 0) if mask is None else _read_mask(mask, n)
+    if dtype == torch.float32:
+        dtype = logits.dtype
     x = logits if logits.dtype == dtype and logits.is_contiguous() else logits.to(dtype).contiguous()
     return Given(x, terms, strides, mask, mask_stride)
 
@@ -132,6 +136,7 @@ def _run(
         given.mask_stride, temperature, at_most, torch.get_num_threads(), _address(weight), _address(lower),
         _address(upper), *given.strides, _address(out), nu.data_ptr(), _address(grad), _address(grads[0]),
         _address(grads[1]), _address(grads[2]), _address(grads[3]),
+        _HALF.get(x.dtype, 0),
     )  # fmt: skip
     if _RUN(call, x.dtype == torch.float64, backward):
         raise MemoryError(_NO_MEMORY)

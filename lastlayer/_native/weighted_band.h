@@ -263,6 +263,43 @@ FN void NAME(weighted_band)(const struct weighted *call, int64_t index, int coun
     }
 }
 
+#ifndef WITH_HARD
+
+/* Rows of half precision, converted while they are in the cache, for either pass. Those of `out` follow the scores: what a
+   search fetches as the next scores is where it will write. */
+FN void NAME(weighted_half)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
+    struct weighted own = *call;
+    int half = (int)call->half;
+    int64_t n = own.n, first = index * n, size = count * n;
+    word *x = (word *)space->narrow, *y = x + size, *u = y + size;
+    void **each[] = {&own.grad_weight, &own.grad_lower, &own.grad_upper};
+    NAME(widen)(half, (const uint16_t *)own.logits + first, x, size);
+    own.rows -= index, own.logits = x;
+    own.k = own.k ? own.k + index * own.k_stride : 0, own.nu += index;
+    if (own.mask) own.mask += index * own.mask_stride;
+    if (own.weight) own.weight = (const float *)own.weight + index * own.weight_stride;
+    if (own.lower) own.lower = (const float *)own.lower + index * own.lower_stride;
+    if (own.upper) own.upper = (const float *)own.upper + index * own.upper_stride;
+    if (own.grad) {
+        NAME(widen)(half, (const uint16_t *)own.grad + first, u, size);
+        own.grad = u;
+    }
+    if (own.grad_k) own.grad_k += index;
+    for (int i = 0; i < 3; i++)
+        if (*each[i]) *each[i] = (float *)*each[i] + first;
+    if (own.out) own.out = y;
+    int64_t after = index + 2 * count <= call->rows ? first + size : first;
+    for (int64_t i = 0; i < size; i += 32) { /* a line: what is read next, and the place of what is written */
+        FETCH((const uint16_t *)call->logits + after + i)
+        if (own.grad) FETCH((const uint16_t *)call->grad + after + i)
+        if (own.out) FETCH_TO_WRITE((uint16_t *)call->out + first + i)
+    }
+    space->work(&own, 0, count, space);
+    if (own.out) NAME(narrowed)(half, y, (uint16_t *)call->out + first, size);
+}
+
+#endif
+
 #undef FN
 #undef INLINE
 #undef PRAGMA

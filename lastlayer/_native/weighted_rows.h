@@ -1074,7 +1074,9 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
 
 /* The weights and shares of all rows of a call that have the same. */
 FN void NAME(weighted_prepare)(const struct weighted *call, struct budget_space *space) {
-    NAME(given) g = NAME(given_row)(call, 0, space);
+    struct weighted bare = *call; /* no score is looked at: they may be of another type */
+    bare.mask = 0, bare.temperature = 1;
+    NAME(given) g = NAME(given_row)(&bare, 0, space);
     NAME(shares_of)(&g, (REAL *)space->shared_w, (REAL *)space->shared_a, &space->shares);
 }
 

@@ -78,7 +78,9 @@ def _common(logits: Any, k: Any, temperature: Any, terms: tuple[Any, ...]) -> bo
     wide = False
     for term in terms:
         if term is not None:
-            if type(term) is not Tensor or term.dtype != logits.dtype or term.shape != logits.shape[-1:]:
+            if type(term) is not Tensor or term.shape != logits.shape[-1:]:
+                return False
+            if term.dtype != logits.dtype and (term.dtype != torch.float32 or logits.itemsize > 2):
                 return False
             wide = True
     return wide and direct(logits, *terms) and not transformed()

@@ -110,6 +110,46 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
     return bad;
 }
 
+static float widened(int half, uint16_t value) {
+    uint32_t bits = half == HALF_BFLOAT16 ? (uint32_t)value << 16 : widen_float16(value);
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+static uint16_t rounded(int half, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (half == HALF_FLOAT16) return narrow_float16(bits);
+    return (uint16_t)(value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Both passes of a call in half precision: what float gives for the same numbers, rounded. */
+static int check_half(struct weighted call, int half) {
+    size_t size = (size_t)(call.rows * call.n);
+    uint16_t *x = malloc(size * 2), *u = malloc(size * 2), *y = malloc(size * 2);
+    float *wide_x = malloc(size * 4), *wide_u = malloc(size * 4), *wide_y = malloc(size * 4);
+    int bad = 0;
+    for (size_t i = 0; i < size; i++) {
+        x[i] = rounded(half, ((const float *)call.logits)[i]), u[i] = rounded(half, (float)uniform());
+        wide_x[i] = widened(half, x[i]), wide_u[i] = widened(half, u[i]);
+    }
+    for (int backward = 0; backward < 2; backward++) {
+        call.logits = wide_x, call.grad = backward ? wide_u : 0, call.out = wide_y, call.half = HALF_NONE;
+        bad += lastlayer_run_weighted(&call, 0, backward);
+        call.logits = x, call.grad = backward ? u : 0, call.out = y, call.half = half;
+        bad += lastlayer_run_weighted(&call, 0, backward);
+        for (size_t i = 0; i < size; i++) {
+            float found = widened(half, y[i]), wanted = widened(half, rounded(half, wide_y[i]));
+            bad += found != wanted && (found == found || wanted == wanted);
+        }
+    }
+    call.out = 0;
+    bad += lastlayer_run_weighted(&call, 0, 0); /* nu alone */
+    free(x), free(u), free(y), free(wide_x), free(wide_u), free(wide_y);
+    return bad;
+}
+
 /* Rows with weights and bounds, shared or not, or with positive weights alone; their sums where the row has one. */
 static int check_weighted(int type, int64_t rows, int64_t n, int shared, int with_mask, int alone) {
     size_t real = type ? 8 : 4, size = (size_t)(rows * n), terms = shared ? (size_t)n : size;
@@ -147,6 +187,7 @@ static int check_weighted(int type, int64_t rows, int64_t n, int shared, int wit
         call.out = array[5], call.grad_weight = 0;
         bad += lastlayer_run_weighted(&call, type, 1);
         call.out = out, call.grad_weight = array[5];
+        for (int half = HALF_BFLOAT16; !type && half <= HALF_FLOAT16; half++) bad += check_half(call, half);
     }
     for (int i = 0; i < 8; i++) free(array[i]);
     free(k), free(nu), free(grad_k), free(mask);

@@ -1,5 +1,8 @@
 """The compiled projection with weights and bounds against plain torch: values, gradients, ends, layouts."""
 
+import importlib
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from lastlayer import _native as native
 
 pytestmark = pytest.mark.skipif(bool(native.missing), reason="the compiled kernel was not built")
 DOUBLE = torch.float64
+weighted = None if native.missing else importlib.import_module("lastlayer._native.weighted")
 
 
 def problem(rows, n, kind, dtype, seed=0, scale=2.0, per_row=False):
@@ -86,6 +90,53 @@ def test_masked_infinite_and_half_precision_rows(n):
     columns = {name: value[:, None] for name, value in options.items()}
     assert ll.lml(x.mT.contiguous(), k, dim=0, impl="native", **columns).shape == (n, 6)
     assert ll.lml(x[:0], k[:0], impl="native", **options).shape == (0, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["positive", "signs", "bounds"])
+def test_half_precision_is_the_rounded_float32_result(isa, kind, dtype):
+    wider = torch.float32 if weighted._FUSED else DOUBLE
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    for rows, n, per_row in (
+        (9, 1, False), (37, 33, False), (300, 100, False), (21, 129, False), (50, 1000, False), (3, 700, False),
+        (5, 2048, False), (7, 5001, False), (37, 33, True), (50, 301, True), (5, 4096, True),
+    ):  # fmt: skip
+        x, k, options = problem(rows, n, kind, torch.float32, scale=6.0, per_row=per_row)
+        x = x.to(dtype)  # many values are subnormal in float16
+        if n > 6:
+            x[0, 3], x[1, 4], x[2, 5] = torch.inf, -torch.inf, torch.nan
+        upstream = torch.randn(rows, n, generator=torch.Generator().manual_seed(1)).to(dtype)
+        mask = torch.rand(rows, n, generator=torch.Generator().manual_seed(2)) < 0.9
+        for function in (ll.lml, ll.lml_at_most):
+            for given in ({}, {"mask": mask}, {"temperature": 0.7}):
+                call = partial(function, **given)
+                found = results(call, x, k, options, "native", upstream)
+                exact = results(call, x.to(wider), k, options, "native", upstream)
+                for ours, wanted in zip(found, exact, strict=True):
+                    torch.testing.assert_close(ours, wanted.to(ours.dtype), rtol=0, atol=0, equal_nan=True)
+                assert found[0].dtype == found[1].dtype == dtype
+        columns = {
+            name: value if value is None else value.mT if per_row else value[:, None] for name, value in options.items()
+        }
+        across = ll.lml(x.mT, k, dim=0, impl="native", **columns)
+        torch.testing.assert_close(across, ll.lml(x, k, impl="native", **options).mT, rtol=0, atol=0, equal_nan=True)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_common_calls_in_half_precision(isa, dtype):
+    wider = torch.float32 if weighted._FUSED else DOUBLE
+    x, _, options = problem(40, 301, "bounds", torch.float32)
+    for weight in (options["weight"], options["weight"].to(dtype)):
+        terms = options | {"weight": weight}
+        for scores in (x.to(dtype), x.to(dtype)[::2], x.to(dtype)[:, :1].expand(40, 301), x.to(dtype)[:0]):
+            found = ll.lml(scores, 100.0, **terms)
+            wanted = ll.lml(scores.to(wider), 100.0, **terms)
+            assert found.dtype == dtype
+            assert torch.equal(found, wanted.to(dtype))
+    with pytest.raises(ValueError, match="must broadcast"):
+        ll.lml(x.to(dtype), 100.0, weight=options["weight"][:-1])
 
 
 def test_rows_at_their_ends():
