@@ -221,9 +221,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
     def _choose(self, X: Any, labels: LabelData) -> None:
         """Choose the loss and C, fit all rows, calibrate and tune thresholds."""
         config, x = self._config(seed=self.seed_), self.features_.transform(X)
-        pool = choose.Pool(x, labels, len(labels))
+        pool = choose.Pool(x, labels, len(labels)).counted()
         choice = choose.choose(pool, config, self.resolved_, folds=True)
-        self.network_ = choose.fit(choice.blend, x, labels, config, choice.resolved)
+        self.network_ = choose.fit(choice.blend, pool.x, pool.labels, config, choice.resolved)
         held = None if choice.scores is None else HeldOut(choice.scores, choice.labels)  # type: ignore[arg-type]
         resolved = replace(choice.resolved, k=self.resolved_.k)
         if self.multilabel_:
