@@ -385,7 +385,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         labels = replace(self._labels(y), weights=weights)
         config = self._config(seed=seed)
         self.seed_ = seed
-        data = LabelData(None, X, labels.indptr, labels.indices, labels.label_names)
+        data = replace(labels, features=X)
         self.features_ = FeatureMap.fit(data, config)
         resolved = Resolved.of(config, labels)
         if not self.multilabel_ and self.k == "auto":

@@ -404,13 +404,16 @@ def _labels_of(hot, weights=None):
     return LabelData(None, None, hot.indptr.astype(np.int64), hot.indices.astype(np.int64), names, weights=weights)
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("options", [{}, {"labels": "incomplete"}])
-def test_rows_of_weight_0_do_not_choose(options):
+def test_rows_of_weight_0_do_not_choose(options, dense):
     """Rows of weight 0 whose labels are nonsense leave everything as it is without them."""
     rows = noisy(240)
     x = sp.csr_matrix(np.array([[text.count(f"word{j}") for j in range(6)] for text in rows.texts], np.float32))
     y = [rows.names(i) for i in range(240)]
     weight = (np.arange(240) % 3 < 2).astype(float)
+    if dense:
+        x = np.where(weight[:, None] > 0, x.toarray(), 100)
     spoilt = [names if w else ["label5"] for names, w in zip(y, weight, strict=True)]
     model = LabelSetClassifier(random_state=0, **options).fit(x, spoilt, sample_weight=weight)
     used = np.flatnonzero(weight)
