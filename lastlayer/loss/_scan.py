@@ -79,10 +79,11 @@ class Layer:
         weight = (weight if weight.dtype == self.dtype else weight.to(self.dtype)).T
         bias = None if self.bias is None else self.bias[classes].to(self.dtype)
         x = None if self.products is None else self._by_parts(self.products, weight.T, bias, out)
-        if x is None and bias is None:
-            x = torch.mm(self.features, weight, out=out)
-        elif x is None:
-            x = torch.addmm(bias, self.features, weight, out=out)
+        if x is None:
+            if bias is None:
+                x = torch.mm(self.features, weight, out=out)
+            else:
+                x = torch.addmm(bias, self.features, weight, out=out)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             x /= self.temperature
         return x if self.mask is None else x.masked_fill_(~self.mask[:, classes], -torch.inf)
