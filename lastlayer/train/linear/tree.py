@@ -245,10 +245,11 @@ class LinearTree:
         return index, (1 / (1 + np.exp(-odds.astype(np.float64)))).astype(np.float32)
 
     def _scored(self, op: str, x: Any, k: int, beam: int | None, threads: int | None) -> tuple[np.ndarray, np.ndarray]:
-        if k < 1:
-            raise ValueError(f"{op}: `k` must be at least 1, got {k}.")
-        if beam is not None and beam < 1:
-            raise ValueError(f"{op}: `beam` must be at least 1, got {beam}.")
+        for name, value in (("k", k), ("beam", self.settings.beam if beam is None else beam)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise TypeError(f"{op}: `{name}` must be a whole number, got {value!r}.")
+            if value < 1:
+                raise ValueError(f"{op}: `{name}` must be at least 1, got {value}.")
         settings = self.settings
         rows = sp.csr_matrix(_rows(op, x, self.n_features, normalize=settings.normalize))
         index, score = search(

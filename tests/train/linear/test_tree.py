@@ -371,6 +371,12 @@ def test_features_must_be_finite(value):
     for name in ("predict_proba", "decision_function"):
         with pytest.raises(ValueError, match=rf"LinearTree.{name}: `k` must be at least 1, got 0\."):
             getattr(tree, name)(x, 0)
+        for k in (2.5, "2", True, None):
+            with pytest.raises(TypeError, match=rf"^LinearTree.{name}: `k` must be a whole number, got {k!r}\.$"):
+                getattr(tree, name)(x, k)
+        with pytest.raises(TypeError, match=rf"^LinearTree.{name}: `beam` must be a whole number, got 2\.5\.$"):
+            getattr(tree, name)(x, 2, beam=2.5)
+    np.testing.assert_array_equal(tree.predict_proba(x, np.int64(2))[0], tree.predict_proba(x, 2)[0])
     with pytest.raises(ValueError, match=r"LinearTree.probabilities: `x` must be finite"):
         tree.probabilities(dense)
 
