@@ -423,19 +423,35 @@ def test_rows_of_weight_0_do_not_choose(options, dense):
     np.testing.assert_array_equal(model.predict(x), alone.predict(x))
 
 
-def test_rows_of_weight_0_in_a_run_do_not_choose(tmp_path):
-    def parts(spoilt):
-        valid = noisy(60, seed=1)
-        if spoilt:
-            names = [["label5"] if i % 2 else valid.names(i) for i in range(60)]
-            more = {"weights": 1.0 - np.arange(60) % 2, "texts": valid.texts, "ids": valid.ids}
-            valid = LabelData.from_lists(names, label_names=valid.label_names, **more)
-        else:
-            valid = valid.take(np.arange(0, 60, 2))
-        return {"train": noisy(100), "valid": valid}
+def _parts(spoilt):
+    """Training and validation rows; every other one of the latter has weight 0 and a wrong label, or is absent."""
+    valid = noisy(60, seed=1)
+    if not spoilt:
+        return {"train": noisy(100), "valid": valid.take(np.arange(0, 60, 2))}
+    names = [["label5"] if i % 2 else valid.names(i) for i in range(60)]
+    more = {"weights": 1.0 - np.arange(60) % 2, "texts": valid.texts, "ids": valid.ids}
+    return {"train": noisy(100), "valid": LabelData.from_lists(names, label_names=valid.label_names, **more)}
 
+
+@pytest.mark.parametrize("monitor", ["valid_loss", "micro_f1"])
+def test_rows_of_weight_0_do_not_choose_the_epoch(monitor, tmp_path):
+    config = Config(loss="lml", epochs=3, bootstrap=0, monitor=monitor)
+    runs = [train(_parts(spoilt), config, tmp_path / str(spoilt)) for spoilt in (True, False)]
+    one, other = ([{k: v for k, v in line.items() if k != "seconds"} for line in run.history()] for run in runs)
+    assert one == other
+    assert runs[0].metrics()["best_epoch"] == runs[1].metrics()["best_epoch"]
+
+
+def test_validation_rows_that_all_have_weight_0_are_measured(tmp_path):
+    parts = _parts(True)
+    parts["valid"] = replace(parts["valid"], weights=np.zeros(60))
+    run = train(parts, Config(loss="lml", epochs=1, bootstrap=0), tmp_path / "a")
+    assert run.history()[0]["ndcg@5"] > 0
+
+
+def test_rows_of_weight_0_in_a_run_do_not_choose(tmp_path):
     config = Config(bootstrap=0, refit="false", monitor="micro_f1", solver="dual")
-    runs = [train(parts(spoilt), config, tmp_path / str(spoilt)) for spoilt in (True, False)]
+    runs = [train(_parts(spoilt), config, tmp_path / str(spoilt)) for spoilt in (True, False)]
     one, other = ((run / "choice.json").read_text().partition('"candidates"')[0] for run in runs)
     assert one == other
     for name in ("weights.safetensors", "calibration.safetensors", "decision.json"):
