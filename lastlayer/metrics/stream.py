@@ -444,8 +444,9 @@ class MeanMaxConfidence(Stream):
         self._sum("peak")
         self._sum("rows")
 
-    def update(self, scores: Tensor) -> None:
-        """Add rows."""
+    def update(self, scores: Tensor, target: Target | None = None) -> None:
+        """Add rows; `target` is not used, and is there for collections, which pass the same arguments to all."""
+        del target
         rows = torch.tensor(scores[..., :1].numel(), device=scores.device)
         self._add(peak=openset.mean_max_confidence(scores).double() * rows, rows=rows)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lastlayer.runs.files import RunError, damaged
-from lastlayer.runs.folder import RunFolder
+from lastlayer.runs.folder import RunFolder, no_folder
 from lastlayer.runs.rows import hits
 
 
@@ -120,7 +120,7 @@ def _names(folders: list[Path]) -> list[str]:
 
 def _read(folder: Path, name: str) -> Run:
     if not folder.is_dir():
-        raise RunError(f"{folder}: must be the folder of a finished run, and is not there. Run `lastlayer train`.")
+        raise no_folder(folder)
     run = RunFolder(folder)
     return Run(
         name=name,

@@ -320,12 +320,21 @@ def finished(path: str | Path) -> RunFolder:
     """Return the folder of a finished run, or raise an error that says what to do."""
     run = RunFolder(path)
     if not run.path.is_dir():
-        raise RunError(f"{run.path}: must be the folder of a finished run, and is not there. Run `lastlayer train`.")
+        raise no_folder(run.path)
     if not run.exists():
         raise RunError(f"{run.path}: not a run folder: there is no config.yaml in it.")
     if not run.is_done():
         raise RunError(f"{run.path}: the run is not finished. Resume it with `lastlayer train`.")
     return run
+
+
+def no_folder(path: Path) -> RunError:
+    """Return the error for a path that is not a folder: it is not there, or it is a file."""
+    if path.exists():
+        why = "is a file. Give the folder that `lastlayer train` wrote."
+    else:
+        why = "is not there. Run `lastlayer train`."
+    return RunError(f"{path}: must be the folder of a finished run, and {why}")
 
 
 def _is_number(value: Any) -> bool:

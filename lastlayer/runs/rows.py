@@ -82,13 +82,32 @@ def set_rows(counts: np.ndarray, n_labels: int) -> dict[str, np.ndarray]:
     return {"sample_f1": f1, "hamming_loss": wrong / max(n_labels, 1), "exact_match": (wrong == 0).astype(np.float64)}
 
 
+def row_mean(values: np.ndarray, weight: np.ndarray | None = None) -> float:
+    """Return the mean of the rows that have a value, by their weights if there are any; 0 if no row has one.
+
+    Example:
+        >>> row_mean(np.array([1.0, np.nan, 0.0]), np.array([3.0, 2.0, 1.0]))
+        0.75
+    """
+    seen = np.isfinite(values) if weight is None else np.isfinite(values) & (weight > 0)
+    if not seen.any():
+        return 0.0
+    return float(np.nanmean(values)) if weight is None else float(np.average(values[seen], weights=weight[seen]))
+
+
 def set_metrics(
-    set_indptr: np.ndarray, set_index: np.ndarray, indptr: np.ndarray, index: np.ndarray, n_labels: int
+    set_indptr: np.ndarray,
+    set_index: np.ndarray,
+    indptr: np.ndarray,
+    index: np.ndarray,
+    n_labels: int,
+    *,
+    weight: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Return micro-, macro- and sample-F1, Hamming loss and exact match of label sets.
 
     They are those of :mod:`lastlayer.metrics`: macro-F1 is the mean over the labels that some row has or is predicted
-    to have.
+    to have. Rows count by `weight`, one number per row; None for 1.
 
     Example:
         >>> measured = set_metrics(np.array([0, 2]), np.array([0, 1]), np.array([0, 1]), np.array([1]), n_labels=3)
@@ -96,15 +115,18 @@ def set_metrics(
         {'micro_f1': 0.667, 'macro_f1': 0.5, 'sample_f1': 0.667, 'hamming_loss': 0.333, 'exact_match': 0.0}
     """
     counts, right = set_counts(set_indptr, set_index, indptr, index)
-    sums = counts.sum(0)
-    each = [np.bincount(part, minlength=n_labels) for part in (set_index[right], set_index, index)]
+    by_row = np.ones(len(counts)) if weight is None else np.asarray(weight, np.float64)
+    sums = by_row @ counts
+    said, true = np.repeat(by_row, np.diff(set_indptr)), np.repeat(by_row, np.diff(indptr))
+    parts = (set_index[right], said[right]), (set_index, said), (index, true)
+    each = [np.bincount(part, own, minlength=n_labels) for part, own in parts]
     under = each[1] + each[2]
     macro = 2 * each[0][under > 0] / under[under > 0]
     rows = set_rows(counts, n_labels)
     return {
         "micro_f1": float(2 * sums[0] / (sums[1] + sums[2])) if sums[1] + sums[2] else 0.0,
         "macro_f1": float(macro.mean()) if len(macro) else 0.0,
-        **{name: float(np.nanmean(v)) if np.isfinite(v).any() else 0.0 for name, v in rows.items()},
+        **{name: row_mean(values, weight) for name, values in rows.items()},
     }
 
 

@@ -26,7 +26,7 @@ import scipy.sparse as sp
 import torch
 
 from lastlayer.data import LabelData, fold_rows
-from lastlayer.runs.rows import row_metrics, set_metrics
+from lastlayer.runs.rows import row_mean, row_metrics, set_metrics
 from lastlayer.train.batches import EpochBatches
 from lastlayer.train.blend import Blend, Candidate, added, outputs
 from lastlayer.train.calibrate import Calibration
@@ -73,6 +73,17 @@ class Pool:
         x = [inputs[name] for name in names]
         joined = x[0] if len(x) == 1 else sp.vstack(x, format="csr") if sp.issparse(x[0]) else np.concatenate(x)
         return cls(joined, _joined([parts[name] for name in names]), len(parts["train"]))
+
+    def counted(self) -> Pool:
+        """Return the rows that count: those of a weight above 0, without weights if all are 1 then."""
+        weights = self.labels.weights
+        if weights is None:
+            return self
+        rows = np.flatnonzero(weights)
+        x, labels = (self.x, self.labels) if len(rows) == len(weights) else self.take(rows)
+        if (weights[rows] == 1).all():
+            labels = replace(labels, weights=None)
+        return Pool(x, labels, int(np.count_nonzero(weights[: self.n_train])))
 
     def take(self, rows: np.ndarray) -> tuple[Any, LabelData]:
         """Return the features and labels of some rows."""
@@ -252,21 +263,29 @@ class _Race:
     def _measure(self, option: Candidate | Blend) -> float:
         each = self.each(option)
         if each is not None:
-            return float(np.nanmean(each)) if np.isfinite(each).any() else 0.0
+            return row_mean(each, self._weight(len(each)))
         scores = log_odds(np.concatenate(self.outputs(option)), self.resolved(option))
         hot = hot_matrix(_joined(self.held[: len(self.outputs(option))]))
-        y = Calibration.fit(scores, hot, penalties=(np.inf,)).probability(scores)
+        weight = self._weight(len(scores))
+        y = Calibration.fit(scores, hot, weight=weight, penalties=(np.inf,)).probability(scores)
         rule = "macro_f1" if self.monitor == "macro_f1" else "micro_f1"
-        level = Decision.tune(rule, y, hot).threshold
+        level = Decision.tune(rule, y, hot, weight=weight).threshold
         said = sp.csr_matrix(y > level)
-        measured = set_metrics(said.indptr, said.indices, hot.indptr, hot.indices, hot.shape[1])[self.monitor]
+        sets = said.indptr, said.indices, hot.indptr, hot.indices
+        measured = set_metrics(*sets, hot.shape[1], weight=weight)[self.monitor]
         return -measured if lower_is_better(self.monitor) else measured
+
+    def _weight(self, rows: int) -> np.ndarray | None:
+        """Return the weights of the first held-out rows, with a mean of 1; None if rows have none."""
+        weights = _joined(self.held).weights
+        return None if weights is None else weights[:rows] / (weights[:rows].mean() or 1.0)
 
     def slope(self, option: Candidate | Blend) -> float:
         """Return the factor that makes log-odds of outputs, but for a constant."""
         scores = np.concatenate(self.outputs(option))
         hot = hot_matrix(_joined(self.held[: len(self.outputs(option))]))
-        return float(Calibration.fit(scores, hot, penalties=(np.inf,)).slope[0])
+        weight = self._weight(len(scores))
+        return float(Calibration.fit(scores, hot, weight=weight, penalties=(np.inf,)).slope[0])
 
     def _leaders(self) -> list[Candidate]:
         """Return the best candidate of each loss, the best first."""
@@ -310,10 +329,16 @@ class _Race:
         ours, theirs = self.each(option), self.each(best)
         if ours is None or theirs is None:
             return None
-        gap = (theirs - ours)[np.isfinite(theirs - ours)]
+        weight = self._weight(len(ours))
+        weight = np.ones(len(ours)) if weight is None else weight
+        seen = np.isfinite(theirs - ours) & (weight > 0)
+        gap, weight = (theirs - ours)[seen], weight[seen]
         if len(gap) < 2:
             return float(gap.mean()) if len(gap) else 0.0
-        return float(gap.mean()) if gap.mean() > WORSE * gap.std() / np.sqrt(len(gap)) else None
+        mean = np.average(gap, weights=weight)
+        spread = np.sqrt(np.average((gap - mean) ** 2, weights=weight))
+        alike = weight.sum() ** 2 / np.square(weight).sum()  # as many rows of equal weight tell as much (Kish 1965)
+        return float(mean) if mean > WORSE * spread / np.sqrt(alike) else None
 
     def _usual(self) -> list[Candidate]:
         """Return the candidates that are taken because nothing is clearly better; none where the rows can tell."""

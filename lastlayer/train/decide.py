@@ -35,7 +35,15 @@ class Decision:
     rows: int = 0
 
     @classmethod
-    def tune(cls, rule: str, probability: np.ndarray, hot: Any, *, observed: float = 0.0) -> Decision:
+    def tune(
+        cls,
+        rule: str,
+        probability: np.ndarray,
+        hot: Any,
+        *,
+        observed: float = 0.0,
+        weight: np.ndarray | None = None,
+    ) -> Decision:
         """Choose the thresholds on held-out rows.
 
         Args:
@@ -44,6 +52,8 @@ class Decision:
             hot: A SciPy CSR matrix of the same shape with 1 for the labels of each row.
             observed: The share of the true labels that are written down; 0 for all. F1 and precision then count
                 ``1 / observed`` true labels for each one that is written down.
+            weight: One number per row; None for 1. Recall does not use it: its promise is one for rows that count
+                the same.
 
         Example:
             >>> import scipy.sparse as sp
@@ -64,16 +74,19 @@ class Decision:
         row, column = np.nonzero(probability >= (LOWEST if name != "precision" else 0.0))
         p = probability[row, column]
         hit = np.asarray(hot[row, column]).ravel() > 0 if len(row) else np.zeros(0, bool)
-        common = _cut(p, hit, hot.nnz, share, value)
+        by_row = np.ones(len(probability)) if weight is None else np.asarray(weight, np.float64)
+        by_label, each = np.repeat(by_row, np.diff(hot.indptr)), by_row[row]
+        common = _cut(p, hit, each, float(by_label.sum()), share, value)
         if name != "macro_f1":
             return cls(rule, np.array(common, np.float32), len(probability))
         positives = np.bincount(hot.indices, minlength=hot.shape[1])
+        totals = np.bincount(hot.indices, by_label, minlength=hot.shape[1])
         out = np.full(hot.shape[1], common, np.float32)
         order = np.argsort(column, kind="stable")
         ends = np.searchsorted(column[order], np.arange(hot.shape[1] + 1))
         for label in np.flatnonzero(positives >= FEW):
             own = order[ends[label] : ends[label + 1]]
-            out[label] = _cut(p[own], hit[own], int(positives[label]), share, None)
+            out[label] = _cut(p[own], hit[own], each[own], float(totals[label]), share, None)
         return cls(rule, out, len(probability))
 
     def per_label(self, n_labels: int) -> np.ndarray | None:
@@ -116,11 +129,13 @@ class Decision:
             raise damaged(run / FILE, error) from None
 
 
-def _cut(p: np.ndarray, hit: np.ndarray, total: int, share: float, precision: float | None) -> float:
+def _cut(
+    p: np.ndarray, hit: np.ndarray, weight: np.ndarray, total: float, share: float, precision: float | None
+) -> float:
     """Return the threshold of the best F1, or the lowest one with the given precision; above all p if there is none."""
     order = np.argsort(-p, kind="stable")
-    p, right = p[order], np.cumsum(hit[order], dtype=np.float64)
-    taken = share * np.arange(1, len(p) + 1)
+    p, right = p[order], np.cumsum((weight * hit)[order])
+    taken = share * np.cumsum(weight[order])
     is_cut = np.append(p[1:] < p[:-1], True) if len(p) else np.zeros(0, bool)
     if precision is None:
         merit = np.where(is_cut, 2 * right / (taken + total), -1)

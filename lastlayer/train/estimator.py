@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import numbers
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -221,9 +223,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
     def _choose(self, X: Any, labels: LabelData) -> None:
         """Choose the loss and C, fit all rows, calibrate and tune thresholds."""
         config, x = self._config(seed=self.seed_), self.features_.transform(X)
-        pool = choose.Pool(x, labels, len(labels))
+        pool = choose.Pool(x, labels, len(labels)).counted()
         choice = choose.choose(pool, config, self.resolved_, folds=True)
-        self.network_ = choose.fit(choice.blend, x, labels, config, choice.resolved)
+        self.network_ = choose.fit(choice.blend, pool.x, pool.labels, config, choice.resolved)
         held = None if choice.scores is None else HeldOut(choice.scores, choice.labels)  # type: ignore[arg-type]
         resolved = replace(choice.resolved, k=self.resolved_.k)
         if self.multilabel_:
@@ -307,19 +309,36 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         """Return the accuracy for single labels, the mean average precision of the rows for label sets.
 
         The latter does not depend on `k`, so that a search may compare several; rows without labels do not count.
+        Neither do labels that were not seen in training: a warning tells how many there are.
         """
         from lastlayer.metrics.average_precision import mean_average_precision
 
         check_is_fitted(self)
         if not self.multilabel_:
             return float(super().score(X, y, sample_weight))
-        odds, labels = self._log_odds(X)[0], self._labels(_target(y))
+        y = _target(y)
+        odds, labels = self._log_odds(X)[0], self._labels(y)
+        if isinstance(y, _Lists):
+            self._tell_unknown(y)
         target = label_lists(torch.from_numpy(labels.padded(np.arange(len(labels)))))
         values = mean_average_precision(odds, target, per="sample", average="none").numpy()
         weight = check_row_weight("LabelSetClassifier", sample_weight, len(values), "sample_weight")
         weight = np.ones(len(values)) if weight is None else weight
         seen = np.isfinite(values) & (weight > 0)
         return float(np.average(values[seen], weights=weight[seen])) if seen.any() else 0.0
+
+    def _tell_unknown(self, y: _Lists) -> None:
+        """Warn of labels that are not among `classes_`, the commonest first."""
+        known = set(self.classes_.tolist())
+        unknown = Counter(name for row in y.rows for name in set(row) if name not in known)
+        if unknown:
+            first = sorted(unknown, key=lambda name: (-unknown[name], str(name)))[:5]
+            shown = ", ".join(map(str, first)) + (", ..." if len(unknown) > 5 else "")
+            warnings.warn(
+                f"LabelSetClassifier: {unknown.total()} labels of `y` were not seen in training and do not count: "
+                f"{shown}.",
+                stacklevel=3,
+            )
 
     def _is_binary(self) -> bool:
         return not self.multilabel_ and len(self.classes_) == 2
@@ -334,8 +353,6 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         else:
             X, y = validate_data(self, X, y, multi_output=True, **options)
             if getattr(y, "ndim", 1) == 2 and y.shape[1] == 1:
-                import warnings
-
                 from sklearn.exceptions import DataConversionWarning
 
                 message = "A column-vector y was passed when a 1d array was expected."
@@ -385,7 +402,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         labels = replace(self._labels(y), weights=weights)
         config = self._config(seed=seed)
         self.seed_ = seed
-        data = LabelData(None, X, labels.indptr, labels.indices, labels.label_names)
+        data = replace(labels, features=X)
         self.features_ = FeatureMap.fit(data, config)
         resolved = Resolved.of(config, labels)
         if not self.multilabel_ and self.k == "auto":

@@ -79,7 +79,7 @@ class FeatureMap:
         scale = config.scale
         if isinstance(x, np.ndarray):
             if scale in ("auto", "standard"):
-                mean, std = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64)
+                mean, std = _moments(x, data.weights)
                 std = np.where(std > 0, std, 1)
                 return cls({"kind": "dense", "n_features": x.shape[1], "mean": mean.tolist(), "scale": std.tolist()})
             return cls({"kind": "dense", "n_features": x.shape[1], "l2": scale == "l2"})
@@ -188,6 +188,19 @@ class FeatureMap:
         data = np.array(count, dtype=np.float32)
         parts = (data, np.array(index, dtype=np.int32), np.array(ends, dtype=np.int64))
         return sp.csr_matrix(parts, shape=(len(texts), self.n_features))
+
+
+def _moments(x: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation of each feature; rows count by their weights, and not at all with 0."""
+    if weight is not None and weight.any() and not weight.all():
+        x, weight = x[weight > 0], weight[weight > 0]
+    if weight is None or np.ptp(weight) == 0:
+        mean, std = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64)
+    else:
+        share = weight / weight.sum()
+        mean = share @ x
+        std = np.sqrt(share @ np.square(x - mean))
+    return mean, np.where(np.ptp(x, axis=0) == 0, 0, std)  # that of a constant may be rounded to 1e-17
 
 
 def _check_finite(x: Any) -> None:

@@ -23,7 +23,7 @@ def fit(job: Job) -> Fitted:
     """Choose, fit and describe the model of a run."""
     config, run = job.config, job.run
     check_size(config, job.features, job.parts["train"].n_labels)
-    pool, again = choose.Pool.of(job.inputs, job.parts), fits_again(config)
+    pool, again = choose.Pool.of(job.inputs, job.parts).counted(), fits_again(config)
     lines: list[dict[str, float]] = []
 
     def say(line: dict[str, object]) -> None:

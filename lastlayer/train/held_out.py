@@ -10,7 +10,7 @@ import scipy.sparse as sp
 import torch
 
 from lastlayer.data import LabelData
-from lastlayer.runs.rows import row_metrics
+from lastlayer.runs.rows import row_mean, row_metrics
 from lastlayer.train.calibrate import PENALTIES, Calibration
 from lastlayer.train.config import Config, ConfigError
 from lastlayer.train.decide import Decision
@@ -57,6 +57,14 @@ class HeldOut:
         """Return the labels as a matrix of 0 and 1."""
         return hot_matrix(self.labels)
 
+    def counted(self) -> HeldOut:
+        """Return the rows that count: those of a weight above 0."""
+        weights = self.labels.weights
+        if weights is None or weights.all():
+            return self
+        rows = np.flatnonzero(weights)
+        return HeldOut(self.scores[rows], self.labels.take(rows))
+
 
 def hot_matrix(labels: LabelData) -> sp.csr_matrix:
     """Return the labels of rows as a matrix of 0 and 1."""
@@ -67,12 +75,14 @@ def hot_matrix(labels: LabelData) -> sp.csr_matrix:
 def decided(held: HeldOut | None, config: Config, resolved: Resolved) -> tuple[Calibration | None, Decision]:
     """Calibrate probabilities and tune thresholds on held-out rows, as the settings of a run say.
 
+    Rows count by their weights.
+
     Args:
         held: The rows; None if there are none.
         config: The settings.
         resolved: The rule for probabilities without calibration.
     """
-    rule = config.decide
+    rule, held = config.decide, None if held is None else held.counted()
     enough = held is not None and len(held.labels.indices) >= FEWEST
     calibrate = config.calibrate and config.probability == "auto" and config.k != "predicted"
     if config.labels == "incomplete" and resolved.probability == "lml":
@@ -96,7 +106,7 @@ def decided(held: HeldOut | None, config: Config, resolved: Resolved) -> tuple[C
         with torch.inference_mode():
             y = probabilities(torch.from_numpy(held.scores), resolved)[0].numpy()
     observed = resolved.observed if config.labels == "incomplete" else 0.0
-    return calibration, Decision.tune(rule, y, hot, observed=observed)
+    return calibration, Decision.tune(rule, y, hot, observed=observed, weight=held.labels.weights)
 
 
 def with_share(resolved: Resolved, held: HeldOut | None, config: Config) -> Resolved:
@@ -112,6 +122,7 @@ def with_share(resolved: Resolved, held: HeldOut | None, config: Config) -> Reso
         config: The settings of the run.
     """
     given = config.labels != "incomplete" or config.observed != "auto" or config.k != "auto"
+    held = None if held is None else held.counted()
     total = 0 if held is None else len(held.labels.indices)
     count = int(max(SUREST[0] * total, min(SUREST[1], SUREST[2] * total)))
     if given or held is None or count < FEWEST:
@@ -120,7 +131,10 @@ def with_share(resolved: Resolved, held: HeldOut | None, config: Config) -> Reso
     sure = Calibration.fit(held.scores, hot, weight=held.labels.weights).log_odds(held.scores)
     surest = np.unravel_index(np.argpartition(-sure, count - 1, axis=None)[:count], sure.shape)
     n, mean = held.labels.n_labels, resolved.mean_count * (resolved.observed or 1)
-    k = min(mean * count / max(float(hot[surest].sum()), 1.0), 0.5 * n if n > 1 else 0.5)
+    weight = np.ones(len(sure)) if held.labels.weights is None else held.labels.weights
+    by_pair = (weight / weight.mean())[surest[0]]
+    found = max(float(by_pair @ np.asarray(hot[surest]).ravel()), 1.0)
+    k = min(mean * float(by_pair.sum()) / found, 0.5 * n if n > 1 else 0.5)
     return replace(resolved, k=k, mean_count=k, observed=min(mean / k, 0.99))
 
 
@@ -155,4 +169,4 @@ def _ranking(scores: np.ndarray, labels: LabelData, k: int) -> float:
     """Return recall at k, which depends on the order alone."""
     top = torch.from_numpy(scores).topk(min(k, scores.shape[1])).indices.numpy()
     each = row_metrics(top, labels.indptr, labels.indices, [k])[f"recall@{k}"]
-    return float(np.nanmean(each)) if np.isfinite(each).any() else 0.0
+    return row_mean(each, labels.weights)

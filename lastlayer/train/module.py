@@ -83,11 +83,18 @@ class LabelSetData(pl.LightningDataModule):
         return DataLoader(self.train_rows, sampler=batches, batch_size=None, collate_fn=_whole)
 
     def val_dataloader(self) -> Any:
-        """Return the validation rows in order; every rank sees all of them, so that metrics are exact."""
+        """Return the validation rows in order; every rank sees all of them, so that metrics are exact.
+
+        Rows of weight 0 are left out, unless all rows are such; other weights have no effect.
+        """
         if self.valid_rows is None:
             return []
         size = self.batch_size if hasattr(self.valid_rows.x, "inputs") else max(self.batch_size, 256)
-        batches = EpochBatches(len(self.valid_rows), size, seed=None)
+        weights = self.valid_rows.labels.weights
+        batches: Any = EpochBatches(len(self.valid_rows), size, seed=None)
+        if weights is not None and weights.any():
+            counted = np.flatnonzero(weights)
+            batches = [counted[rows] for rows in EpochBatches(len(counted), size, seed=None)]
         return DataLoader(self.valid_rows, sampler=batches, batch_size=None, collate_fn=_whole)
 
 

@@ -169,6 +169,18 @@ def test_one_problem():
     assert metric.compute().item() == pytest.approx(0.4)
 
 
+def test_confidence_in_a_collection_takes_no_notice_of_the_target():
+    scores, target = data()
+    both = torchmetrics.MetricCollection([ll.MeanMaxConfidence(), ll.RecallAtK(3)]).to(DEVICE)
+    for half in (slice(0, 20), slice(20, None)):
+        both.update(scores[half], target[half])
+    both.update(scores=scores[:0], target=target[:0])
+    found = both.compute()
+    torch.testing.assert_close(found["MeanMaxConfidence"], ll.metrics.mean_max_confidence(scores))
+    torch.testing.assert_close(found["RecallAtK"], ll.recall_at_k(scores, target, 3))
+    assert both(scores, target)["MeanMaxConfidence"] == ll.metrics.mean_max_confidence(scores)
+
+
 def test_bins_are_the_reliability_diagram():
     scores, target = data()
     metric = stream(ll.LabelCalibrationError(3, n_bins=5).to(DEVICE), scores, target)

@@ -345,6 +345,9 @@ def test_a_damaged_folder_is_one_clear_line_and_writes_nothing(tmp_path, damage,
 def test_no_folder_and_no_run_at_all(tmp_path):
     with pytest.raises(ReportError, match="must be the folder of a finished run, and is not there"):
         report.write(tmp_path / "nothing", tmp_path / "report.html")
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(ReportError, match="must be the folder of a finished run, and is a file"):
+        report.write(tmp_path / "rows.jsonl", tmp_path / "report.html")
     with pytest.raises(ReportError, match="`run_dirs` must name at least one run folder"):
         report.write([], tmp_path / "report.html")
 

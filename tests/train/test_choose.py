@@ -396,3 +396,125 @@ def test_groups_reach_the_choice_and_the_trees(monkeypatch):
     assert not np.array_equal(*trees)
     with pytest.raises(ValueError, match="`groups` must have one value per row, 60, got 2"):
         kept.fit(x, y, groups=[0, 1])
+
+
+def _labels_of(hot, weights=None):
+    hot = sp.csr_matrix(hot)
+    names = [f"label{i}" for i in range(hot.shape[1])]
+    return LabelData(None, None, hot.indptr.astype(np.int64), hot.indices.astype(np.int64), names, weights=weights)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("options", [{}, {"labels": "incomplete"}])
+def test_rows_of_weight_0_do_not_choose(options, dense):
+    """Rows of weight 0 whose labels are nonsense leave everything as it is without them."""
+    rows = noisy(240)
+    x = sp.csr_matrix(np.array([[text.count(f"word{j}") for j in range(6)] for text in rows.texts], np.float32))
+    y = [rows.names(i) for i in range(240)]
+    weight = (np.arange(240) % 3 < 2).astype(float)
+    if dense:
+        x = np.where(weight[:, None] > 0, x.toarray(), 100)
+    spoilt = [names if w else ["label5"] for names, w in zip(y, weight, strict=True)]
+    model = LabelSetClassifier(random_state=0, **options).fit(x, spoilt, sample_weight=weight)
+    used = np.flatnonzero(weight)
+    alone = LabelSetClassifier(random_state=0, **options).fit(x[used], [y[i] for i in used])
+    assert model.choice_ == alone.choice_
+    np.testing.assert_allclose(model.predict_proba(x), alone.predict_proba(x), rtol=1e-5)
+    np.testing.assert_array_equal(model.predict(x), alone.predict(x))
+
+
+def _parts(spoilt):
+    """Training and validation rows; every other one of the latter has weight 0 and a wrong label, or is absent."""
+    valid = noisy(60, seed=1)
+    if not spoilt:
+        return {"train": noisy(100), "valid": valid.take(np.arange(0, 60, 2))}
+    names = [["label5"] if i % 2 else valid.names(i) for i in range(60)]
+    more = {"weights": 1.0 - np.arange(60) % 2, "texts": valid.texts, "ids": valid.ids}
+    return {"train": noisy(100), "valid": LabelData.from_lists(names, label_names=valid.label_names, **more)}
+
+
+@pytest.mark.parametrize("monitor", ["valid_loss", "micro_f1"])
+def test_rows_of_weight_0_do_not_choose_the_epoch(monitor, tmp_path):
+    config = Config(loss="lml", epochs=3, bootstrap=0, monitor=monitor)
+    runs = [train(_parts(spoilt), config, tmp_path / str(spoilt)) for spoilt in (True, False)]
+    one, other = ([{k: v for k, v in line.items() if k != "seconds"} for line in run.history()] for run in runs)
+    assert one == other
+    assert runs[0].metrics()["best_epoch"] == runs[1].metrics()["best_epoch"]
+
+
+def test_validation_rows_that_all_have_weight_0_are_measured(tmp_path):
+    parts = _parts(True)
+    parts["valid"] = replace(parts["valid"], weights=np.zeros(60))
+    run = train(parts, Config(loss="lml", epochs=1, bootstrap=0), tmp_path / "a")
+    assert run.history()[0]["ndcg@5"] > 0
+
+
+def test_rows_of_weight_0_in_a_run_do_not_choose(tmp_path):
+    config = Config(bootstrap=0, refit="false", monitor="micro_f1", solver="dual")
+    runs = [train(_parts(spoilt), config, tmp_path / str(spoilt)) for spoilt in (True, False)]
+    one, other = ((run / "choice.json").read_text().partition('"candidates"')[0] for run in runs)
+    assert one == other
+    for name in ("weights.safetensors", "calibration.safetensors", "decision.json"):
+        assert (runs[0] / name).read_bytes() == (runs[1] / name).read_bytes()
+
+
+@pytest.mark.parametrize("monitor", ["recall@1", "ndcg@3", "micro_f1", "macro_f1", "hamming_loss"])
+def test_a_weight_of_2_is_that_of_two_held_out_rows(monitor):
+    rng, n = np.random.default_rng(0), 200
+    hot = rng.random((n, 5)) < 0.3
+    outputs = [(rng.normal(size=(n, 5)) + slope * hot).astype(np.float32) for slope in (2.0, 1.7)]
+    times = rng.integers(0, 4, n)
+    config, found = Config(monitor=monitor, at=(1, 3)), []
+    parts = Candidate("squared_hinge", 1.0), Candidate("binary", 1.0)
+    for rows, weights in ((np.arange(n), times.astype(float)), (np.repeat(np.arange(n), times), None)):
+        data = _labels_of(hot[rows], weights)
+        race = _Race(Pool(np.zeros((len(rows), 1)), data, len(rows)), config, Resolved.of(config, data), print)
+        race.held, race.scores = [data], {c: [z[rows]] for c, z in zip(parts, outputs, strict=True)}
+        found.append([*map(race.value, parts), *map(race.slope, parts)])
+        if "@" in monitor:
+            ours, theirs = race.each(parts[1]), race.each(parts[0])
+            race.measured = {parts[0]: [theirs + 0.5], parts[1]: [ours]}
+            found[-1].append(race._behind(parts[1], parts[0]))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-3)
+
+
+def test_chance_is_judged_by_the_number_of_rows_that_count():
+    rng, n = np.random.default_rng(0), 400
+    best, other = Candidate("squared_hinge", 1.0), Candidate("binary", 1.0)
+    config, found = Config(monitor="recall@1", at=(1,)), {}
+    for few in (4, n):
+        weights = np.where(np.arange(n) < few, 1.0, 1e-6)
+        data = _labels_of(np.ones((n, 2)), weights)
+        race = _Race(Pool(np.zeros((n, 1)), data, n), config, Resolved.of(config, data), print)
+        race.held, race.measured = [data], {best: [np.full(n, 0.9)], other: [0.7 + 0.5 * rng.normal(size=n)]}
+        found[few] = race._behind(other, best)
+    assert found[4] is None  # four rows cannot tell
+    assert found[n] == pytest.approx(0.2, abs=0.1)
+
+
+def test_thresholds_and_the_share_of_labels_count_rows_by_their_weights():
+    rng, n = np.random.default_rng(0), 3000
+    true = rng.random((n, 4)) < 0.3
+    hot = true & (rng.random((n, 4)) < np.where(np.arange(n) % 2, 0.8, 0.2)[:, None])  # two kinds of rows
+    scores = (rng.normal(size=(n, 4)) + 4 * true).astype(np.float32)
+    times = np.where(np.arange(n) % 2, 2, 1) * (rng.random(n) < 0.8)
+    rows = np.repeat(np.arange(n), times)
+    y, weight = 1 / (1 + np.exp(-scores)), times.astype(float)
+    for rule in ("micro_f1", "macro_f1", "precision=0.5"):
+        one = Decision.tune(rule, y, sp.csr_matrix(hot), weight=weight).threshold
+        other = Decision.tune(rule, y[rows], sp.csr_matrix(hot[rows])).threshold
+        np.testing.assert_allclose(one, other, atol=2e-3)
+    config = Config(labels="incomplete", loss="binary")
+    held, again = HeldOut(scores, _labels_of(hot, weight)), HeldOut(scores[rows], _labels_of(hot[rows]))
+    shares = [with_share(Resolved.of(config, one.labels), one, config).observed for one in (held, again)]
+    np.testing.assert_allclose(*shares, rtol=0.05)
+    plain = HeldOut(scores, _labels_of(hot))
+    assert abs(with_share(Resolved.of(config, plain.labels), plain, config).observed / shares[1] - 1) > 0.1
+    used = np.flatnonzero(times)
+    kept = HeldOut(scores[used], _labels_of(hot[used], weight[used]))
+    for settings in (Config(), replace(config, observed=0.5), Config(decide="recall=0.8")):
+        resolved = Resolved.of(settings, kept.labels)
+        (one, level), (other, same) = decided(held, settings, resolved), decided(kept, settings, resolved)
+        np.testing.assert_array_equal(one.slope, other.slope)
+        np.testing.assert_array_equal(level.threshold, same.threshold)
+        assert one.rows == len(used)

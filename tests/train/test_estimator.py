@@ -1,5 +1,6 @@
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -257,6 +258,21 @@ def test_numbers_of_a_call_are_checked():
     with pytest.raises(ValueError, match="`sample_weight` must have one number per row, 60, got shape"):
         model.score(X, Y, sample_weight=np.ones(3))
     assert model.score(X, Y, sample_weight=np.zeros(60)) == 0
+
+
+def test_labels_that_were_not_seen_in_training_are_told_by_score():
+    X, Y = make(60)
+    lists = [[f"label{j}" for j in np.flatnonzero(row)] for row in Y]
+    model = LabelSetClassifier(loss="lml", epochs=1, random_state=0).fit(X, lists)
+    more = [[*names, "new"] if i < 3 else ["newer"] if i == 3 else names for i, names in enumerate(lists)]
+    message = r"^LabelSetClassifier: 4 labels of `y` were not seen in training and do not count: new, newer\.$"
+    with pytest.warns(UserWarning, match=message) as warned:
+        value = model.score(X, more)
+    assert len(warned) == 1
+    kept = [[name for name in names if name.startswith("label")] for names in more]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.score(X, kept) == value
 
 
 @pytest.mark.parametrize("k", ["auto", "predicted"])

@@ -136,3 +136,25 @@ def test_training_and_evaluation_note_rows_without_a_known_word(tmp_path):
         evaluate(run, LabelData.from_lists([["new"]], texts=["word1"]))
     with pytest.raises(DataError, match="no row has a label"):
         evaluate(run, LabelData.from_lists([[]], texts=["word1"]))
+
+
+def test_features_are_scaled_by_row_weights():
+    rng = np.random.default_rng(0)
+    x, times = rng.normal(size=(50, 3)).astype(np.float32) * [1.0, 5.0, 0.0] + [0.0, 2.0, 0.1], rng.integers(0, 4, 50)
+    x[times == 0] = 1e4  # rows of weight 0 are as if they were absent
+    again = np.repeat(np.arange(50), times)
+
+    def scaled(rows, weights=None):
+        labels = LabelData.from_lists([["a"]] * len(rows), features=x[rows], weights=weights)
+        return FeatureMap.fit(labels, Config()).transform(x)
+
+    np.testing.assert_allclose(scaled(np.arange(50), times.astype(float)), scaled(again), rtol=1e-5, atol=1e-6)
+    used = np.flatnonzero(times)
+    np.testing.assert_array_equal(scaled(np.arange(50), (times > 0).astype(float)), scaled(used))
+    np.testing.assert_array_equal(scaled(np.arange(50), np.full(50, 2.0)), scaled(np.arange(50)))
+
+
+def test_a_constant_feature_is_not_blown_up():
+    labels = LabelData.from_lists([["a"]] * 49, features=np.full((49, 1), 0.1))
+    new = FeatureMap.fit(labels, Config()).transform(np.array([[0.1], [0.2]]))
+    np.testing.assert_allclose(new, [[0], [0.1]], atol=1e-6)

@@ -79,6 +79,9 @@ def test_messages(run):
         model.predict(["a"], k=0)
     with pytest.raises(RunError, match="must be the folder of a finished run, and is not there"):
         ll.load("no/such/run")
+    for path in (run / "config.yaml", str(run / "config.yaml")):
+        with pytest.raises(RunError, match=r"config\.yaml: must be the folder of a finished run, and is a file\."):
+            ll.load(path)
 
 
 @pytest.mark.parametrize("rows", [[["a"]], ["a", None], [b"a"], {"a"}, (text for text in ["a"])])

@@ -204,7 +204,8 @@ class LinearTree:
                 score, hit = _score_held_out(trees, x[some], labels.among(some, x.shape[0]), settings)
                 scores.append(score)
                 hits.append(hit)
-        knots, quality = _calibrate(scores, hits)
+        weight = None if row_weight is None or not held else row_weight[np.concatenate(held)]
+        knots, quality = _calibrate(scores, hits, weight)
         return cls(fitter.fit(x, labels, row_weight, shapes), settings, labels.n_labels, knots, quality)
 
     def predict_proba(
@@ -244,10 +245,11 @@ class LinearTree:
         return index, (1 / (1 + np.exp(-odds.astype(np.float64)))).astype(np.float32)
 
     def _scored(self, op: str, x: Any, k: int, beam: int | None, threads: int | None) -> tuple[np.ndarray, np.ndarray]:
-        if k < 1:
-            raise ValueError(f"{op}: `k` must be at least 1, got {k}.")
-        if beam is not None and beam < 1:
-            raise ValueError(f"{op}: `beam` must be at least 1, got {beam}.")
+        for name, value in (("k", k), ("beam", self.settings.beam if beam is None else beam)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise TypeError(f"{op}: `{name}` must be a whole number, got {value!r}.")
+            if value < 1:
+                raise ValueError(f"{op}: `{name}` must be at least 1, got {value}.")
         settings = self.settings
         rows = sp.csr_matrix(_rows(op, x, self.n_features, normalize=settings.normalize))
         index, score = search(
@@ -434,24 +436,31 @@ def _score_held_out(
     return np.where(index >= 0, monotone.log_odds(score), np.nan), hit
 
 
-def _calibrate(scores: list[np.ndarray], hits: list[np.ndarray]) -> tuple[np.ndarray, dict[str, float]]:
-    """Return the map, and how well maps of one half of the rows do on the other."""
+def _calibrate(
+    scores: list[np.ndarray], hits: list[np.ndarray], row_weight: np.ndarray | None
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Return the map, and how well maps of one half of the rows do on the other; rows count by their weights."""
     ends = np.array([-monotone.LARGEST, monotone.LARGEST])
     if not scores:
         return np.stack([ends, ends]), {}
     score, hit = np.concatenate(scores), np.concatenate(hits)
-    real = ~np.isnan(score)
+    by_row = np.ones(len(score)) if row_weight is None else row_weight / row_weight.mean()
+    weight, real = np.broadcast_to(by_row[:, None], score.shape), ~np.isnan(score)
     best = np.broadcast_to(np.arange(score.shape[1]) < 5, score.shape)
     half = np.broadcast_to(np.arange(len(score))[:, None] % 2 == 0, score.shape)
     odds = np.zeros(score.shape)
     for part in (half, ~half):
         other = real & ~part
         if other.any():
-            odds[part] = monotone.apply_map(monotone.fit_map(score[other], hit[other]), np.nan_to_num(score[part]))
+            knots = monotone.fit_map(score[other], hit[other], weight[other])
+            odds[part] = monotone.apply_map(knots, np.nan_to_num(score[part]))
     used = real & best
-    before, after = (monotone.calibration_error(1 / (1 + np.exp(-values[used])), hit[used]) for values in (score, odds))
+    before, after = (
+        monotone.calibration_error(1 / (1 + np.exp(-values[used])), hit[used], weight=weight[used])
+        for values in (score, odds)
+    )
     quality = {"rows": float(len(score)), "ece_before": before, "ece_after": after}
-    return monotone.fit_map(score[real], hit[real]), quality
+    return monotone.fit_map(score[real], hit[real], weight[real]), quality
 
 
 class _Progress:

@@ -163,6 +163,32 @@ def test_the_map_recovers_probabilities_and_increases():
     assert monotone.fit_map(np.array([0.0, 1.0]), np.array([False, True])).shape == (2, 2)
 
 
+def test_rows_of_little_weight_hardly_count_for_the_calibration():
+    x, y = made_up(rows=1200)
+    wrong = np.arange(1200) % 2 == 0  # labels of other rows
+    spoilt = [y[(i + 100) % 1200] if wrong[i] else y[i] for i in range(1200)]
+    weight = np.where(wrong, 1e-3, 1.0)
+    tree = LinearTree.fit(x, spoilt, SMALL, row_weight=weight)
+    new, labels = made_up(rows=1600)
+    index, p = tree.predict_proba(new[1200:], 3)
+    hit = np.array([np.isin(row, own) for row, own in zip(index, labels[1200:], strict=True)])
+    assert monotone.calibration_error(p.ravel(), hit.ravel()) < 0.06
+    assert tree.calibration["ece_after"] < 0.1
+
+
+def test_a_weight_of_2_is_that_of_two_pairs_in_the_map():
+    rng = np.random.default_rng(0)
+    score, times = rng.normal(size=2000), rng.integers(1, 4, 2000)
+    hit = rng.random(2000) < 1 / (1 + np.exp(-2 * score * times))
+    again = np.repeat(np.arange(2000), times)
+    one, other = monotone.fit_map(score, hit, times.astype(float)), monotone.fit_map(score[again], hit[again])
+    grid = np.linspace(-2, 2, 20)
+    np.testing.assert_allclose(monotone.apply_map(one, grid), monotone.apply_map(other, grid), atol=0.1)
+    p = 1 / (1 + np.exp(-score))
+    error = monotone.calibration_error(p, hit, weight=times.astype(float))
+    assert error == pytest.approx(monotone.calibration_error(p[again], hit[again]))
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [30, 3000])
 def test_the_map_of_scores_that_separate_all_is_finite(count):
@@ -345,6 +371,12 @@ def test_features_must_be_finite(value):
     for name in ("predict_proba", "decision_function"):
         with pytest.raises(ValueError, match=rf"LinearTree.{name}: `k` must be at least 1, got 0\."):
             getattr(tree, name)(x, 0)
+        for k in (2.5, "2", True, None):
+            with pytest.raises(TypeError, match=rf"^LinearTree.{name}: `k` must be a whole number, got {k!r}\.$"):
+                getattr(tree, name)(x, k)
+        with pytest.raises(TypeError, match=rf"^LinearTree.{name}: `beam` must be a whole number, got 2\.5\.$"):
+            getattr(tree, name)(x, 2, beam=2.5)
+    np.testing.assert_array_equal(tree.predict_proba(x, np.int64(2))[0], tree.predict_proba(x, 2)[0])
     with pytest.raises(ValueError, match=r"LinearTree.probabilities: `x` must be finite"):
         tree.probabilities(dense)
 
