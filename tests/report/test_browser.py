@@ -75,6 +75,7 @@ def test_every_plot_is_drawn(browser, three):
         page.keyboard.press("Escape")
         assert page.locator("#tip").is_hidden()
         page.locator("#recall-plot summary").click()
+        page.locator("#recall-plot details tbody tr").first.wait_for()  # which are written once the table is open
         assert page.locator("#recall-plot details tbody tr").count() == 8
 
 
