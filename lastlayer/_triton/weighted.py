@@ -43,7 +43,7 @@ FORWARD: dict[int, shapes.Table] = {
 # The same where rows share weights and bounds; then the registers of a thread, and STAGES of `shared`. These are the
 # fastest that were tried: spilled registers take long to come back, and copies to shared memory help where a warp has
 # several rows or little to read. With weights or bounds alone, a thread holds one number per class for them; with both,
-# two. A row of 8,193 to 10,240 classes has a multiprocessor to itself, and registers for the next one's scores.
+# two. With STAGES 0 a row has a multiprocessor to itself, and registers for the next one's scores.
 Fit = tuple[int, int, int, int]
 FITS: dict[bool, dict[int, tuple[Fit, ...]]] = {
     False: {
@@ -327,6 +327,7 @@ def _backward(
         return Launch(backward_row, (g.rows,), (*pointers, *sizes), {"ALIGN": align, **constants, **STREAM})
     # With a few registers more, a multiprocessor has one row of 16 warps at a time instead of two.
     few = p.warps == 16 and g.n <= HELD and p is not shapes.shared(g.n) and not any(wanted) and not INTERPRETED
+    # Up to 64 classes per thread; the weights of more would take registers from the scores and the upstream gradient.
     held = p.tiles["C"] * (p.tiles["WA"] + p.tiles["WB"] + p.tiles["WC"]) <= 64 * 32 * p.warps // p.rows
     options = {**_tiles(p), **constants, "HELD": held, "num_warps": p.warps, **({"maxnreg": 64} if few else {})}
     sizes = (g.rows, g.n // p.align, *g.m_strides, g.inv_t)

@@ -125,6 +125,22 @@ def test_rows_that_are_on_their_way_ahead_of_time(stages, monkeypatch):
             torch.testing.assert_close(value.double(), expected, rtol=2e-5, atol=room, equal_nan=True)
 
 
+def test_weights_that_are_read_again_in_the_backward_pass(monkeypatch):
+    """More than 64 classes per thread, whose weights are not held."""
+    from lastlayer._triton import plan, weighted
+
+    monkeypatch.setattr(plan, "PATIENCE", 1)
+    monkeypatch.setattr(weighted, "BACKWARD", {4: ((weighted.LONGEST, 80),)})
+    x, k, options = problem(9, 150, "positive", 2.0)
+    upstream = torch.linspace(-1, 1, x.numel(), device=DEVICE).view_as(x)
+    found = []
+    for scores, weight, impl in ((x, options["weight"], "triton"), (x.double(), options["weight"].double(), "torch")):
+        leaf = scores.detach().requires_grad_()
+        y = ll.lml(leaf, k, weight=weight, impl=impl)
+        found.append(torch.autograd.grad(y, leaf, upstream.to(y.dtype))[0].double())
+    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("per_row", [False, True])
 def test_long_rows_with_bounds(per_row, monkeypatch):
     from lastlayer._triton import weighted
