@@ -192,8 +192,10 @@ def _softmax_slope(x: Tensor, labels: _check.Labels, inverse: float) -> tuple[Te
     return (count * mean - held).sum(dtype=dtype), (count * spread).sum(dtype=dtype)
 
 
-def bin_sums(op: str, scores: Tensor, target: Target, k: Any, n_bins: Any, per: Any) -> BinSums:
-    """Check the inputs and return the sums of each bin."""
+def bin_sums(
+    op: str, scores: Tensor, target: Target, k: Any, n_bins: Any, per: Any, weight: Tensor | None = None
+) -> BinSums:
+    """Check the inputs and return the sums of each bin; without `k`, rows may count by a `weight` each."""
     per = _check.choice(op, "per", per, ("all", "class"), OLD)
     if isinstance(n_bins, bool) or not isinstance(n_bins, int):
         raise TypeError(f"{op}: `n_bins` must be an integer, got {type(n_bins).__name__}.")
@@ -204,7 +206,7 @@ def bin_sums(op: str, scores: Tensor, target: Target, k: Any, n_bins: Any, per: 
     rows = _ranking.matrix(scores)
     sums = rows.new_zeros(3, groups * n_bins + 1, dtype=_sums.exact_dtype(scores.device))
     if k is None:
-        _add_all(sums, rows, _ranking.flat(_check.target(op, target, scores)), n_bins, groups)
+        _add_all(sums, rows, _ranking.flat(_check.target(op, target, scores)), n_bins, groups, weight)
     else:
         cuts = _ranking.cuts(op, k, scores.shape[:-1], scores.device)
         if cuts.several:
@@ -217,16 +219,19 @@ def bin_sums(op: str, scores: Tensor, target: Target, k: Any, n_bins: Any, per: 
     return BinSums(*sums[:, :-1].view(3, groups, n_bins))
 
 
-def _add_all(sums: Tensor, rows: Tensor, labels: _check.Labels, n_bins: int, groups: int) -> None:
+def _add_all(
+    sums: Tensor, rows: Tensor, labels: _check.Labels, n_bins: int, groups: int, weight: Tensor | None
+) -> None:
     """Add all pairs; of an index target only the labels are looked up."""
     classes = torch.arange(rows.shape[-1], device=rows.device)
     for c in _ranking.chunks(len(rows), rows.shape[-1]):
         part = _ranking.rows_of(labels, c)
         index = torch.where(_ranking.candidates(rows[c], part) > -torch.inf, classes, -1)
         if part.dense is not None:
-            _add(sums, rows[c], index, part.dense > 0, n_bins, groups)
+            _add(sums, rows[c], index, part.dense > 0, n_bins, groups, None if weight is None else weight[c])
             continue
         assert part.index is not None
+        assert weight is None
         _add(sums, rows[c], index, torch.zeros_like(index, dtype=torch.bool), n_bins, groups)
         held = rows[c].gather(-1, part.index.clamp(min=0))
         is_label = (part.index >= 0) & (held > -torch.inf)
@@ -241,17 +246,31 @@ def _place(confidence: Tensor, index: Tensor, n_bins: int, groups: int) -> Tenso
     return cell if groups == 1 else index * n_bins + cell
 
 
-def _add(sums: Tensor, confidence: Tensor, index: Tensor, right: Tensor, n_bins: int, groups: int) -> None:
+def _add(
+    sums: Tensor,
+    confidence: Tensor,
+    index: Tensor,
+    right: Tensor,
+    n_bins: int,
+    groups: int,
+    weight: Tensor | None = None,
+) -> None:
     seen = index >= 0
     place = torch.where(seen, _place(confidence, index, n_bins, groups), sums.shape[-1] - 1).flatten()
     confidence = torch.where(seen, confidence, 0)
     for row, value in zip(sums, (torch.ones_like(confidence), confidence, right), strict=True):
-        row.index_add_(0, place, value.flatten().to(sums.dtype))
+        value = value.to(sums.dtype) if weight is None else value * weight.to(sums.dtype)[:, None]
+        row.index_add_(0, place, value.flatten())
+
+
+def _divisor(count: Tensor) -> Tensor:
+    """The counts, with 1 for those that are 0; weighted ones may be below 1."""
+    return torch.where(count > 0, count, 1)
 
 
 def diagram(sums: BinSums, dtype: torch.dtype) -> ReliabilityBins:
     """Turn the sums of bins into their means."""
-    whole = sums.pairs.clamp(min=1)
+    whole = _divisor(sums.pairs)
     edges = _sums.even_steps(sums.pairs.shape[-1], sums.pairs.device, dtype)
     parts = (sums.pairs, sums.confidence / whole, sums.right / whole)
     return ReliabilityBins(edges, *(p.to(dtype) for p in parts))
@@ -259,9 +278,9 @@ def diagram(sums: BinSums, dtype: torch.dtype) -> ReliabilityBins:
 
 def calibration_error(sums: BinSums, norm: Norm) -> Tensor:
     """The calibration error of the sums of bins, a mean over diagrams that have a pair."""
-    gap = (sums.right - sums.confidence).abs() / sums.pairs.clamp(min=1)
+    gap = (sums.right - sums.confidence).abs() / _divisor(sums.pairs)
     total = sums.pairs.sum(-1)
-    share = sums.pairs / total.clamp(min=1)[:, None]
+    share = sums.pairs / _divisor(total)[:, None]
     if norm == "max":
         error = gap.amax(-1)
     else:

@@ -39,17 +39,19 @@ def compare(runs: list[Run], *, seed: int = 0) -> dict[str, Any] | None:
     rows = [row_values(h, at, len(run.labels)) for h, run in zip(held, runs, strict=True)]
     names = [name for name in rows[0] if all(name in r for r in rows)]
     values = np.stack([np.stack([r[name] for name in names]) for r in rows])  # (runs, metrics, rows)
-    values = values[:, :, np.isfinite(values).all((0, 1))]
+    counted = np.ones(len(held[0])) if held[0].weight is None else held[0].weight
+    kept = np.isfinite(values).all((0, 1)) & (counted > 0)
+    values, weight = values[:, :, kept], counted[kept]
     if not names or values.shape[-1] < 2:
         return _untested("There are fewer than two held-out rows with labels.")
     draws = int(np.clip(2e8 // values.shape[-1], 2000, 10000))
-    drawn = _drawn(values, draws, seed)
+    drawn, means = _drawn(values, draws, seed, weight), values @ weight / weight.sum()
     pairs: list[list[Any]] = [[None] * len(runs) for _ in runs]
     for b in range(len(runs)):
         for a in range(len(runs)):
             if a != b:
-                mean = values[a].mean(-1) - values[b].mean(-1)
-                pairs[a][b] = dict(zip(names, map(_difference, mean, (drawn[a] - drawn[b]).T), strict=True))
+                some = (drawn[a] - drawn[b]).T
+                pairs[a][b] = dict(zip(names, map(_difference, means[a] - means[b], some), strict=True))
         for name in names:
             _holm([row[b][name] for row in pairs if row[b]])
     least = 2 * (len(runs) - 1) / (draws + 1)  # p of a difference that no draw turns around, adjusted
@@ -104,18 +106,19 @@ def row_values(held: Held, at: list[int], n_labels: int) -> dict[str, np.ndarray
     return out
 
 
-def _drawn(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
+def _drawn(values: np.ndarray, draws: int, seed: int, weight: np.ndarray | None = None) -> np.ndarray:
     """The means of the metrics on each draw, ``(runs, draws, metrics)``; a few draws are held at a time."""
     runs, metrics, n = values.shape
     rng = np.random.default_rng(seed)
-    flat = values.reshape(-1, n).T / n
-    out = np.empty((draws, runs * metrics))
+    flat = np.concatenate([values.reshape(-1, n), np.ones((1, n))]).T * (1.0 if weight is None else weight[:, None])
+    out = np.empty((draws, runs * metrics + 1))
     step = max(int(4e6 // n), 1)
     for at in range(0, draws, step):
         size = min(step, draws - at)
         drawn = rng.integers(n, size=(size, n)) + np.arange(size)[:, None] * n
         out[at : at + size] = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n) @ flat
-    return out.reshape(draws, runs, metrics).transpose(1, 0, 2)
+    means = out[:, :-1] / out[:, -1:]
+    return means.reshape(draws, runs, metrics).transpose(1, 0, 2)
 
 
 def _difference(mean: float, drawn: np.ndarray) -> dict[str, float]:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lastlayer import _check
-from lastlayer.metrics.calibration import reliability_bins
+from lastlayer.metrics.calibration import BinSums, bin_sums, diagram, reliability_bins
 from lastlayer.metrics.errors import error_kinds, label_set_errors
-from lastlayer.metrics.sets import exact_match, hamming_loss, label_set_f1
 from lastlayer.runs.contents import Held, Run
+from lastlayer.runs.rows import set_metrics
 
 CELLS = 8_000_000  # entries of a matrix of rows by labels that the error analysis may hold
 CURVE = 20  # the largest k of the curves
@@ -46,7 +45,9 @@ def headline(run: Run) -> list[str]:
 def curve(held: Held) -> dict[str, list[Any]]:
     """Precision and recall against k with 95 % bands (1.96 standard errors), and the best that label counts allow."""
     count = np.diff(held.indptr)
-    seen = count > 0  # rows without labels have no recall, and precision is not counted for them either
+    weight = np.ones(len(held)) if held.weight is None else held.weight
+    seen = (count > 0) & (weight > 0)  # rows without labels have no recall, and precision is not counted for them
+    weight = weight[seen] / (weight[seen].sum() or 1)
     most = min(CURVE, held.top_index.shape[1])
     right = held.hits[seen, :most].cumsum(1)
     k, count = np.arange(1, most + 1), count[seen, None]
@@ -55,27 +56,31 @@ def curve(held: Held) -> dict[str, list[Any]]:
         ("precision", right / k, np.minimum(count, k) / k),
         ("recall", right / np.maximum(count, 1), np.minimum(count, k) / np.maximum(count, 1)),
     ):
-        n = max(len(values), 1)
-        mean = values.sum(0) / n
-        half = 1.96 * np.sqrt(((values - mean) ** 2).sum(0) / max(n - 1, 1) / n)
+        n, mean = len(values), weight @ values
+        half = 1.96 * np.sqrt(weight**2 @ (values - mean) ** 2 * (n / max(n - 1, 1)))
         out |= {name: _list(mean), f"{name}_low": _list(mean - half), f"{name}_high": _list(mean + half)}
-        out[f"{name}_limit"] = _list(limit.sum(0) / n)
+        out[f"{name}_limit"] = _list(weight @ limit)
     return out
 
 
 def reliability(held: Held, k: int, n_labels: int) -> dict[str, Any]:
     """The reliability diagram of each row's k best labels, and of all pairs where all probabilities are stored."""
     k = min(k, held.top_index.shape[1])
-    out: dict[str, Any] = {"k": k, "best": _bins(held.top_probability[:, :k], held.hits[:, :k])}
+    out: dict[str, Any] = {"k": k, "best": _bins(held.top_probability[:, :k], held.hits[:, :k], held.weight)}
     if held.probability is not None:
-        out["all"] = _bins(held.probability, hot(held, n_labels))
+        out["all"] = _bins(held.probability, hot(held, n_labels), held.weight)
     return out
 
 
-def _bins(probability: np.ndarray, right: np.ndarray) -> dict[str, list[Any]]:
-    bins = reliability_bins(torch.from_numpy(probability).double(), torch.from_numpy(right))
+def _bins(probability: np.ndarray, right: np.ndarray, weight: np.ndarray | None) -> dict[str, list[Any]]:
+    """The pairs of each bin are counted; their confidence and accuracy are means by the weights of the rows."""
+    pairs = torch.from_numpy(probability).double(), torch.from_numpy(right)
+    counted = bins = reliability_bins(*pairs)
+    if weight is not None:
+        sums = bin_sums("report", *pairs, None, 10, "all", torch.from_numpy(weight))
+        bins = diagram(BinSums(*(one[0] for one in sums)), torch.float64)
     return {
-        "pairs": [int(v) for v in bins.pairs.tolist()],
+        "pairs": [int(v) for v in counted.pairs.tolist()],
         "confidence": _list(bins.confidence.numpy()),
         "accuracy": _list(bins.accuracy.numpy()),
     }
@@ -115,26 +120,20 @@ def sets(run: Run) -> dict[str, dict[str, float]]:
     """The metrics of label sets: of those predicted and, where stored, of the labels with probability 0.5 or more."""
     assert run.held is not None
     held, n = run.held, len(run.labels)
-    rows = [held.index[a:b] for a, b in zip(held.indptr[:-1], held.indptr[1:], strict=True)]
-    lists = np.full((len(rows), max((len(row) for row in rows), default=0) + 1), -1)
-    for line, row in zip(lists, rows, strict=True):
-        line[: len(row)] = row
-    target = _check.label_lists(torch.from_numpy(lists))
-    out = {"predicted": _sets(torch.from_numpy(held.taken()), target, n)}
+    taken = held.taken()
+    out = {"predicted": _sets(held, taken >= 0, taken[taken >= 0], n)}
     if held.probability is not None:
-        out["half"] = _sets(torch.from_numpy(np.nan_to_num(held.probability) >= 0.5), target, n)
+        half = np.nan_to_num(held.probability) >= 0.5
+        out["half"] = _sets(held, half, np.nonzero(half)[1], n)
     return out
 
 
-def _sets(predicted: torch.Tensor, target: Any, n_labels: int) -> dict[str, float]:
-    averages = {"set_f1": "samples", "micro_f1": "micro", "macro_f1": "macro"}
-    n = n_labels if predicted.dtype == torch.int64 else None
-    scores = {
-        name: label_set_f1(predicted, target, average=average, n_classes=n)  # type: ignore[arg-type]
-        for name, average in averages.items()
-    }
-    scores |= {"hamming": hamming_loss(predicted, target, n_classes=n), "exact_match": exact_match(predicted, target)}
-    return {name: round(float(value), 6) for name, value in scores.items()}
+def _sets(held: Held, there: np.ndarray, index: np.ndarray, n_labels: int) -> dict[str, float]:
+    starts = np.concatenate([[0], there.sum(1).cumsum()])
+    scores = set_metrics(starts, index, held.indptr, held.index, n_labels, weight=held.weight)
+    names = {"sample_f1": "set_f1", "hamming_loss": "hamming"}
+    shown = ("sample_f1", "micro_f1", "macro_f1", "hamming_loss", "exact_match")
+    return {names.get(name, name): round(scores[name], 6) for name in shown}
 
 
 class Analysis:

@@ -26,6 +26,7 @@ class Held:
     size: np.ndarray  # (n,), the size of the predicted label set, as far as it is among the best labels
     probability: np.ndarray | None  # (n, n_labels)
     chosen: np.ndarray | None = None  # (n, m), which of the best labels are the set; None: the first `size`
+    weight: np.ndarray | None = None  # (n,), how much each row counts; None: all the same
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray]) -> Held:
@@ -37,7 +38,8 @@ class Held:
         else:  # a run of an earlier version
             size = np.clip(np.rint(np.nan_to_num(k, nan=1.0)), 1, max(top.shape[1], 1)).astype(np.int64)
             chosen, size = None, np.minimum(size, top.shape[1])
-        return cls(arrays["target_indptr"], arrays["target_index"], top, sure, size, arrays.get("probability"), chosen)
+        whole, weight = arrays.get("probability"), arrays.get("weight")
+        return cls(arrays["target_indptr"], arrays["target_index"], top, sure, size, whole, chosen, weight)
 
     @cached_property
     def inside(self) -> np.ndarray:

@@ -56,7 +56,8 @@ under a temporary name, flushed to disk and renamed, so a reader finds a whole f
     ``top_index`` (n, m) int64 and ``top_probability`` (n, m) float32, the m most probable labels, best first;
     ``k`` (n,) float32, the expected number of labels; ``set_indptr`` (n+1,) and ``set_index`` int64, the predicted
     label sets in the same form as the true ones; ``probability`` (n, n_labels) float32, only if it has at most 8
-    million entries. Read them with :meth:`RunFolder.predictions`.
+    million entries; ``weight`` (n,) float64, only if the rows have weights: how much each counts, with a mean of 1.
+    Read them with :meth:`RunFolder.predictions`.
 ``examples.json``
     ``{"format": 1, "rows": [{"row", "id", "text"}]}``: up to 2000 held-out rows in the order of
     ``predictions.safetensors``. ``row`` is the position there; ``text`` is null for rows without text, and is cut at
@@ -112,6 +113,11 @@ FILES = (
     "metrics.json", "predictions.safetensors", "examples.json", "errors.json", "report.html", "folds.json",
     "out_of_fold.safetensors", "model_card.md", "suggestions.json", "reasons.json",
 )  # fmt: skip
+
+
+def _are_weights(weight: np.ndarray, n: int) -> bool:
+    whole = weight.shape == (n,) and np.issubdtype(weight.dtype, np.floating) and bool(np.isfinite(weight).all())
+    return whole and bool((weight >= 0).all() and weight.any())
 
 
 class RunFolder:
@@ -281,6 +287,8 @@ class RunFolder:
             starts = tensors.get("set_indptr", indptr[:0])
             if starts.shape != (n + 1,) or starts[0] != 0 or starts[-1] != len(tensors["set_index"]):
                 raise damaged(path, "`set_indptr` must grow from 0 to the number of predicted labels")
+        if (weight := tensors.get("weight")) is not None and not _are_weights(weight, n):
+            raise damaged(path, "`weight` must be one number per row, at least 0 and above 0 somewhere")
         for name in ("target_index", "top_index", *(["set_index"] if "set_index" in tensors else [])):
             if ((tensors[name] < 0) | (tensors[name] >= n_labels)).any():
                 raise damaged(path, f"`{name}` must be between 0 and {n_labels - 1}")

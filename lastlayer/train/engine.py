@@ -396,6 +396,7 @@ def _finish(job: Job, model: TrainedModel, fitted: Fitted) -> None:
     said = [model.features.note(n, len(parts[name]), f"rows of the {name} part") for name, n in unknown.items()]
     said += [evaluation.calibration_note(model, inputs[part], {**measured, "labels": parts[part]}, job.resolved.at)]
     said += [None if model.decision is None or model.decision.threshold is None else f"{model.decision.words()}."]
+    said += [evaluation.weight_note(parts[part])]
     notes = [*evaluation.notes(config, part), *fitted.notes, *(note for note in said if note)]
     ends = {"best_epoch": fitted.best_epoch, "epochs": fitted.epochs, "notes": notes}
     run.write_json("metrics.json", {"part": part, **measured, **ends})

@@ -32,6 +32,14 @@ class Predictions:
     set_indptr: np.ndarray | None = None  # (n + 1,), where the predicted labels of each row start in `set_index`
     set_index: np.ndarray | None = None
 
+    def weight(self) -> np.ndarray | None:
+        """Return how much each row counts, with a mean of 1; None if rows have no weights, or none but 0."""
+        weights = self.labels.weights
+        if weights is None or not weights.any():
+            return None
+        scaled = np.asarray(weights, np.float64) / weights.max()  # their sum may be infinite
+        return np.asarray(scaled / scaled.mean())
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what ``predictions.safetensors`` holds."""
         out = {
@@ -42,6 +50,8 @@ class Predictions:
             "top_probability": self.top_probability,
             "k": self.k,
         }
+        if (weight := self.weight()) is not None:
+            out["weight"] = torch.from_numpy(weight)
         if self.set_indptr is not None and self.set_index is not None:
             out |= {"set_indptr": torch.from_numpy(self.set_indptr), "set_index": torch.from_numpy(self.set_index)}
         return out if self.probability is None else {**out, "probability": self.probability}
@@ -86,59 +96,67 @@ def _sets(model: TrainedModel, batch: Batch) -> list[np.ndarray]:
 
 
 def measure(predictions: Predictions, at: tuple[int, ...], *, resamples: int = 200, seed: int = 0) -> dict[str, Any]:
-    """Return the metrics of predictions, each with a 95 % bootstrap interval over rows."""
+    """Return the metrics of predictions, each with a 95 % bootstrap interval over rows.
+
+    Rows count by their weights, if they have any; the numbers of each label count every row once.
+    """
     from lastlayer.metrics.average_precision import mean_average_precision
-    from lastlayer.metrics.calibration import label_calibration_error
+    from lastlayer.metrics.calibration import bin_sums, calibration_error
 
     labels, n = predictions.labels, len(predictions.labels)
+    own = predictions.weight()
+    weight = torch.ones(n, dtype=torch.float64) if own is None else torch.from_numpy(own)
     usable = tuple(a for a in at if a <= predictions.top_index.shape[1]) or (1,)
     top_index = predictions.top_index.numpy()
     each_row = row_metrics(top_index, labels.indptr, labels.indices, usable)
-    metrics = _means(each_row, resamples, seed)
+    metrics = _means(each_row, weight, resamples, seed)
     if predictions.set_indptr is not None and predictions.set_index is not None:
         n_labels = labels.n_labels
         sets = predictions.set_indptr, predictions.set_index, labels.indptr, labels.indices
-        whole, (counts, _) = set_metrics(*sets, n_labels), set_counts(*sets)
-        metrics["micro_f1"] = _micro(whole["micro_f1"], counts, resamples, seed)
+        whole, (counts, _) = set_metrics(*sets, n_labels, weight=own), set_counts(*sets)
+        metrics["micro_f1"] = _micro(whole["micro_f1"], counts, weight, resamples, seed)
         metrics["macro_f1"] = _interval(whole["macro_f1"], torch.empty(0))
-        metrics |= _means(set_rows(counts, n_labels), resamples, seed)
+        metrics |= _means(set_rows(counts, n_labels), weight, resamples, seed)
     last = usable[-1]
     right = torch.from_numpy(hits(top_index[:, :last], labels.indptr, labels.indices))
     bins = _bins(predictions.top_probability[:, :last].double(), right)
-    draws = torch.cat([_ece(weights @ bins) for weights in _weights(n, resamples, seed)])
-    metrics[f"ece@{last}"] = _interval(_ece(bins.sum(0, keepdim=True))[0], draws)
+    draws = torch.cat([_ece((times * weight) @ bins) for times in _weights(n, resamples, seed)])
+    metrics[f"ece@{last}"] = _interval(_ece((weight @ bins)[None])[0], draws)
     per_label: dict[str, Any] = {}
     if predictions.probability is not None and n:
         y = predictions.probability
         hot = torch.zeros_like(y, dtype=torch.bool)
         hot[np.repeat(np.arange(n), labels.row_counts()), labels.indices] = True
-        metrics["ece"] = _interval(label_calibration_error(y.double(), hot), torch.empty(0))
-        metrics["ece_label"] = _interval(label_calibration_error(y.double(), hot, per="class"), torch.empty(0))
+        for name, per in (("ece", "all"), ("ece_label", "class")):
+            sums = bin_sums("measure", y.double(), hot, None, 10, per, weight)
+            metrics[name] = _interval(calibration_error(sums, "l1"), torch.empty(0))
         each = mean_average_precision(y, hot, average="none")
-        value, draws = each.double().nanmean(), _weighted_map(y, hot, resamples, seed)
+        value = (each.double() if own is None else _average_precisions(y, hot, weight)).nanmean()
+        draws = _weighted_map(y, hot, resamples, seed, weight)
         # Rows drawn twice are easier to rank, and rare classes drop out: the draws tell the spread, not the place.
         metrics["map"] = _interval(value, draws - draws.mean() + value)
         by_row = mean_average_precision(y, hot, per="sample", average="none").double().numpy()
-        metrics |= _means({"map_sample": by_row}, resamples, seed)
+        metrics |= _means({"map_sample": by_row}, weight, resamples, seed)
         per_label = _per_label(y, hot, each)
     return {"rows": n, "metrics": metrics, "labels": per_label}
 
 
-def _means(values: dict[str, np.ndarray], resamples: int, seed: int) -> dict[str, dict[str, float]]:
+def _means(values: dict[str, np.ndarray], weight: Tensor, resamples: int, seed: int) -> dict[str, dict[str, float]]:
     """Return the mean of each metric over the rows that have it, with its interval."""
     table = torch.from_numpy(np.stack(list(values.values()), -1))
     seen = table.isfinite().double()
-    sums = torch.cat([table.nan_to_num(), seen], -1)
-    drawn = torch.cat([weights @ sums for weights in _weights(len(table), resamples, seed)])
+    sums = torch.cat([table.nan_to_num(), seen], -1) * weight[:, None]
+    drawn = torch.cat([times @ sums for times in _weights(len(table), resamples, seed)])
     over, under = drawn.chunk(2, -1)
-    means = table.nan_to_num().sum(0) / seen.sum(0)
+    mean, whole = sums.sum(0).chunk(2)
+    means = mean / whole
     return {name: _interval(means[i], (over / under)[:, i]) for i, name in enumerate(values)}
 
 
-def _micro(value: float, counts: np.ndarray, resamples: int, seed: int) -> dict[str, float]:
+def _micro(value: float, counts: np.ndarray, weight: Tensor, resamples: int, seed: int) -> dict[str, float]:
     """Return micro-F1 with its interval, from the right, predicted and true labels of each row."""
-    table = torch.from_numpy(counts)
-    drawn = torch.cat([weights @ table for weights in _weights(len(table), resamples, seed)])
+    table = torch.from_numpy(counts) * weight[:, None]
+    drawn = torch.cat([times @ table for times in _weights(len(table), resamples, seed)])
     return _interval(value, 2 * drawn[:, 0] / (drawn[:, 1] + drawn[:, 2]))
 
 
@@ -172,15 +190,32 @@ def _bins(confidence: Tensor, hit: Tensor, n_bins: int = 10) -> Tensor:
 def _ece(bins: Tensor) -> Tensor:
     """Return the calibration error of summed bins."""
     sure, right, pairs = bins.chunk(3, -1)
-    return (sure - right).abs().sum(-1) / pairs.sum(-1).clamp(min=1)
+    total = pairs.sum(-1)
+    return (sure - right).abs().sum(-1) / torch.where(total > 0, total, 1)
 
 
-def _weighted_map(y: Tensor, hot: Tensor, resamples: int, seed: int) -> Tensor:
+def _average_precisions(y: Tensor, hot: Tensor, weight: Tensor) -> Tensor:
+    """Return the average precision of each class over rows that count by weights; nan for one without positives."""
+    from lastlayer.metrics._problems import tie_ends
+
+    out = []
+    for part, true in zip(y.T.split(size := max(CELLS // len(y), 1)), hot.T.split(size), strict=True):
+        ordered, order = part.sort(-1, descending=True)
+        end, each = tie_ends(ordered), weight[order]
+        right = true.gather(-1, order) * each
+        precision = right.cumsum(-1).gather(-1, end) / each.cumsum(-1).gather(-1, end)
+        out.append((right * precision.nan_to_num()).sum(-1) / right.sum(-1))
+    return torch.cat(out)
+
+
+def _weighted_map(y: Tensor, hot: Tensor, resamples: int, seed: int, weight: Tensor | None = None) -> Tensor:
     """Return the mean average precision over classes for resamples of the rows, as many as are affordable."""
     affordable = min(int(4e8 // max(y.numel(), 1)), 4 * CELLS // max(len(y), 1), resamples)
     if affordable < 20:
         return torch.empty(0)
-    weights = torch.cat(list(_weights(len(y), affordable, seed))).float().T.contiguous()  # rows x resamples
+    drawn = torch.cat(list(_weights(len(y), affordable, seed)))
+    weights = (drawn if weight is None else drawn * weight).float().T.contiguous()  # rows x resamples
+    tiny = torch.finfo(torch.float32).tiny
     total, classes = torch.zeros(affordable), torch.zeros(affordable)
     for c in hot.any(0).nonzero().squeeze(-1).tolist():
         order = y[:, c].argsort(descending=True, stable=True)
@@ -190,8 +225,8 @@ def _weighted_map(y: Tensor, hot: Tensor, resamples: int, seed: int) -> Tensor:
         between = torch.zeros(int(true.sum()) + 1, affordable).index_add_(0, part, weights)[:-1]
         right = weights[order[true]]
         positives = right.sum(0)
-        gained = (right.cumsum(0) * right / between.cumsum(0).clamp(min=1)).sum(0)
-        total += torch.where(positives > 0, gained / positives.clamp(min=1), 0)
+        gained = (right.cumsum(0) * right / between.cumsum(0).clamp(min=tiny)).sum(0)
+        total += torch.where(positives > 0, gained / positives.clamp(min=tiny), 0)
         classes += positives > 0
     return (total / classes.clamp(min=1)).double()
 
@@ -233,6 +268,13 @@ def _percent(value: dict[str, float]) -> str:
     return f"{100 * value['value']:.2f} %"
 
 
+def weight_note(labels: LabelData) -> str | None:
+    """Return that rows count by their weights, where they do."""
+    if labels.weights is None or not labels.weights.any() or (labels.weights == labels.weights[0]).all():
+        return None
+    return "Metrics count the rows by their weights; the numbers of single labels and of errors count every row once."
+
+
 def notes(config: Config, part: str) -> list[str]:
     """What to bear in mind when reading the numbers of a part."""
     if part == "train":
@@ -254,7 +296,7 @@ def evaluate(run: Any, data: LabelData, *, resamples: int = 200) -> dict[str, An
     Args:
         run: A run folder, or a model that was loaded from one.
         data: Rows with labels; labels that the run does not know are dropped and counted in the result. It is an error
-            if none is left.
+            if none is left. Rows count by their weights, if they have any other than 0.
         resamples: The number of bootstrap resamples.
 
     Returns:
@@ -270,7 +312,11 @@ def evaluate(run: Any, data: LabelData, *, resamples: int = 200) -> dict[str, An
     x = model.features(known)
     predictions = predict(model, x, known)
     out = measure(predictions, model.resolved.at, resamples=resamples, seed=model.config.seed)
-    said = [*notes(model.config, "other"), model.features.note(model.features.unknown_rows(x), len(known))]
+    said = [
+        *notes(model.config, "other"),
+        weight_note(known),
+        model.features.note(model.features.unknown_rows(x), len(known)),
+    ]
     return {
         **out,
         "unknown_labels": unknown,
