@@ -250,8 +250,10 @@ def from_matrices(
     return LabelData(None, x, indptr, indices, label_names, ids=ids, source=source, problems=problems)
 
 
-def read_parquet(path: Path, limits: Limits, problems: Problems, *, options: dict[str, Any]) -> LabelData:
-    """Read a Parquet table with a text or vector column and a column of label lists."""
+def read_parquet(
+    path: Path, limits: Limits, problems: Problems, *, options: dict[str, Any], soft: frozenset[str] = frozenset()
+) -> dict[str, LabelData]:
+    """Read a Parquet table with a text or vector column and a column of label lists, by part if it names parts."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -262,21 +264,23 @@ def read_parquet(path: Path, limits: Limits, problems: Problems, *, options: dic
             groups = range(file.metadata.num_row_groups)
             if sum(file.metadata.row_group(i).total_byte_size for i in groups) > limits.total(path):
                 raise DataError(f"{path}: declares more than {limits.total(path)} bytes. If you trust it, convert it.")
-            table, fields = _parquet_table(path, file, problems, options)
+            table, fields = _parquet_table(path, file, problems, options, soft)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise (
             error if isinstance(error, DataError) else DataError(f"{path}: must be Parquet: {str(error)[:120]}.")
         ) from None
     source = {"format": "parquet", "how": fields.describe(), "suffix": ".parquet", "options": fields.options()}
-    return table.build(path, problems, source)
+    return table.by_part(path, table.build(path, problems, source))
 
 
-def _parquet_table(path: Path, file: Any, problems: Problems, options: dict[str, Any]) -> tuple[Table, Fields]:
+def _parquet_table(
+    path: Path, file: Any, problems: Problems, options: dict[str, Any], soft: frozenset[str]
+) -> tuple[Table, Fields]:
     names = list(file.schema_arrow.names)
     batches = file.iter_batches(batch_size=1024)
     first = next(batches, None)
     records = [] if first is None else first.to_pylist()
-    fields = sniff_fields(path, names, records[:200], options, cells=False, header=False)
+    fields = sniff_fields(path, names, records[:200], options, cells=False, header=False, soft=soft)
     if not fields.text and not fields.vector:
         raise DataError(f"{path}: must have a text or vector column, has {names[:12]}.")
     table, number = Table(fields.label_names), 0

@@ -107,6 +107,18 @@ class Table:
             **{name: column if len(column) else None for name, column in columns.items()},
         )
 
+    def by_part(self, path: Any, data: LabelData) -> dict[str, LabelData]:
+        """Return the rows that were built by the part that each names, or as "all" if none does."""
+        if not self.parts:
+            return {"all": data}
+        if len(self.parts) != len(data):
+            raise DataError(
+                f"{path}: split is given for {len(self.parts)} of {len(data)} rows. Give it for all or none."
+            )
+        where = np.array(self.parts)
+        every = ("train", "valid", "test")
+        return {part: data.take(np.flatnonzero(where == part)) for part in every if (where == part).any()}
+
     def _features(self, path: Any, n: int, shift: int) -> Any:
         if self.dense:
             widths = {len(row) for row in self.dense}

@@ -67,7 +67,7 @@ def read_parts(
         return _read_text(source, text_rows(source, kind, limits, problems, options, soft), problems)
     if kind == "svm":
         return {"all": _read_svm(source, svm_rows(source, limits, problems, options), problems)}
-    return _read_whole(source, kind, limits, problems, options)
+    return _read_whole(source, kind, limits, problems, options, soft)
 
 
 def read(path: str | Path, **options: Any) -> LabelData:
@@ -108,7 +108,8 @@ def stream(path: str | Path, size: int, **options: Any) -> Iterator[LabelData]:
     elif kind == "svm":
         reader = svm_rows(source, limits, problems, options)
     else:
-        for data in _read_whole(source, kind, limits, problems, options).values():
+        one = {**options, "split_column": "none"}  # rows in the order of the file, as from lines
+        for data in _read_whole(source, kind, limits, problems, one, soft).values():
             for at in range(0, len(data), size):
                 yield data.take(np.arange(at, min(at + size, len(data))))
         return
@@ -124,17 +125,7 @@ def _read_text(source: Source, reader: TextRows, problems: Problems) -> dict[str
     table = _table(reader)
     for row in reader.rows:
         table.add(row)
-    data = table.build(source, problems, _source(source, reader))
-    if not table.parts:
-        return {"all": data}
-    if len(table.parts) != len(data):
-        raise DataError(
-            f"{source}: split is given for {len(table.parts)} of {len(data)} rows. Give it for all or none."
-        )
-    where = np.array(table.parts)
-    return {
-        part: data.take(np.flatnonzero(where == part)) for part in ("train", "valid", "test") if (where == part).any()
-    }
+    return table.by_part(source, table.build(source, problems, _source(source, reader)))
 
 
 def _read_svm(source: Source, reader: SvmRows, problems: Problems) -> LabelData:
@@ -155,7 +146,7 @@ def _read_svm(source: Source, reader: SvmRows, problems: Problems) -> LabelData:
 
 
 def _read_whole(
-    source: Source, kind: str, limits: Limits, problems: Problems, options: dict[str, Any]
+    source: Source, kind: str, limits: Limits, problems: Problems, options: dict[str, Any], soft: frozenset[str]
 ) -> dict[str, LabelData]:
     """Read a format that is no stream of lines."""
     if source.is_stream:
@@ -168,7 +159,7 @@ def _read_whole(
     if kind == "npy":
         return {"all": from_matrices(path, read_npy(path, limits), None, None, None, {"format": "npy"}, problems)}
     if kind == "parquet":
-        return {"all": read_parquet(path, limits, problems, options=options)}
+        return read_parquet(path, limits, problems, options=options, soft=soft)
     return {"all": read_arff(path, limits, problems, options=options)}
 
 

@@ -411,3 +411,23 @@ def test_stream_equals_read(tmp_path):
     file.write_text("".join(f"{i} {i + 1}:1\n" for i in range(5)))
     parts = list(stream(file, 2, n_features=5))
     np.testing.assert_array_equal(sp.vstack([p.features for p in parts]).toarray(), np.eye(5))
+
+
+def test_parquet_keeps_parts_and_forgets_columns_that_are_missing(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    columns = {"text": ["a b", "b c", "c d"], "labels": [["x"], ["y"], ["x"]], "split": ["train", "test", "train"]}
+    pq.write_table(pa.table({**columns, "id": [1, 2, 3], "weight": [1.0, 0.5, 2.0]}), tmp_path / "a.parquet")
+    parts = read_parts(tmp_path / "a.parquet")
+    assert {name: part.texts for name, part in parts.items()} == {"train": ["a b", "c d"], "test": ["b c"]}
+    assert parts["train"].weights.tolist() == [1, 2]
+    assert list(read_parts(tmp_path / "a.parquet", split_column="none")) == ["all"]
+    assert [data.texts for data in stream(tmp_path / "a.parquet", 2)] == [["a b", "b c"], ["c d"]]
+    pq.write_table(pa.table({"text": ["new", "newer"]}), tmp_path / "b.parquet")
+    later = read(tmp_path / "b.parquet", like=parts["train"].source)
+    assert later.texts == ["new", "newer"]
+    assert later.ids is None
+    pq.write_table(pa.table({"body": ["new"]}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match="has no column 'text', where the run's training rows"):
+        read(tmp_path / "c.parquet", like=parts["train"].source)
