@@ -149,11 +149,16 @@ def part_to_measure(arguments: argparse.Namespace, model: Any) -> tuple[str, Any
 
 
 def rows_to_predict(arguments: argparse.Namespace, model: Any, size: int = 512) -> Iterator[Any]:
-    """Yield the rows of ``predict`` in tables of `size` rows, read as the training rows were read, without labels."""
+    """Yield the rows of ``predict`` in tables of `size` rows, read as the training rows were read.
+
+    Where the columns of the run are known, only these and ids are read: weights, groups and parts may be wrong.
+    """
     from lastlayer.data import stream
 
     last = None
-    for data in stream(arguments.data, size, **{**like_training(arguments, model), "label_column": "none"}):
+    known = {"text_column", "vector_column"} & set(model.reader.get("options") or {})
+    unused = {f"{role}_column": "none" for role in ("label", *(("split", "group", "weight") if known else ()))}
+    for data in stream(arguments.data, size, **{**like_training(arguments, model), **unused}):
         if last is None:
             print(f"reading {arguments.data}: {_how(data)}", file=sys.stderr)
         last = data

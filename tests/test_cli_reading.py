@@ -163,3 +163,18 @@ def test_half_an_emoji_does_not_stop_a_run(tmp_path, capsys):
     assert "mended 9 text(s); the first:" in capsys.readouterr().err
     found, _ = predictions(capsys, [str(tmp_path / "run"), str(tmp_path / "a.jsonl"), "-k", "1"])
     assert np.mean([line["labels"][0]["label"] == f"l{i % 3}" for i, line in enumerate(found)]) > 0.9
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "remark;weight;split;group\nword0 word1;;;\nword2;-1;later;a\n",
+        '{"remark": "word0 word1", "weight": "high", "split": "later"}\n{"remark": "word2", "group": "a"}\n',
+    ],
+)
+def test_predict_needs_no_weights_groups_or_parts(trained, capsys, tmp_path, rows):
+    (tmp_path / "new").write_text(rows)
+    found, _ = predictions(
+        capsys, [trained[1], str(tmp_path / "new"), "--input-format", "csv" if ";" in rows else "jsonl"]
+    )
+    assert [row["row"] for row in found] == [0, 1]
