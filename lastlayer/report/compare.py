@@ -91,7 +91,7 @@ def _why_not(runs: list[Run]) -> str | None:
 
 
 def _print(run: Run) -> Any:
-    part = (run.data.get("parts") or {}).get(run.metrics.get("part"))
+    part = run.parts().get(str(run.metrics.get("part")))
     return part.get("fingerprint") if isinstance(part, dict) else None
 
 

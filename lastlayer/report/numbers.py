@@ -113,7 +113,9 @@ def _ratio(over: np.ndarray, under: np.ndarray) -> list[float | None]:
 def _f1(precision: float | None, recall: float | None) -> float | None:
     if recall is None:  # no true label to find
         return None if precision is None else 0.0
-    return 2 * precision * recall / (precision + recall) if precision and recall else 0.0
+    if precision is None or precision <= 0 or recall <= 0:
+        return 0.0
+    return 2 * precision * recall / (precision + recall)
 
 
 def sets(run: Run) -> dict[str, dict[str, float]]:
@@ -223,7 +225,7 @@ def facts(run: Run) -> dict[str, Any]:
     """What was trained, on what, by what."""
     part = run.metrics.get("part")
     resolved = run.data.get("resolved") or {}
-    parts = run.data.get("parts") or {}
+    parts = run.parts()
     return {
         "part": part,
         "rows": run.metrics.get("rows"),

@@ -94,6 +94,11 @@ class Run:
     suggestions: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, Any] = field(default_factory=dict)
 
+    def parts(self) -> dict[str, Any]:
+        """What data.json tells about the parts; empty if it tells nothing."""
+        parts = self.data.get("parts")
+        return parts if isinstance(parts, dict) else {}
+
 
 def read(paths: Sequence[str | Path]) -> list[Run]:
     """Read run folders; each gets a distinct name."""

@@ -276,6 +276,9 @@ class RunFolder:
         needed = ("target_indptr", "target_index", "top_index", "top_probability", "k")
         if absent := [name for name in needed if name not in tensors]:
             raise damaged(path, f"must hold {', '.join(absent)}")
+        for name in ("target_indptr", "target_index", "top_index", "set_indptr", "set_index"):
+            if name in tensors and not np.issubdtype(tensors[name].dtype, np.integer):
+                raise damaged(path, f"`{name}` must hold whole numbers")
         indptr, index, top, probability, k = (tensors[name] for name in needed)
         n, whole = len(k), tensors.get("probability")
         fits = top.ndim == 2 and top.shape == probability.shape and len(top) == n and indptr.shape == (n + 1,)
@@ -285,7 +288,8 @@ class RunFolder:
             raise damaged(path, "`target_indptr` must grow from 0 to the number of true labels")
         if "set_index" in tensors:
             starts = tensors.get("set_indptr", indptr[:0])
-            if starts.shape != (n + 1,) or starts[0] != 0 or starts[-1] != len(tensors["set_index"]):
+            end = len(tensors["set_index"])
+            if starts.shape != (n + 1,) or starts[0] != 0 or starts[-1] != end or (np.diff(starts) < 0).any():
                 raise damaged(path, "`set_indptr` must grow from 0 to the number of predicted labels")
         if (weight := tensors.get("weight")) is not None and not _are_weights(weight, n):
             raise damaged(path, "`weight` must be one number per row, at least 0 and above 0 somewhere")

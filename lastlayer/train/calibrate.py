@@ -113,11 +113,11 @@ class Calibration:
         try:
             slope, offset = tensors["slope"].numpy(), tensors["offset"].numpy()
             rows, penalty, *rest = tensors["numbers"].tolist()
-        except (KeyError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise damaged(run / FILE, error) from None
         if slope.shape != (n_labels,) or offset.shape != (n_labels,):
             raise damaged(run / FILE, f"must hold one slope and offset per label ({n_labels})")
-        if not (np.isfinite(slope).all() and np.isfinite(offset).all()):
+        if not (np.isfinite(slope).all() and np.isfinite(offset).all() and np.isfinite(rows)):
             raise damaged(run / FILE, "must hold finite numbers")
         observed = rest[0] if rest else 1.0  # runs that were written before there was one have no third number
         if not 0 < observed <= 1:

@@ -93,15 +93,17 @@ class CountModel:
         run.write_tensors(FILE, {"weight": torch.from_numpy(self.weight), "numbers": numbers})
 
     @classmethod
-    def load(cls, run: RunFolder) -> CountModel:
-        """Read count.safetensors."""
+    def load(cls, run: RunFolder, n_features: int) -> CountModel:
+        """Read count.safetensors, and check that it is for rows of that many features."""
         if not (run / FILE).exists():
             raise RunError(
                 f"{run.path}: was trained by version 0.1 with `k: predicted`, whose counts were wrong. Train it again."
             )
         tensors = run.read_tensors(FILE)
         try:
-            bias, low, high = tensors["numbers"].tolist()
-            return cls(tensors["weight"].numpy(), bias, low, high)
-        except (KeyError, ValueError) as error:
+            (bias, low, high), weight = tensors["numbers"].tolist(), tensors["weight"].numpy()
+        except (KeyError, TypeError, ValueError) as error:
             raise damaged(run / FILE, error) from None
+        if weight.shape != (n_features,) or not (np.isfinite(weight).all() and np.isfinite([bias, low, high]).all()):
+            raise damaged(run / FILE, f"must hold one finite weight per feature ({n_features})")
+        return cls(weight, bias, low, high)

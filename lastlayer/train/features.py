@@ -51,6 +51,11 @@ class FeatureMap:
                 raise ValueError("unknown kind")
             if self.kind == "tfidf" and not len(state["vocabulary"]) == len(state["idf"]) == self.n_features:
                 raise ValueError("vocabulary and idf must have n_features entries")
+            for name, values in self._arrays.items():
+                if values.shape != (self.n_features,) or not np.isfinite(values).all():
+                    raise ValueError(f"{name} must hold n_features finite numbers")
+            if "scale" in self._arrays and not self._arrays["scale"].all():
+                raise ValueError("scale must not be 0")
             if self.is_text:
                 self._analyze = _analyzer(state)
                 self._places = {word: i for i, word in enumerate(state.get("vocabulary", ()))}

@@ -347,6 +347,8 @@ def load(
         features = features_of(run, encoder)
         resolved = Resolved.of_run(about["resolved"], config)
         reader = about["parts"]["train"]["source"]
+        if not all(map(_is_option, (reader.get("options") or {}).values())):
+            raise TypeError("`source` must hold names, numbers and lists of names as options")
     except DataError as error:
         raise RunError(f"{run.path}/{error}") from None
     except (KeyError, TypeError, AttributeError) as error:
@@ -364,13 +366,22 @@ def load(
         config=config,
         resolved=resolved,
         reader=reader,
-        count=CountModel.load(run) if resolved.k_per_row else None,
+        count=CountModel.load(run, features.n_features) if resolved.k_per_row else None,
         thresholds=_thresholds(run) if tuned is None else tuned,
         calibration=Calibration.load(run, len(labels)),
         decision=decision,
         shard=placement.shard,
     )
     return model if device.type == "cpu" else model.to(device)
+
+
+def _is_option(value: Any) -> bool:
+    """Whether this is what an option of reading can be."""
+    return (
+        value is None
+        or isinstance(value, str | int)
+        or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+    )
 
 
 def _device(op: str, device: str | torch.device) -> torch.device:

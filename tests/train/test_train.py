@@ -1,10 +1,17 @@
+import json
+import re
+import shutil
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from tools import slow
 from train_tools import make_rows
 
 import lastlayer as ll
+from lastlayer import report
 from lastlayer.data import DataError, LabelData
 from lastlayer.train import Config, ConfigError, FeatureMap, LabelSetNetwork, RunError, RunFolder, evaluate, train
 from lastlayer.train.batches import EpochBatches, rows_to_input
@@ -266,8 +273,6 @@ def test_monitor_must_exist():
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "features.json", "labels.json", "data.json", "config.yaml"])
 def test_damaged_runs_are_named(run, tmp_path, name):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     (copy / name).write_bytes((copy / name).read_bytes()[:25] + b"\xff{")
@@ -276,6 +281,68 @@ def test_damaged_runs_are_named(run, tmp_path, name):
     (copy / name).unlink()
     with pytest.raises(ValueError, match=r"not there|not a run"):
         load_run(copy)
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """A run that predicts counts, with the calibration of another one."""
+    folder, config = tmp_path_factory.mktemp("counted"), Config(loss="binary", C="1", bootstrap=0)
+    run = train({"all": make_rows()}, replace(config, k="predicted"), folder / "run")
+    other = train({"all": make_rows()}, config, folder / "other")
+    shutil.copy(other / "calibration.safetensors", run.path)
+    return run
+
+
+def _edit_json(path, place, value):
+    whole = json.loads(path.read_text())
+    inside = whole
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    path.write_text(json.dumps(whole))
+
+
+def _edit_tensor(path, name, change):
+    tensors = load_file(path)
+    save_file({**tensors, name: np.ascontiguousarray(change(tensors[name]))}, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("features.json", ["idf", 0], None),
+        ("features.json", ["idf"], [[1.0]]),
+        ("data.json", ["parts", "train", "source", "options"], {"label_column": 1.5}),
+        ("calibration.safetensors", "numbers", lambda v: v * np.nan),
+        ("count.safetensors", "weight", lambda v: v[1:]),
+        ("count.safetensors", "weight", lambda v: v * np.nan),
+        ("count.safetensors", "numbers", lambda v: v[0]),
+    ],
+)
+def test_wrong_values_in_a_run_are_damage_that_names_the_file(counted, tmp_path, name, place, value):
+    copy = tmp_path / "copy"
+    shutil.copytree(counted.path, copy)
+    (_edit_json if name.endswith("json") else _edit_tensor)(copy / name, place, value)
+    with pytest.raises(RunError, match=rf"{re.escape(name)}: damaged"):
+        load_run(copy)
+
+
+@pytest.mark.parametrize("name", ["target_indptr", "top_index", "set_indptr"])
+def test_wrong_predictions_in_a_run_are_damage_that_names_the_file(counted, tmp_path, name):
+    copy = tmp_path / "copy"
+    shutil.copytree(counted.path, copy)
+    _edit_tensor(copy / "predictions.safetensors", name, lambda v: v.astype(np.float32))
+    with pytest.raises(RunError, match=rf"predictions.safetensors: damaged: `{name}` must hold whole numbers"):
+        RunFolder(copy).predictions()
+
+
+def test_a_report_survives_wrong_descriptions(counted, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(counted.path, copy)
+    _edit_json(copy / "data.json", ["parts"], 1.5)
+    _edit_json(copy / "metrics.json", ["labels", "precision", 0], -1)
+    _edit_json(copy / "metrics.json", ["labels", "recall", 0], 1)
+    assert report.summary([copy, copy])["runs"][0]["parts"] == {}
 
 
 def test_unfinished_runs_are_not_loaded(run, tmp_path):
