@@ -76,7 +76,8 @@ class FeatureMap:
     def fit(cls, data: LabelData, config: Config) -> FeatureMap:
         """Learn vocabulary, weights or scales from training rows."""
         if data.texts is not None:
-            return cls._fit_texts(data.texts, config)
+            weights = data.weights if data.weights is not None and data.weights.any() else np.ones(len(data))
+            return cls._fit_texts([text for text, weight in zip(data.texts, weights, strict=True) if weight], config)
         x = data.features
         if x is None:
             raise DataError("the rows have neither texts nor features.")
@@ -139,10 +140,16 @@ class FeatureMap:
             x = x.copy()
             x.resize((x.shape[0], self.n_features))
         if self.kind == "dense":
-            x = np.asarray(x if dense else x.toarray(), np.float32)
+            x = x if dense else x.toarray()
             if "mean" in self._arrays:
-                return (x - self._arrays["mean"]) / self._arrays["scale"]
-        x = x.astype(np.float32)
+                # Numbers that are large beside their spread, such as times, lose it in float32.
+                if x.dtype == np.float64:
+                    mean, scale = (np.asarray(self.state[name], np.float64) for name in ("mean", "scale"))
+                    return ((x - mean) / scale).astype(np.float32)
+                return (x.astype(np.float32) - self._arrays["mean"]) / self._arrays["scale"]
+        with np.errstate(over="ignore"):
+            x = x.astype(np.float32)
+        _check_finite(x)  # float64 reaches further
         return _unit_rows(x) if self.state.get("l2") else x
 
     def to(self, device: Any) -> None:

@@ -423,7 +423,7 @@ def _table(rows: Any) -> LabelData:
     texts = isinstance(rows, list | tuple) and all(isinstance(row, str) for row in rows)
     if not texts and not hasattr(rows, "tocsr"):
         try:
-            rows = np.asarray(rows, dtype=np.float32)
+            rows = np.asarray(rows, None if getattr(rows, "dtype", None) == np.float32 else np.float64)
         except (TypeError, ValueError):
             message = (
                 f"predict: `rows` must be a list of texts, or numbers, got {type(rows).__name__} with other values."

@@ -1,16 +1,19 @@
 """Texts to features: the analyzers, which one is chosen, and rows without a known word."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.feature_extraction.text import TfidfVectorizer
 from train_tools import make_rows
 
+from lastlayer import load
 from lastlayer.data import DataError, LabelData
-from lastlayer.train import Config, FeatureMap
+from lastlayer.train import Config, FeatureMap, train
 from lastlayer.train.config import ConfigError
 from lastlayer.train.features import _analyzer, _vectorizer, choose_analyzer
 
@@ -158,3 +161,37 @@ def test_a_constant_feature_is_not_blown_up():
     labels = LabelData.from_lists([["a"]] * 49, features=np.full((49, 1), 0.1))
     new = FeatureMap.fit(labels, Config()).transform(np.array([[0.1], [0.2]]))
     np.testing.assert_allclose(new, [[0], [0.1]], atol=1e-6)
+
+
+def test_rows_of_weight_0_teach_no_words():
+    rows = LabelData.from_lists([["a"]] * 6, texts=["red apple"] * 3 + ["green pear"] * 3)
+    weighted = replace(rows, weights=np.array([1.0, 2, 1, 0, 0, 0]))
+    expected = FeatureMap.fit(rows.take(np.arange(3)), Config())
+    assert FeatureMap.fit(weighted, Config()).state == expected.state
+    assert FeatureMap.fit(replace(rows, weights=np.zeros(6)), Config()).state == FeatureMap.fit(rows, Config()).state
+
+
+def test_large_numbers_keep_their_spread():
+    x = np.random.default_rng(0).normal(size=(200, 2))
+    rows = LabelData.from_lists([["a"]] * 200, features=x + 1e12)
+    found = FeatureMap.fit(rows, Config()).transform(x + 1e12)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, (x - x.mean(0)) / x.std(0), atol=1e-3)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_numbers_beyond_float32_are_refused(sparse):
+    x = np.array([[1.0, 2.0], [1e39, 1.0]])
+    rows = LabelData.from_lists([["a"], []], features=sp.csr_matrix(x) if sparse else x)
+    features = FeatureMap.fit(rows, Config(scale="l2"))
+    with pytest.raises(DataError, match="features must be finite, got inf in row 1"):
+        features.transform(rows.features)
+
+
+def test_a_loaded_run_reads_large_numbers_as_training_did(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 2)) + 1e12
+    rows = LabelData.from_lists([["high"] if v > 1e12 else ["low"] for v in x[:, 0]], features=x)
+    model = load(train({"all": rows}, Config(loss="binary", C="1", bootstrap=0), tmp_path / "run").path)
+    found = model.predict(x, k=1)
+    assert np.mean([rows.names(i) == found[i] for i in range(len(rows))]) > 0.95
