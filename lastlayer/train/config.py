@@ -342,7 +342,13 @@ def accepts(name: str) -> str:
     }.get(name, "true, false" if kind is bool else "a word")  # fmt: skip
 
 
+def _plain(value: Any) -> Any:
+    """Return numbers and arrays of NumPy, which a search over settings draws, as those of Python."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _checked(name: str, value: Any, kind: Any) -> Any:
+    value = _plain(value)
     if name in _RULES:
         return _number_or_word(name, value)
     if name in _LISTS:
@@ -440,10 +446,11 @@ def _options(value: Any) -> dict[str, Any]:
         value = {name.strip(): _literal(text.strip()) for name, _, text in pairs}
     if not isinstance(value, dict):
         raise ConfigError(f"`loss_options` must hold names and values, got {value!r}.")
+    value = {name: _plain(item) for name, item in value.items()}
     for name, item in value.items():
         if not isinstance(name, str) or not isinstance(item, str | int | float | bool):
             raise ConfigError(f"`loss_options` must hold names and plain values, got {name!r}: {item!r}.")
-    return dict(value)
+    return value
 
 
 def _literal(text: str) -> Any:

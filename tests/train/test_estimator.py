@@ -14,6 +14,7 @@ from tools import slow
 
 import lastlayer as ll
 from lastlayer import LabelSetClassifier
+from lastlayer.train.config import Config
 from lastlayer.train.estimator import _epochs
 from lastlayer.train.fit_network import quiet, trainer
 from lastlayer.train.module import LabelSetData, LabelSetModule, fit_in_process
@@ -324,3 +325,16 @@ def test_nan_is_no_label():
     X, _ = make(60)
     with pytest.raises(ValueError, match=r"`y` must hold labels, got nan\. A row without any is an empty list\."):
         LabelSetClassifier().fit(X, [["a"], ["a", float("nan")]] * 30)
+
+
+def test_settings_may_be_numbers_of_numpy():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 3))
+    options = {"epochs": np.int64(2), "batch_size": np.int32(16), "dropout": np.float32(0.5), "hidden": np.array([4])}
+    options |= {"loss": "asymmetric", "loss_options": {"gamma_negative": np.float32(2)}}
+    model = LabelSetClassifier(**options, random_state=0).fit(X, (X > 0).astype(int))
+    plain = {"epochs": 2, "batch_size": 16, "dropout": 0.5, "hidden": (4,)}
+    plain |= {"loss": "asymmetric", "loss_options": {"gamma_negative": 2.0}}
+    other = LabelSetClassifier(**plain, random_state=0).fit(X, (X > 0).astype(int))
+    np.testing.assert_array_equal(model.predict_proba(X), other.predict_proba(X))
+    assert Config(loss="asymmetric", loss_options={"gamma_negative": np.float64(2)}).to_yaml()
