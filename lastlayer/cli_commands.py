@@ -131,7 +131,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.folds:
         output.folds(run)
     print(f"run: {run.path}")
-    print(f"next: lastlayer report {run.path}")
+    print(f"next: {shlex.join(['lastlayer', 'report', str(run.path)])}")
     return 0
 
 

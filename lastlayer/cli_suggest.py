@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
             if page is not None:
                 print(f"next: open {page}, tick, and save the corrected file")
             table = out / "suggestions.csv"
-            print(f"or: tick the column accept of {table}, then: lastlayer suggest {arguments.data} --accept {table}")
+            again = shlex.join(["lastlayer", "suggest", arguments.data, "--accept", str(table)])
+            print(f"or: tick the column accept of {table}, then: {again}")
             return 0
     from lastlayer.data.rewrite import rewrite
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -96,6 +97,13 @@ def test_the_end_of_training_fits_the_terminal(trained, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.startswith("    true:      label") for line in lines) == 3
+
+
+def test_the_next_command_can_be_pasted(trained, tmp_path, capsys):
+    run = tmp_path / "my run"
+    assert main(["train", trained[1], "--loss", "lml", "--epochs", "1", "--bootstrap", "0", "--out", str(run)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(last.removeprefix("next: lastlayer ")) == ["report", str(run)]
 
 
 def test_runs_are_numbered_resumed_listed_and_reported(trained, tmp_path, monkeypatch, capsys):

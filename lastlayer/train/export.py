@@ -25,6 +25,8 @@ Label trees become a folder with a program that reads them.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +89,34 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
         rule = "tree for label trees" if is_tree else "onnx or torch for a run without label trees"
         raise RunError(f"{run}: the format must be {rule}, got {kind}.")
     if is_tree:
-        return _tree(Path(run), out)
+        with _whole(out):
+            return _tree(Path(run), out)
     if model.config.trains_encoder():
         raise RunError(f"{run}: an encoder has no export here. Its folder {run}/encoder is one of its own library.")
     program = Exported(model).eval()
     rows = torch.export.Dim("rows", min=1, max=1 << 20)
     example = (torch.zeros(2, model.features.n_features),)
-    with quiet("torch.onnx"):
+    with quiet("torch.onnx"), _whole(out):
         traced = torch.export.export(program, example, dynamic_shapes=({0: rows},))
         if kind == "torch":
             torch.export.save(traced, out)
         else:
             _onnx(traced, example, out)
-    write_atomically(beside, to_json(description(model)))
+        write_atomically(beside, to_json(description(model)))
     return out
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[None]:
+    """Remove what was written if not all of it could be: it was not there before, and stands in the way of a retry."""
+    try:
+        yield
+    except BaseException:
+        if out.is_dir():
+            shutil.rmtree(out, ignore_errors=True)
+        else:
+            out.unlink(missing_ok=True)
+        raise
 
 
 def description(model: TrainedModel) -> dict[str, Any]:

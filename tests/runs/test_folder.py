@@ -1,6 +1,8 @@
 """Files of a run folder: whole or not there, checked when they are read."""
 
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -43,3 +45,17 @@ def test_another_format_is_one_line(tmp_path):
         RunFolder(tmp_path).labels()
     with pytest.raises(RunError, match=r"metrics\.json: not there\. Is .* a finished run"):
         RunFolder(tmp_path).metrics()
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    run.write_json("labels.json", {"names": ["a"]})
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*labels\.json'"):
+        run.write_json("labels.json", {"names": ["b"]})
+    assert run.labels() == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["labels.json"]

@@ -1,5 +1,6 @@
 """Loaded runs: label sets, probabilities and logits of new rows, without the trainer."""
 
+import errno
 import subprocess
 import sys
 
@@ -184,3 +185,13 @@ def test_a_kind_of_model_may_score_the_best_labels_only(run):
     found = predict(model, model.features(rows), rows)
     assert found.probability is None
     assert measure(found, (1, 2))["rows"] == 4
+
+
+def test_an_export_that_fails_leaves_nothing_behind(run, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("lastlayer.train.export.write_atomically", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(run.path, tmp_path / "model.pt2", "torch")
+    assert not list(tmp_path.iterdir())
