@@ -446,11 +446,11 @@ def _options(value: Any) -> dict[str, Any]:
         value = {name.strip(): _literal(text.strip()) for name, _, text in pairs}
     if not isinstance(value, dict):
         raise ConfigError(f"`loss_options` must hold names and values, got {value!r}.")
-    value = {name: _plain(item) for name, item in value.items()}
-    for name, item in value.items():
+    options = {name: _plain(item) for name, item in value.items()}
+    for name, item in options.items():
         if not isinstance(name, str) or not isinstance(item, str | int | float | bool):
             raise ConfigError(f"`loss_options` must hold names and plain values, got {name!r}: {item!r}.")
-    return value
+    return options
 
 
 def _literal(text: str) -> Any:
