@@ -22,6 +22,7 @@ _ALTERNATIONS = 3  # exact row and column thresholds in turn; then Newton's meth
 _STEPS = 60  # bounds the search; the hardest case of the tests' grid takes 20
 _FAR = 8.0  # Newton steps that move a logit by more than this are taken every other time only
 _HALVINGS = 20  # of the logits, before a second search
+_LEAST_STEP = 0.1  # between two of its logits, in doublings: what cannot be followed that far is given up
 _TOLERANCE = 1e-11  # of a column's sum, relative to its capacity
 _ACCEPTED = 1e-6  # columns that are further off than this mean that there is no solution
 _AGREEMENT = 1e-5  # how far the two totals may be apart: float32 capacities do not add up exactly
@@ -345,19 +346,36 @@ def _solve(
     best, nu, mu = _search(x, live, sums, limits, torch.zeros_like(limits), possible, at_most, shard)
     unsolved = possible & (best > _ACCEPTED)
     if bool(unsolved.any()):
-        start = torch.zeros_like(limits)
-        for halvings in range(_HALVINGS, -1, -1):
-            blunt = x * 0.5**halvings
-            again, *duals = _search(blunt, live, sums, limits, start, unsolved, at_most, shard, careful=True)
-            start = 2 * duals[1]
-            unsolved = unsolved & (again <= _ACCEPTED)  # what has no solution for blunt logits has none at all
-            if not bool(unsolved.any()):
-                break
-        best = torch.where(unsolved, again, best)
-        nu, mu = (torch.where(unsolved, new, old) for new, old in zip(duals, (nu, mu), strict=True))
+        found = _sharpen(x, live, sums, limits, unsolved, at_most, shard)
+        best, nu, mu = (torch.where(unsolved, new, old) for new, old in zip(found, (best, nu, mu), strict=True))
     possible = possible & (best <= _ACCEPTED)
     nu, mu = (torch.where(end == 0, dual, end * torch.inf) for end, dual in zip(ends, (nu, mu), strict=True))
     return torch.where(possible, nu, torch.nan), torch.where(possible, mu, torch.nan), fixed
+
+
+def _sharpen(
+    x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, wanted: Tensor, at_most: bool, shard: ClassShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_search` does, from blunt logits on that get sharper as fast as the solution can be followed.
+
+    Each search starts from the solution before. Where one fails, a smaller step follows from there.
+    """
+    halvings, step = float(_HALVINGS), 1.0
+    best, nu, mu = _search(
+        x * 0.5**halvings, live, sums, limits, torch.zeros_like(limits), wanted, at_most, shard, True
+    )
+    wanted = wanted & (best <= _ACCEPTED)  # what has no solution for blunt logits has none at all
+    while halvings > 0 and bool(wanted.any()):
+        less = max(halvings - step, 0.0)
+        sharper, start = 0.5**less, mu * 2 ** (halvings - less)
+        found = _search(x * sharper, live, sums, limits, start, wanted, at_most, shard, True)
+        solved = wanted & (found[0] <= _ACCEPTED)
+        if bool((solved == wanted).all()) or step < _LEAST_STEP:
+            wanted, halvings, (best, nu, mu) = solved, less, found
+            step = min(2 * step, 1.0)
+        else:
+            step /= 2
+    return torch.where(wanted, best, torch.inf), nu, mu
 
 
 def _search(

@@ -204,6 +204,20 @@ def test_cold_assignments_reach_the_linear_programme(at_most):
             assert (scores * y).sum() >= -best.fun - temperature * y.size * np.log(2) - 1e-6 * rows
 
 
+@pytest.mark.parametrize("at_most", [False, True])
+def test_the_sharpest_logits_have_a_solution_too(at_most):
+    """At a spread of 10,000, one by one and as a batch: the solution cannot be followed over every doubling."""
+    for seeds in ([48], [52], [55], [59], [117], [148], range(40, 60)):
+        drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
+        x = torch.stack([1e4 * torch.randn(9, 6, generator=g, dtype=DOUBLE) for g in drawn])
+        inside = torch.stack([torch.rand(9, 6, generator=g, dtype=DOUBLE) for g in drawn])
+        sums, limits = inside.sum(-1), inside.sum(-2) * (1.3 if at_most else 1.0)
+        y = ll.lml_balanced(x, sums, limits, at_most=at_most)
+        torch.testing.assert_close(y.sum(-1), sums, rtol=1e-6, atol=0)
+        over = y.sum(-2) - limits
+        assert (over if at_most else over.abs()).max() <= 1e-5
+
+
 def test_what_has_no_solution_is_nan_and_nothing_else():
     x = torch.stack([matrix(3, 4), matrix(3, 4, seed=1)])
     k = torch.tensor([[1.0, 1.0, 9.0], [1.0, 1.0, 2.0]])
