@@ -75,7 +75,7 @@ def lml_balanced(
                 [0.5000, 0.5000]])
     """
     op = "lml_balanced"
-    if not at_most and mask is None and shard is None:
+    if at_most is False and mask is None and shard is None:
         found = _by_kernel(op, logits, k, capacity, temperature)
         if found is not None:
             return _Assignment.apply(*found.inputs(), found.y, *found.split()) if found.recorded else found.y
@@ -120,7 +120,7 @@ def lml_balanced_duals(
         tensor([-1.,  1.])
     """
     op = "lml_balanced_duals"
-    if not at_most and mask is None and shard is None:
+    if at_most is False and mask is None and shard is None:
         found = _by_kernel(op, logits, k, capacity, temperature)
         if found is not None:
             nu, mu = found.split()
@@ -156,7 +156,7 @@ def _duals(
     _check_sums(op, k, capacity, rows, columns, at_most, shard)
     x = logits.double()
     if not isinstance(divisor, float):
-        divisor = _check.temperatures(op, spread(divisor, shard), logits.shape[:-2]).double()[..., None, None]
+        divisor = _check.temperatures(op, spread(divisor, shard), logits.shape[:-2], x.dtype)[..., None, None]
     live = logits != -torch.inf if mask is None else mask & (logits != -torch.inf)
     x = torch.where(live, x, 0) / divisor
     sums = _check.cardinality(op, k, logits, shard).double()  # (..., rows, 1)
@@ -261,7 +261,7 @@ def _check_sums(
     op: str, k: Any, capacity: Any, rows: int, columns: int, at_most: bool, shard: ClassShard | None
 ) -> None:
     """Refuse what Python numbers already show to have no solution."""
-    if at_most not in (True, False):
+    if isinstance(at_most, Tensor) or at_most not in (True, False):
         raise TypeError(f"{op}: `at_most` must be True or False, got {at_most!r}.")
     if capacity is None or isinstance(capacity, Tensor):
         return

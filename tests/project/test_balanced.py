@@ -231,6 +231,10 @@ def test_what_has_no_solution_is_nan_and_nothing_else():
             assert ll.lml_balanced(x[0], 1.0, torch.tensor([bad, 2.0, 1.0, 1.0]), at_most=at_most).isnan().all()
     mask = torch.tensor([[True, False, False, False]] * 2 + [[True] * 4])
     assert ll.lml_balanced(x[0], 1.0, torch.tensor([1.0, 1.0, 0.5, 0.5]), mask=mask).isnan().all()
+    for bad in (-1.0, 0.0, torch.nan):
+        y = ll.lml_balanced(x, 1.0, temperature=torch.tensor([bad, 0.5]))
+        assert y[0].isnan().all()
+        torch.testing.assert_close(y[1], ll.lml_balanced(x[1], 1.0, temperature=0.5))
 
 
 @pytest.mark.parametrize("at_most", [False, True])
@@ -279,6 +283,7 @@ def test_one_column_and_empty_batches():
         ({"k": 1, "capacity": torch.ones(4, dtype=torch.bool)}, TypeError, "`capacity` must be real"),
         ({"k": 5}, ValueError, "`k` must be between 0 and n_classes=4, got 5"),
         ({"k": 1, "at_most": "yes"}, TypeError, "`at_most` must be True or False, got 'yes'"),
+        ({"k": 1, "at_most": torch.ones(2)}, TypeError, "`at_most` must be True or False, got tensor"),
         (
             {"k": 1, "temperature": torch.ones(3)},
             ValueError,
