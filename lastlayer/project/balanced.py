@@ -13,7 +13,14 @@ from torch import Tensor
 from lastlayer import _check, _triton
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import nestable
-from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, direct, recorded, transformed
+from lastlayer._threshold.dispatch import (
+    compiled_without_tangents,
+    differentiated,
+    direct,
+    divided,
+    recorded,
+    transformed,
+)
 from lastlayer._threshold.operators import fake, operator
 from lastlayer.project.lml import lml_threshold
 from lastlayer.shard import ClassShard, reduce, replicate, spread
@@ -158,7 +165,8 @@ def _duals(
     if not isinstance(divisor, float):
         divisor = _check.temperatures(op, spread(divisor, shard), logits.shape[:-2], x.dtype)[..., None, None]
     live = logits != -torch.inf if mask is None else mask & (logits != -torch.inf)
-    x = torch.where(live, x, 0) / divisor
+    x = torch.where(live, x, 0)
+    x = x / divisor if isinstance(divisor, float) else divided(x, divisor)
     sums = _check.cardinality(op, k, logits, shard).double()  # (..., rows, 1)
     limits = _column_sums(op, capacity, sums, logits, shard)
     limits = limits if at_most else _agreeing(sums, limits, shard)

@@ -148,6 +148,16 @@ def test_mask_and_infinite_logits():
 
 
 @pytest.mark.parametrize("at_most", [False, True])
+def test_a_chosen_pair_leaves_the_gradient_of_a_temperature(at_most):
+    x = matrix(3, 4).index_put_((torch.tensor(0), torch.tensor(1)), torch.tensor(torch.inf, dtype=DOUBLE))
+    capacity = torch.tensor([1.5, 1.8, 1.2, 1.5], dtype=DOUBLE)
+    temperature = torch.tensor(0.7, dtype=DOUBLE, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda t: ll.lml_balanced(x, 2.0, capacity, at_most=at_most, temperature=t), temperature
+    )
+
+
+@pytest.mark.parametrize("at_most", [False, True])
 def test_nan_is_not_a_pair_that_is_ruled_out(at_most):
     x, mask = torch.stack([matrix(6, 4), matrix(6, 4, seed=1)]), torch.ones(6, 4, dtype=torch.bool)
     x[0, 2, 1], mask[2, 1] = torch.nan, False
