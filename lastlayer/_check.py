@@ -149,8 +149,8 @@ def temperature(op: str, value: Any) -> Any:
     return float(value)
 
 
-def temperatures(op: str, value: Tensor, batch: torch.Size) -> Tensor:
-    """Check a tensor of temperatures, and expand it to one per row."""
+def temperatures(op: str, value: Tensor, batch: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Check a tensor of temperatures, and expand it to one per row; NaN where one is not positive and finite."""
     if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{op}: `temperature` must be real, got a tensor of {value.dtype}. Use a float.")
     if not _broadcasts(value.shape, batch):
@@ -158,7 +158,8 @@ def temperatures(op: str, value: Tensor, batch: torch.Size) -> Tensor:
             f"{op}: `temperature` must broadcast to the batch shape {tuple(batch)}, got shape {tuple(value.shape)}. "
             "Give one number, or one per row."
         )
-    return value.expand(batch)
+    value = value.to(dtype)
+    return torch.where((value > 0) & (value < math.inf), value, math.nan).expand(batch)
 
 
 def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...], old: Mapping[str, str] | None = None) -> Any:

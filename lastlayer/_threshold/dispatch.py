@@ -105,8 +105,8 @@ def tempered(op: str, x: Tensor, temperature: float | Tensor, shard: ClassShard 
     divisor = _check.temperature(op, temperature)
     if isinstance(divisor, Tensor):  # one per row; autograd sees the division
         x = x.to(_check.work_dtype(x))
-        rows = _check.temperatures(op, spread(divisor, shard), x.shape[:-1])
-        return _divided(x, rows.unsqueeze(-1).to(x.dtype)), 1.0
+        rows = _check.temperatures(op, spread(divisor, shard), x.shape[:-1], x.dtype)
+        return divided(x, rows.unsqueeze(-1)), 1.0
     if torch.compiler.is_compiling() and not exporting():
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second, spent when compiling
 
@@ -120,7 +120,7 @@ def _unchanged(out: Tensor) -> Tensor:
     return out
 
 
-def _divided(x: Tensor, temperature: Tensor) -> Tensor:
+def divided(x: Tensor, temperature: Tensor) -> Tensor:
     """Divide by a temperature, which does not change an infinite score."""
     finite = x.isfinite()
     return torch.where(finite, torch.where(finite, x, 0) / temperature, x)

@@ -13,7 +13,14 @@ from torch import Tensor
 from lastlayer import _check, _triton
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import nestable
-from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, direct, recorded, transformed
+from lastlayer._threshold.dispatch import (
+    compiled_without_tangents,
+    differentiated,
+    direct,
+    divided,
+    recorded,
+    transformed,
+)
 from lastlayer._threshold.operators import fake, operator
 from lastlayer.project.lml import lml_threshold
 from lastlayer.shard import ClassShard, reduce, replicate, spread
@@ -22,6 +29,7 @@ _ALTERNATIONS = 3  # exact row and column thresholds in turn; then Newton's meth
 _STEPS = 60  # bounds the search; the hardest case of the tests' grid takes 20
 _FAR = 8.0  # Newton steps that move a logit by more than this are taken every other time only
 _HALVINGS = 20  # of the logits, before a second search
+_LEAST_STEP = 0.1  # between two of its logits, in doublings: what cannot be followed that far is given up
 _TOLERANCE = 1e-11  # of a column's sum, relative to its capacity
 _ACCEPTED = 1e-6  # columns that are further off than this mean that there is no solution
 _AGREEMENT = 1e-5  # how far the two totals may be apart: float32 capacities do not add up exactly
@@ -74,7 +82,7 @@ def lml_balanced(
                 [0.5000, 0.5000]])
     """
     op = "lml_balanced"
-    if not at_most and mask is None and shard is None:
+    if at_most is False and mask is None and shard is None:
         found = _by_kernel(op, logits, k, capacity, temperature)
         if found is not None:
             return _Assignment.apply(*found.inputs(), found.y, *found.split()) if found.recorded else found.y
@@ -119,7 +127,7 @@ def lml_balanced_duals(
         tensor([-1.,  1.])
     """
     op = "lml_balanced_duals"
-    if not at_most and mask is None and shard is None:
+    if at_most is False and mask is None and shard is None:
         found = _by_kernel(op, logits, k, capacity, temperature)
         if found is not None:
             nu, mu = found.split()
@@ -155,9 +163,10 @@ def _duals(
     _check_sums(op, k, capacity, rows, columns, at_most, shard)
     x = logits.double()
     if not isinstance(divisor, float):
-        divisor = _check.temperatures(op, spread(divisor, shard), logits.shape[:-2]).double()[..., None, None]
+        divisor = _check.temperatures(op, spread(divisor, shard), logits.shape[:-2], x.dtype)[..., None, None]
     live = logits != -torch.inf if mask is None else mask & (logits != -torch.inf)
-    x = torch.where(live, x, 0) / divisor
+    x = torch.where(live, x, 0)
+    x = x / divisor if isinstance(divisor, float) else divided(x, divisor)
     sums = _check.cardinality(op, k, logits, shard).double()  # (..., rows, 1)
     limits = _column_sums(op, capacity, sums, logits, shard)
     limits = limits if at_most else _agreeing(sums, limits, shard)
@@ -260,7 +269,7 @@ def _check_sums(
     op: str, k: Any, capacity: Any, rows: int, columns: int, at_most: bool, shard: ClassShard | None
 ) -> None:
     """Refuse what Python numbers already show to have no solution."""
-    if at_most not in (True, False):
+    if isinstance(at_most, Tensor) or at_most not in (True, False):
         raise TypeError(f"{op}: `at_most` must be True or False, got {at_most!r}.")
     if capacity is None or isinstance(capacity, Tensor):
         return
@@ -345,19 +354,36 @@ def _solve(
     best, nu, mu = _search(x, live, sums, limits, torch.zeros_like(limits), possible, at_most, shard)
     unsolved = possible & (best > _ACCEPTED)
     if bool(unsolved.any()):
-        start = torch.zeros_like(limits)
-        for halvings in range(_HALVINGS, -1, -1):
-            blunt = x * 0.5**halvings
-            again, *duals = _search(blunt, live, sums, limits, start, unsolved, at_most, shard, careful=True)
-            start = 2 * duals[1]
-            unsolved = unsolved & (again <= _ACCEPTED)  # what has no solution for blunt logits has none at all
-            if not bool(unsolved.any()):
-                break
-        best = torch.where(unsolved, again, best)
-        nu, mu = (torch.where(unsolved, new, old) for new, old in zip(duals, (nu, mu), strict=True))
+        found = _sharpen(x, live, sums, limits, unsolved, at_most, shard)
+        best, nu, mu = (torch.where(unsolved, new, old) for new, old in zip(found, (best, nu, mu), strict=True))
     possible = possible & (best <= _ACCEPTED)
     nu, mu = (torch.where(end == 0, dual, end * torch.inf) for end, dual in zip(ends, (nu, mu), strict=True))
     return torch.where(possible, nu, torch.nan), torch.where(possible, mu, torch.nan), fixed
+
+
+def _sharpen(
+    x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, wanted: Tensor, at_most: bool, shard: ClassShard | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_search` does, from blunt logits on that get sharper as fast as the solution can be followed.
+
+    Each search starts from the solution before. Where one fails, a smaller step follows from there.
+    """
+    halvings, step = float(_HALVINGS), 1.0
+    best, nu, mu = _search(
+        x * 0.5**halvings, live, sums, limits, torch.zeros_like(limits), wanted, at_most, shard, True
+    )
+    wanted = wanted & (best <= _ACCEPTED)  # what has no solution for blunt logits has none at all
+    while halvings > 0 and bool(wanted.any()):
+        less = max(halvings - step, 0.0)
+        sharper, start = 0.5**less, mu * 2 ** (halvings - less)
+        found = _search(x * sharper, live, sums, limits, start, wanted, at_most, shard, True)
+        solved = wanted & (found[0] <= _ACCEPTED)
+        if bool((solved == wanted).all()) or step < _LEAST_STEP:
+            wanted, halvings, (best, nu, mu) = solved, less, found
+            step = min(2 * step, 1.0)
+        else:
+            step /= 2
+    return torch.where(wanted, best, torch.inf), nu, mu
 
 
 def _search(

@@ -31,25 +31,25 @@ def grouped(op: str, x: Tensor, k: Tensor, groups: Any, limit: Any) -> Tensor:
     if x.shape[-1] == 0:
         return lml(x, k.squeeze(-1))
 
-    order = groups.argsort(stable=True)
-    sizes = torch.bincount(groups, minlength=n_groups)
-    width = int(sizes.max()) if n_groups else 0
-    first = sizes.cumsum(0) - sizes
-    column = torch.arange(len(order), device=x.device) - first[groups[order]]
-    table = torch.full((n_groups, width), len(order), device=x.device)  # classes of each group; the last one is none
-    table[groups[order], column] = order
+    size = live.new_zeros((*x.shape[:-1], n_groups), dtype=limits.dtype).index_add(-1, groups, live.to(limits.dtype))
+    may_bind = limits < size
+    capped = torch.minimum(limits, size)
+    tables = _tables(groups, n_groups)
 
-    def by_group(value: Tensor, fill: Any) -> Tensor:
+    def by_group(value: Tensor, fill: Any, table: Tensor) -> Tensor:
         pad = value.new_full((*value.shape[:-1], 1), fill)
         return torch.cat([value, pad], -1)[..., table]
 
-    inside = by_group(live, False)
-    size = inside.sum(-1).to(limits.dtype)
-    may_bind = limits < size
-    capped = torch.minimum(limits, size)
-    within = lml(by_group(x, 0.0), capped, mask=inside)  # (..., groups, width)
+    parts, thresholds = [], []
+    for ids, table in tables:
+        inside, own = by_group(live, False, table), capped[..., ids]
+        parts.append(lml(by_group(x, 0.0, table), own, mask=inside).flatten(-2))
+        with torch.no_grad():
+            thresholds.append(lml_threshold(by_group(x.detach(), 0.0, table), own, mask=inside))
+    places = torch.cat([table.flatten() for _, table in tables])  # the classes table by table
+    within = torch.cat(parts, -1)
     with torch.no_grad():
-        at = lml_threshold(by_group(x.detach(), 0.0), capped, mask=inside)
+        at = torch.cat(thresholds, -1)[..., torch.cat([ids for ids, _ in tables]).argsort()]
         at = torch.where(may_bind, at, torch.inf)
         binds = _binding(x.detach(), live, k, groups, at, limits)
     bound = binds[..., groups]
@@ -58,13 +58,30 @@ def grouped(op: str, x: Tensor, k: Tensor, groups: Any, limit: Any) -> Tensor:
     near = torch.minimum(rest.clamp(min=0), left)  # rounding of what the groups took
     rest = torch.where((rest - near).abs() <= _SLACK * k, near, rest)
     free = lml(x, rest.squeeze(-1), mask=live & ~bound)
-    back = torch.empty_like(order)
-    back[order] = groups[order] * width + column
-    y = torch.where(bound, within.flatten(-2)[..., back], free)
+    y = torch.where(bound, within[..., places.argsort()[: len(groups)]], free)
     room = capped.sum(-1, keepdim=True)
     feasible = (k <= room * (1 + _SLACK)) & (capped >= 0).all(-1, keepdim=True)
-    sound = ~within.flatten(-2).isnan().any(-1, keepdim=True)  # a nan, or more than the limit at +inf
+    sound = ~within.isnan().any(-1, keepdim=True)  # a nan, or more than the limit at +inf
     return torch.where(feasible & sound, y, torch.nan)
+
+
+def _tables(groups: Tensor, n_groups: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the groups of about one size and the table of their classes, for each such size.
+
+    A table is as wide as its largest group; what a shorter one leaves is filled with the number of classes. One table
+    for all groups would be as wide as the largest of them.
+    """
+    order = groups.argsort(stable=True)
+    sizes = torch.bincount(groups, minlength=n_groups)
+    first = sizes.cumsum(0) - sizes
+    tables = []
+    doublings = sizes.clamp(min=1).double().log2().ceil()
+    for number in doublings.unique():
+        ids = (doublings == number).nonzero().squeeze(-1)
+        column = torch.arange(int(sizes[ids].max()), device=groups.device)
+        place = (first[ids].unsqueeze(-1) + column).clamp(max=len(order) - 1)
+        tables.append((ids, torch.where(column < sizes[ids].unsqueeze(-1), order[place], len(order))))
+    return tables
 
 
 def _binding(x: Tensor, live: Tensor, k: Tensor, groups: Tensor, at: Tensor, limits: Tensor) -> Tensor:

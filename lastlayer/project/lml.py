@@ -67,6 +67,8 @@ def lml(
             broadcasts to the shape of the rows. A row with an infeasible `k` becomes NaN; other rows are unaffected.
         dim: The dimension of the classes; a tuple is one budget over several dimensions.
         temperature: Divides the logits. As it goes to 0 the result becomes the indicator of the `k` largest logits.
+            A number, or a differentiable tensor that broadcasts to the shape of the rows; a row whose temperature is
+            not positive and finite becomes NaN.
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
         weight: What a unit of each class costs: the budget is :math:`\sum_i w_i y_i = k`. Of either sign; a class of
             weight 0 is free. Broadcasts to the shape of `logits`; differentiable, like the bounds.

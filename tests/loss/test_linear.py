@@ -417,6 +417,18 @@ def test_mask_and_temperature():
             assert_same(*found)
 
 
+def test_a_bad_temperature_inside_a_tensor():
+    features, weight, _, target = problem(3000)
+    heat = torch.ones(ROWS, dtype=torch.float64, device=DEVICE)
+    heat[0], heat[1] = -1, 0
+    for options in ({}, {"negatives": 50}):
+        loss = linear_lml_loss(features, weight, target, 3, temperature=heat, reduction="none", **options)
+        assert loss[:2].isnan().all()
+        assert loss[3:].isfinite().all()
+    with pytest.raises(ValueError, match="`temperature` must broadcast to the batch shape"):
+        linear_lml_loss(features, weight, target, 3, temperature=heat[:2])
+
+
 def test_tied_rows():
     """A layer that starts at zero, and rows of two levels."""
     features, weight, _, target = problem(5000)

@@ -148,6 +148,16 @@ def test_mask_and_infinite_logits():
 
 
 @pytest.mark.parametrize("at_most", [False, True])
+def test_a_chosen_pair_leaves_the_gradient_of_a_temperature(at_most):
+    x = matrix(3, 4).index_put_((torch.tensor(0), torch.tensor(1)), torch.tensor(torch.inf, dtype=DOUBLE))
+    capacity = torch.tensor([1.5, 1.8, 1.2, 1.5], dtype=DOUBLE)
+    temperature = torch.tensor(0.7, dtype=DOUBLE, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda t: ll.lml_balanced(x, 2.0, capacity, at_most=at_most, temperature=t), temperature
+    )
+
+
+@pytest.mark.parametrize("at_most", [False, True])
 def test_nan_is_not_a_pair_that_is_ruled_out(at_most):
     x, mask = torch.stack([matrix(6, 4), matrix(6, 4, seed=1)]), torch.ones(6, 4, dtype=torch.bool)
     x[0, 2, 1], mask[2, 1] = torch.nan, False
@@ -204,6 +214,20 @@ def test_cold_assignments_reach_the_linear_programme(at_most):
             assert (scores * y).sum() >= -best.fun - temperature * y.size * np.log(2) - 1e-6 * rows
 
 
+@pytest.mark.parametrize("at_most", [False, True])
+def test_the_sharpest_logits_have_a_solution_too(at_most):
+    """At a spread of 10,000, one by one and as a batch: the solution cannot be followed over every doubling."""
+    for seeds in ([48], [52], [55], [59], [117], [148], range(40, 60)):
+        drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
+        x = torch.stack([1e4 * torch.randn(9, 6, generator=g, dtype=DOUBLE) for g in drawn])
+        inside = torch.stack([torch.rand(9, 6, generator=g, dtype=DOUBLE) for g in drawn])
+        sums, limits = inside.sum(-1), inside.sum(-2) * (1.3 if at_most else 1.0)
+        y = ll.lml_balanced(x, sums, limits, at_most=at_most)
+        torch.testing.assert_close(y.sum(-1), sums, rtol=1e-6, atol=0)
+        over = y.sum(-2) - limits
+        assert (over if at_most else over.abs()).max() <= 1e-5
+
+
 def test_what_has_no_solution_is_nan_and_nothing_else():
     x = torch.stack([matrix(3, 4), matrix(3, 4, seed=1)])
     k = torch.tensor([[1.0, 1.0, 9.0], [1.0, 1.0, 2.0]])
@@ -217,6 +241,10 @@ def test_what_has_no_solution_is_nan_and_nothing_else():
             assert ll.lml_balanced(x[0], 1.0, torch.tensor([bad, 2.0, 1.0, 1.0]), at_most=at_most).isnan().all()
     mask = torch.tensor([[True, False, False, False]] * 2 + [[True] * 4])
     assert ll.lml_balanced(x[0], 1.0, torch.tensor([1.0, 1.0, 0.5, 0.5]), mask=mask).isnan().all()
+    for bad in (-1.0, 0.0, torch.nan):
+        y = ll.lml_balanced(x, 1.0, temperature=torch.tensor([bad, 0.5]))
+        assert y[0].isnan().all()
+        torch.testing.assert_close(y[1], ll.lml_balanced(x[1], 1.0, temperature=0.5))
 
 
 @pytest.mark.parametrize("at_most", [False, True])
@@ -265,6 +293,7 @@ def test_one_column_and_empty_batches():
         ({"k": 1, "capacity": torch.ones(4, dtype=torch.bool)}, TypeError, "`capacity` must be real"),
         ({"k": 5}, ValueError, "`k` must be between 0 and n_classes=4, got 5"),
         ({"k": 1, "at_most": "yes"}, TypeError, "`at_most` must be True or False, got 'yes'"),
+        ({"k": 1, "at_most": torch.ones(2)}, TypeError, "`at_most` must be True or False, got tensor"),
         (
             {"k": 1, "temperature": torch.ones(3)},
             ValueError,

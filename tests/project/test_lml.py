@@ -187,6 +187,21 @@ def test_derivatives(function):
 
 
 @pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("function", [*PROJECTIONS, ll.capped_softmax, ll.capped_sparsemax])
+def test_a_temperature_that_is_not_positive_makes_its_row_nan(function, impl):
+    """As a number it is an error; a negative one inside a tensor chose the smallest logits, and 0 some other ones."""
+    x = normal(6, 5, dtype=torch.float32)
+    temperature = torch.tensor([0.7, -1.0, 0.0, 2.0, torch.nan, INF])
+    for wider in ({}, {"weight": torch.ones(5)}):
+        if wider and function not in PROJECTIONS:
+            continue
+        found = function(x, 2.0, temperature=temperature, impl=impl, **wider)
+        good = torch.tensor([0, 3])
+        torch.testing.assert_close(found[good], function(x[good], 2.0, temperature=temperature[good], **wider))
+        assert found[[1, 2, 4, 5]].isnan().all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
 @pytest.mark.parametrize("gap", [40.0, 60.0, 100.0, 200.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_saturated_rows(gap, dtype, impl):

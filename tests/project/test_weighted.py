@@ -8,6 +8,7 @@ from tools import slow
 
 import lastlayer as ll
 from lastlayer import _native
+from lastlayer.project.groups import _tables
 
 DOUBLE = torch.float64
 IMPLS = ["torch"] if _native.missing else ["torch", "native"]
@@ -433,6 +434,20 @@ def test_groups_with_odd_scores_and_limits():
     with pytest.raises(ValueError, match="`k` must be between 0 and n_classes=4, got -1"):
         ll.lml(x, -1, groups=groups, group_limit=1)
     assert ll.lml(torch.empty(2, 0), 0, groups=groups[:0], group_limit=1).shape == (2, 0)
+
+
+def test_groups_of_very_different_sizes():
+    """One group of 20,000 and 20,000 of one class each: a table of groups as wide as the largest would take 3 GB."""
+    groups = torch.cat([torch.zeros(20_000, dtype=torch.long), torch.arange(20_000, 0, -1)])
+    x = draw(2, 40_000)
+    y = ll.lml(x, 30.0, groups=groups, group_limit=2.0)  # only the large one can bind
+    torch.testing.assert_close(y[:, :20_000], ll.lml(x[:, :20_000], 2.0))
+    torch.testing.assert_close(y[:, 20_000:], ll.lml(x[:, 20_000:], 28.0))
+    assert sum(table.numel() for _, table in _tables(groups, 20_001)) == 40_000
+    mixed = torch.randint(0, 300, (5000,), generator=torch.Generator().manual_seed(0)) ** 2 // 300
+    places = [table for _, table in _tables(mixed, 299)]
+    assert sum(table.numel() for table in places) <= 2 * 5000 + 299
+    assert torch.cat([table.flatten() for table in places]).unique().tolist() == list(range(5001))
 
 
 def test_groups_are_optimal_and_differentiable():
