@@ -266,7 +266,8 @@ def _solve(
     far = turn > 0
     before = 0.0
     rate_before = 0.0
-    unit = 1 / tl.minimum(c * SPAN, all_rows)
+    # What a program adds has a bound: as many capacities as there may be programs, or all rows that a program can have.
+    unit = 1 / tl.minimum(c * SPAN, (R * programs * ((blocks + programs - 1) // programs)).to(tl.float64))
     most = 1 / (unit * programs)
     while turn < ROUNDS:
         if HELD:

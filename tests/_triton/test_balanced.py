@@ -1,10 +1,13 @@
 """The balanced assignment by the GPU kernel against plain torch: on a GPU, or in Triton's interpreter."""
 
+import contextlib
+import os
+import signal
 import threading
 
 import pytest
 import torch
-from tools import DEVICE, GPU_KERNELS
+from tools import DEVICE, GPU_KERNELS, HUNG, INTERPRETED
 
 import lastlayer as ll
 from lastlayer.project import balanced as plain
@@ -26,6 +29,50 @@ def tried(monkeypatch):
 
     monkeypatch.setattr(balanced, "solve", watched)
     return answers
+
+
+def in_processes(launches, **options):
+    """Launch a kernel whose programs wait for each other, as Triton's interpreter cannot: each in its own process."""
+    ((kernel, (programs,), args, constants),) = launches
+    storages = {
+        arg.untyped_storage().data_ptr(): arg.untyped_storage() for arg in args if isinstance(arg, torch.Tensor)
+    }
+    shared = {address: storage.clone().share_memory_() for address, storage in storages.items()}
+
+    def as_shared(arg):
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        storage = shared[arg.untyped_storage().data_ptr()]
+        return arg.new_empty(0).set_(storage, arg.storage_offset(), arg.size(), arg.stride())
+
+    args = [as_shared(arg) for arg in args]
+    children = []
+    for program in range(programs):
+        children.append(fork(kernel, args, constants, program, programs, children[0] if children else 0))
+    ended = [os.waitpid(child, 0)[1] for child in children]
+    assert ended == [0] * programs
+    for address, storage in storages.items():
+        storage.copy_(shared[address])
+
+
+def fork(kernel, args, constants, program, programs, group):
+    """Start a process that runs one program of a kernel; where it fails, the group ends, which waits for it."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setpgid(0, group)
+            signal.alarm(int(HUNG))
+            interpreter_builder.set_grid_dim = lambda *_: setattr(interpreter_builder, "grid_dim", (programs, 1, 1))
+            interpreter_builder.set_grid_idx = lambda *_: setattr(interpreter_builder, "grid_idx", (program, 0, 0))
+            kernel[(1,)](*args, **constants)
+            os._exit(0)
+        finally:
+            os.killpg(0, signal.SIGKILL)
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # where it has done so itself, and gone on
+        os.setpgid(child, group)
+    return child
 
 
 def matrix(rows, columns, scale, bias):
@@ -67,6 +114,54 @@ def test_rows_in_turn(tried, monkeypatch):
     balanced._plan.cache_clear()
     assert tried == [True]
     torch.testing.assert_close(y.double(), ll.lml_balanced(x.double(), 3.5, temperature=0.5), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("rows", [67, 133, 300, 1050])
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_full_columns(tried, monkeypatch, rows, in_turn):
+    """Programs with more rows than others: in a column that is nearly full, each takes nearly all that it has."""
+    from lastlayer._triton import balanced
+
+    if in_turn:
+        monkeypatch.setattr(balanced, "MOST", 0)
+        monkeypatch.setattr(balanced, "PER_THREAD", 1)
+    if DEVICE.type == "cpu":  # one program has all rows, and is slow
+        rows //= 10
+    balanced._plan.cache_clear()
+    x = matrix(rows, 20, 2.0, 1.0)
+    left = torch.tensor([0.0001, 0.001, 0.004, 0.01], dtype=torch.float64, device=DEVICE) * rows
+    capacity = torch.cat([rows - left, left, torch.full_like(left, rows / 2), torch.full((8,), rows / 4).to(left)])
+    k = float(capacity.sum() / rows)
+    y = ll.lml_balanced(x, k, capacity)
+    balanced._plan.cache_clear()
+    assert tried == [True]
+    torch.testing.assert_close(y.double().sum(-2), capacity, rtol=1e-6, atol=0)
+    torch.testing.assert_close(y.double(), ll.lml_balanced(x.double(), k, capacity), rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="for Triton's interpreter")
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize(("rows", "programs"), [(13, 2), (13, 3), (35, 3)])
+def test_several_programs(tried, monkeypatch, rows, programs, in_turn):
+    """The first program has more rows than the last one, all of which take the first column."""
+    from lastlayer._triton import balanced
+
+    if in_turn:
+        monkeypatch.setattr(balanced, "MOST", 0)
+        monkeypatch.setattr(balanced, "PER_THREAD", 1)
+    monkeypatch.setattr(balanced, "_programs", lambda device: programs)
+    monkeypatch.setattr(balanced, "launch_all", in_processes)
+    balanced._plan.cache_clear()
+    x = matrix(rows, 20, 2.0, 1.0)
+    x[:8, 0] += 40
+    capacity = torch.full((20,), rows * 2 / 20, dtype=torch.float64)
+    capacity[0] = 8 + (rows - 8) / 2
+    k = float(capacity.sum() / rows)
+    y = ll.lml_balanced(x, k, capacity)
+    balanced._plan.cache_clear()
+    assert tried == [True]
+    torch.testing.assert_close(y.double().sum(-2), capacity, rtol=1e-6, atol=0)
+    torch.testing.assert_close(y.double(), ll.lml_balanced(x.double(), k, capacity), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("rows", "columns", "k", "scale"), [(40, 20, 3.5, 2.0), (300, 16, 2, 1.0), (64, 16, 2, 10.0)])
