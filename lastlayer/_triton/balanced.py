@@ -10,6 +10,7 @@ from the cache in each round. A matrix whose columns do not agree after ROUNDS r
 import functools
 import struct
 import threading
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,7 +35,7 @@ from lastlayer._triton.device import (
     sum4,
     sum_w,
 )
-from lastlayer._triton.launch import prepare, relaunch, start_driver
+from lastlayer._triton.launch import prepare, relaunch, start_driver, stream_of
 
 WIDEST = 1024  # columns
 ROUNDS = 64
@@ -228,17 +229,22 @@ def _write(odds, y_ptr, row, cols, rows, n):
 
 @triton.jit(do_not_specialize=["rows"])
 def _solve(
-    x_ptr, k_ptr, c_ptr, y_ptr, nu_ptr, mu_ptr, sums_ptr, counter_ptr, answer_ptr, rows, n, k_row, c_low, inv_t,
+    x_ptr, k_ptr, c_ptr, y_ptr, nu_ptr, mu_ptr, sums_ptr, next_ptr, answer_ptr, rows, n, k_row, c_low, inv_t,
     R: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ROUNDS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Programs that all run at once; each holds R rows, or takes blocks of R rows in turn.
 
     The odds of the rows that are held are computed at some duals, and moved from there by a factor per row and column.
+    Sums and counter begin as zeros; those of the next launch are written here.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     blocks = (rows + R - 1) // R
     cols = tl.arange(0, W)[:, None] * C + tl.arange(0, C)[None, :]
+    SUMS: tl.constexpr = ROUNDS * (W * C + 1)
+    for first in range(pid * W * C, SUMS + 1, programs * W * C):
+        tl.store(next_ptr + first + cols, tl.zeros([W, C], tl.int64), mask=first + cols <= SUMS)
+    counter_ptr = (sums_ptr + SUMS).to(tl.pointer_type(tl.int32))
     some = tl.arange(0, R).to(tl.int64)
     is_column = cols < n
     width = n.to(tl.float32)
@@ -269,6 +275,10 @@ def _solve(
     # What a program adds has a bound: as many capacities as there may be programs, or all rows that a program can have.
     unit = 1 / tl.minimum(c * SPAN, (R * programs * ((blocks + programs - 1) // programs)).to(tl.float64))
     most = 1 / (unit * programs)
+    # A step of mu needs few digits: what a column is off is a float64, and all that it is divided by is not.
+    of_high = 1 / (unit * HIGH)
+    of_low = (1 / (unit * LOW)).to(tl.float32)
+    by_c = (1 / c).to(tl.float32)
     while turn < ROUNDS:
         if HELD:
             if far:
@@ -312,16 +322,18 @@ def _solve(
         _meet(counter_ptr, programs * turn)
         share = tl.load(here + cols, cache_modifier=".cg")
         unsolved = tl.load(here + W * C, cache_modifier=".cg")
-        taken = tl.maximum((share >> SHIFT).to(tl.float64), 0.5) / (unit * HIGH)
+        taken = tl.maximum((share >> SHIFT).to(tl.float64), 0.5) * of_high
+        excess = (taken - c).to(tl.float32)
+        rest = tl.maximum(all_rows - taken, 0.5 * of_high).to(tl.float32)
+        given = taken.to(tl.float32)
         # Of a column that is nearly empty or full only the difference to that is left.
-        curvature = tl.maximum((share & MASK).to(tl.float64), 8.0) / (unit * LOW)
-        curvature = tl.minimum(curvature, tl.minimum(taken, tl.maximum(all_rows - taken, 0.5 / (unit * HIGH))))
-        excess = taken - c
-        off = tl.where(is_column, tl.abs(excess) / c, 0.0).to(tl.float32)
+        slope = tl.maximum((share & MASK).to(tl.int32).to(tl.float32), 8.0) * of_low
+        slope = tl.minimum(slope, tl.minimum(given, rest))
+        off = tl.where(is_column, tl.abs(excess) * by_c, 0.0)
         # Newton's step for the logit of the column's mean, from sums that keep the digits of the difference.
-        up = log1p(tl.maximum(-excess / taken, -0.999).to(tl.float32))
-        down = log1p(tl.maximum(excess / tl.maximum(all_rows - taken, 0.5 / (unit * HIGH)), -0.999).to(tl.float32))
-        step = (up - down) * (taken * (all_rows - taken) / (all_rows * curvature)).to(tl.float32)
+        up = log1p(tl.maximum(-excess / given, -0.999))
+        down = log1p(tl.maximum(excess / rest, -0.999))
+        step = (up - down) * (given * ((all_rows - taken).to(tl.float32) / (all_rows.to(tl.float32) * slope)))
         step = tl.where(is_column, tl.minimum(tl.maximum(step, -8.0), 8.0), 0.0)
         worst, longest = _largest2(tl.where(off == off, off, 1e30), tl.abs(mu_moved + step))
         rate = worst * rcp(before)
@@ -418,8 +430,7 @@ def _own_solve(
         rows, n, _programs(device), *((0, PER_THREAD // 4) if shapes.in_general_form() else (MOST, PER_THREAD))
     )
     w, c, r, warps, held = plan
-    size = ROUNDS * (w * c + 1)
-    work = torch.zeros(size + 1, dtype=torch.int64, device=x.device)  # the sums of each round, and a counter
+    work = _zeros.take(x.device, device, ROUNDS * (w * c + 1) + 1)  # the sums of each round, and a counter
     y = torch.empty_like(x)
     duals = torch.empty(rows + n, dtype=torch.float64, device=x.device)
     low = None
@@ -429,26 +440,31 @@ def _own_solve(
     answer = _answers.take()
     key = None
     if low is not None and not isinstance(k, Tensor):  # the common call
-        first, to, found, sums = x.data_ptr(), y.data_ptr(), duals.data_ptr(), work.data_ptr()
+        first, to, found = x.data_ptr(), y.data_ptr(), duals.data_ptr()
         key = ("balanced", device, x.dtype, plan, n, first & 15, rows & 1)
-        given = (first, k, capacity, to, found, found + 8 * rows, sums, sums + 8 * size, answer.address, rows, n, None)
+        given = (first, k, capacity, to, found, found + 8 * rows, *work.addresses, answer.address, rows, n, None)
         if held and relaunch(key, device, rows, *given, low, 1.0 / temperature):
-            return y, duals, answer.wait(device)
+            return y, duals, _end(answer, work, device)
     k_row = None
     if isinstance(k, Tensor):
         k_row = 0 if k.stride(0) == 0 or rows == 1 else 1
     if isinstance(capacity, Tensor):
         capacity = capacity.contiguous()
     args = (
-        x, k, capacity, y, duals, duals[rows:], work, work[size:].view(torch.int32), answer.tensor, rows, n, k_row,
-        low, 1.0 / temperature,
+        x, k, capacity, y, duals, duals[rows:], *work.parts, answer.tensor, rows, n, k_row, low, 1.0 / temperature,
     )  # fmt: skip
     options = {"R": r, "W": w, "C": c, "ROUNDS": ROUNDS, "HELD": held, "num_warps": warps}
     own = Launch(_solve, (min(_programs(device), shapes.cdiv(rows, r)),), args, {**options, **_TOGETHER})
     compiled = launch_all([own], shared=True, lasting=False)
     if key is not None and held:
         prepare(key, compiled, r)
-    return y, duals, answer.wait(device)
+    return y, duals, _end(answer, work, device)
+
+
+def _end(answer: "_Answer", work: "_Work", device: int) -> int:
+    wrong = answer.wait(device)
+    _zeros.give_back(work)
+    return wrong
 
 
 def _tensors(x: Tensor, k: Tensor | float, capacity: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -487,6 +503,39 @@ class _Answer(threading.local):
         return int(number[0])
 
 
+class _Work(NamedTuple):
+    """Zeros for one launch, and the numbers that it makes zeros for the next; with their addresses."""
+
+    case: tuple[int, int, int]
+    parts: tuple[Tensor, Tensor]
+    addresses: tuple[int, int]
+
+
+class _Zeros(threading.local):
+    """Zeros that a launch leaves for the next one of its stream, per thread: to ask for new ones would take longer."""
+
+    MOST = 8  # streams and sizes for which they are kept
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, int, int], _Work] = {}
+
+    def take(self, place: torch.device, device: int, size: int) -> _Work:
+        """Return zeros that nobody else has; without `give_back`, as after an error, they are not used again."""
+        case = (device, stream_of(device), size)
+        work = self.kept.pop(case, None)
+        if work is None:
+            both = torch.zeros(2, -(-size // 16) * 16, dtype=torch.int64, device=place)
+            work = _Work(case, (both[0], both[1]), (both[0].data_ptr(), both[1].data_ptr()))
+        return work
+
+    def give_back(self, work: _Work) -> None:
+        """Keep them for the next launch, which begins with the other half. The launch has gone through its rounds."""
+        if len(self.kept) >= self.MOST:
+            self.kept.clear()
+        self.kept[work.case] = _Work(work.case, work.parts[::-1], work.addresses[::-1])
+
+
+_zeros = _Zeros()
 _answers = _Answer()
 if not loaded.takes(_TOGETHER):
     start_driver()  # while the rest is imported: the kernel is launched by Triton

@@ -306,6 +306,11 @@ def on_current(device: int) -> bool:
     return bool(device == _current())
 
 
+def stream_of(device: int) -> int:
+    """Return the handle of the stream on which kernels are launched."""
+    return 0 if INTERPRETED else _stream(device)
+
+
 def ready(key: tuple[Any, ...]) -> Any:
     """Return what was prepared under `key`, for `run_again`; None if there is nothing."""
     return _ready.get(key)

@@ -151,6 +151,7 @@ def test_several_programs(tried, monkeypatch, rows, programs, in_turn):
         monkeypatch.setattr(balanced, "PER_THREAD", 1)
     monkeypatch.setattr(balanced, "_programs", lambda device: programs)
     monkeypatch.setattr(balanced, "launch_all", in_processes)
+    monkeypatch.setattr(balanced, "_zeros", balanced._Zeros())
     balanced._plan.cache_clear()
     x = matrix(rows, 20, 2.0, 1.0)
     x[:8, 0] += 40
@@ -158,10 +159,55 @@ def test_several_programs(tried, monkeypatch, rows, programs, in_turn):
     capacity[0] = 8 + (rows - 8) / 2
     k = float(capacity.sum() / rows)
     y = ll.lml_balanced(x, k, capacity)
+    again = [ll.lml_balanced(x, k, capacity) for _ in range(2)]  # with the zeros of the call before
     balanced._plan.cache_clear()
-    assert tried == [True]
+    assert tried == [True] * 3
     torch.testing.assert_close(y.double().sum(-2), capacity, rtol=1e-6, atol=0)
     torch.testing.assert_close(y.double(), ll.lml_balanced(x.double(), k, capacity), rtol=0, atol=2e-6)
+    assert all(torch.equal(other, y) for other in again)
+
+
+def test_zeros_of_the_call_before(tried, monkeypatch):
+    """Each call leaves zeros for the next one of its size, also between others, and not if it was interrupted."""
+    from lastlayer._triton import balanced
+
+    one, other = matrix(40, 20, 2.0, 1.0), matrix(24, 70, 2.0, 1.0)
+    first, between = ll.lml_balanced(one, 3.5), ll.lml_balanced(other, 3.5)
+    for _ in range(4):
+        torch.testing.assert_close(ll.lml_balanced(one, 3.5), first, rtol=0, atol=0)
+        torch.testing.assert_close(ll.lml_balanced(other, 3.5), between, rtol=0, atol=0)
+    kept = len(balanced._zeros.kept)
+    with monkeypatch.context() as patch:
+
+        def interrupted(*arguments):
+            raise KeyboardInterrupt
+
+        patch.setattr(type(balanced._answers.take()), "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ll.lml_balanced(one, 3.5)
+    assert len(balanced._zeros.kept) == kept - 1
+    torch.testing.assert_close(ll.lml_balanced(one, 3.5), first, rtol=0, atol=0)
+    for columns in range(33, 1000, 100):  # more sizes than are kept
+        torch.testing.assert_close(
+            ll.lml_balanced(matrix(2, columns, 1.0, 0.0), 2.0).sum(-1), one.new_tensor([2.0, 2.0])
+        )
+    assert len(balanced._zeros.kept) <= balanced._zeros.MOST
+    torch.testing.assert_close(ll.lml_balanced(one, 3.5), first, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_streams_have_zeros_of_their_own():
+    x = matrix(2048, 64, 2.0, 1.0)
+    right = ll.lml_balanced(x, 3.5)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(ll.lml_balanced(x, 3.5))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, right) for one in found)
 
 
 @pytest.mark.parametrize(("rows", "columns", "k", "scale"), [(40, 20, 3.5, 2.0), (300, 16, 2, 1.0), (64, 16, 2, 10.0)])
