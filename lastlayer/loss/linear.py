@@ -40,6 +40,7 @@ from lastlayer.loss._scan import (
     tile,
     times,
 )
+from lastlayer.loss._whole import whole_linear_loss
 from lastlayer.loss.lml import lml_loss
 from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, unwrap
@@ -48,6 +49,7 @@ _WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product 
 _AHEAD = 6  # blocks whose gradient a GPU begins with, at most, while the host ends the forward pass
 
 
+@whole_linear_loss
 def linear_lml_loss(
     features: Tensor,
     weight: Tensor,

@@ -33,10 +33,12 @@ from lastlayer._threshold.dispatch import (
 )
 from lastlayer.loss import _rows
 from lastlayer.loss._gradient import End, at_once, reduced_at_once
+from lastlayer.loss._whole import whole_loss
 from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, local_part, reduce, replicate, total, unwrap
 
 
+@whole_loss
 def lml_loss(
     logits: Tensor,
     target: Target,
@@ -245,6 +247,7 @@ def _summed(
     return loss
 
 
+@whole_loss
 def lml_fenchel_young_loss(
     logits: Tensor,
     target: Target,

@@ -16,9 +16,11 @@ from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu
 from lastlayer._threshold.dispatch import recorded
 from lastlayer.loss import _rows
 from lastlayer.loss._gradient import End, at_once, per_class, with_shared_term
+from lastlayer.loss._whole import whole_loss
 from lastlayer.shard import ClassShard, Ranks, Replicas, averaged, total, unwrap
 
 
+@whole_loss
 def two_way_loss(
     logits: Tensor,
     target: Target,
@@ -239,6 +241,7 @@ def _positives_above(sides: _Sides, form: _Form, shard: Ranks | None) -> tuple[T
     return torch.where(active, -F.logsigmoid(-z), 0), has_positive
 
 
+@whole_loss
 def asymmetric_loss(
     logits: Tensor,
     target: Target,
@@ -390,6 +393,7 @@ def multihot_softmax_loss(
     return _rows.leave(op, torch.where(counts, loss, 0), reduction, counts, logits.dtype, sample_weight)
 
 
+@whole_loss
 def binary_loss(
     logits: Tensor,
     target: Target,

@@ -12,9 +12,11 @@ from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu
 from lastlayer._threshold.dispatch import direct, recorded
 from lastlayer.loss import _rows
 from lastlayer.loss._gradient import End, at_once, with_shared_term
+from lastlayer.loss._whole import whole_loss
 from lastlayer.shard import ClassShard, Ranks, reduce, total, unwrap
 
 
+@whole_loss
 def quasibinary_loss(
     logits: Tensor,
     target: Target,

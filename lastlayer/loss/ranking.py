@@ -11,11 +11,13 @@ from lastlayer._module import LossModule
 from lastlayer._renamed import renamed
 from lastlayer.loss import _rows
 from lastlayer.loss._gradient import End, reduced_at_once
+from lastlayer.loss._whole import whole_loss
 from lastlayer.shard import ClassShard
 
 _FEW = 64  # positives of a row up to which each is compared with every negative; more are ranked by sorting
 
 
+@whole_loss
 def warp_loss(
     logits: Tensor,
     target: Target,

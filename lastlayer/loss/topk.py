@@ -15,12 +15,14 @@ from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule, LossModule
 from lastlayer.loss import _rows
 from lastlayer.loss._gradient import End, reduced_at_once
+from lastlayer.loss._whole import whole_loss
 from lastlayer.project._symmetric import balance, log_counts
 from lastlayer.shard import ClassShard, gather, local_part, reduce, total, unwrap
 
 _FEW = 16  # places for which the compiled loss divides polynomials
 
 
+@whole_loss
 def truncated_entropy_loss(
     logits: Tensor,
     target: Target,
@@ -101,6 +103,7 @@ def _above(x: Tensor, labels: Labels, rival: Tensor, factors: list[Tensor], shar
     return total(labels.sum_over_positives(term, x, peak, rest, some.to(x.dtype), *factors), shard)
 
 
+@whole_loss
 def smooth_topk_svm_loss(
     logits: Tensor,
     target: Target,

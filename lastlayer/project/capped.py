@@ -13,6 +13,7 @@ from lastlayer._threshold.autograd import broken_rows, mapped, nestable
 from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu, projected
 from lastlayer._threshold.dispatch import Problem, enter
 from lastlayer._threshold.search import feasible, finite_part, kinds, scores, sizes
+from lastlayer._threshold.whole import whole_projection
 from lastlayer.shard import ClassShard, kth_largest, reduce
 
 Kind = Literal["softmax", "sparsemax"]
@@ -20,6 +21,7 @@ Kind = Literal["softmax", "sparsemax"]
 _PASSES = 24  # bounds the search; the rows of tests/project/test_capped.py take up to 9
 
 
+@whole_projection()
 def capped_softmax(
     logits: Tensor,
     k: float | Tensor = 1.0,
@@ -57,6 +59,7 @@ def capped_softmax(
     return _project("capped_softmax", logits, k, "softmax", dim, temperature, mask, shard, impl)
 
 
+@whole_projection()
 def capped_sparsemax(
     logits: Tensor,
     k: float | Tensor = 1.0,

@@ -29,12 +29,14 @@ from lastlayer._threshold.dispatch import (
     unwatched,
 )
 from lastlayer._threshold.search import points, scores, shifted, sizes, solve, tails
+from lastlayer._threshold.whole import whole_projection
 from lastlayer.project.wider import Dim, Wider, project_wider
 from lastlayer.shard import ClassShard, reduce, replicate
 
 Kind = Literal["y", "log", "nu"]
 
 
+@whole_projection("weight", "lower", "upper", "groups")
 def lml(
     logits: Tensor,
     k: float | Tensor,
@@ -195,6 +197,7 @@ def lml_threshold(
     return (replicate(delta, problem.shard) - center).squeeze(-1).to(logits.dtype)
 
 
+@whole_projection("weight", "lower", "upper")
 def lml_at_most(
     logits: Tensor,
     k: float | Tensor,

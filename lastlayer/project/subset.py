@@ -14,6 +14,7 @@ from lastlayer._module import FunctionModule
 from lastlayer._ranked import exporting
 from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu, projected
 from lastlayer._threshold.dispatch import transformed
+from lastlayer._threshold.whole import whole_projection
 from lastlayer.project._symmetric import Tree, balance, log_counts, split, tilt
 
 _FEW = 16  # classes of a subset for which the compiled operation divides polynomials
@@ -68,6 +69,7 @@ def _(x: Tensor, k: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], k), dtype=torch.int64)
 
 
+@whole_projection()
 def subset_marginals(logits: Tensor, k: int) -> Tensor:
     r"""Compute the probability that each class is in a random subset of exactly `k` classes.
 
