@@ -32,6 +32,14 @@ def directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+def apart(*values: Any) -> list[Any]:
+    """Return the tensors among the values as views, by which gradients can be taken of each alone.
+
+    The user may have computed one from another: a gradient by the tensors themselves would go on through that.
+    """
+    return [value.view_as(value) if isinstance(value, Tensor) else value for value in values]
+
+
 def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
     """Let an outer forward mode differentiate a `jvp`, as ``jacfwd(jacfwd(f))`` does.
 

@@ -13,7 +13,7 @@ from lastlayer import _check
 from lastlayer._check import Labels, Reduction, Target
 from lastlayer._module import FunctionModule
 from lastlayer._threshold import search
-from lastlayer._threshold.autograd import directly, without_transforms
+from lastlayer._threshold.autograd import apart, directly, without_transforms
 from lastlayer._threshold.compiled import compiled, fused, on_gpu
 from lastlayer._threshold.dispatch import (
     Impl,
@@ -472,6 +472,8 @@ def _plain_gradients(ctx: Any, problem: Problem, labels: Labels, upstream: Tenso
     """Return the gradients of logits and k through plain torch: for second derivatives, and batches of gradients."""
     further, needed = torch.is_grad_enabled(), ctx.needs_input_grad[:2]
     with torch.enable_grad():
+        x, k = apart(problem.x, problem.k)
+        problem = problem._replace(x=x, k=k)
         loss = _plain(problem, ctx.rho, labels)
     inputs = [value for value, wanted in zip(problem[:2], needed, strict=True) if wanted]
     gradients = iter(torch.autograd.grad(loss, inputs, upstream.expand_as(loss), create_graph=further))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lastlayer import _check, _triton
 from lastlayer._module import FunctionModule
-from lastlayer._threshold.autograd import nestable
+from lastlayer._threshold.autograd import apart, nestable
 from lastlayer._threshold.dispatch import (
     compiled_without_tangents,
     differentiated,
@@ -671,9 +671,10 @@ class _Assignment(torch.autograd.Function):
 
 def _plain_gradients(ctx: Any, logits: Tensor, sums: Tensor, limits: Tensor, *grads: Tensor) -> list[Tensor | None]:
     """Return the gradients of logits, k and capacity in differentiable operations, from that of y or of both duals."""
-    inputs = zip((logits, sums, limits), ctx.needs_input_grad, strict=False)
-    wanted = [value for value, asked in inputs if asked]
     with torch.enable_grad():
+        logits, sums, limits = apart(logits, sums, limits)
+        inputs = zip((logits, sums, limits), ctx.needs_input_grad, strict=False)
+        wanted = [value for value, asked in inputs if asked]
         x = logits.double() / ctx.temperature
         live = torch.ones_like(x, dtype=torch.bool)
         nu, mu, fixed = _DualsForwardMode.apply(x, live, sums, limits, False, None)

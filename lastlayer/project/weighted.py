@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._threshold.autograd import apart, nestable
 from lastlayer._threshold.budget import Budget
 from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, recorded
 from lastlayer._threshold.operators import fake, operator
@@ -337,6 +338,7 @@ class _ThresholdForwardMode(_Threshold):
     """As `_Threshold`, with forward-mode derivatives."""
 
     @staticmethod
+    @nestable
     def jvp(ctx: Any, *tangents: Any) -> Any:
         share, nu, *by, slope = _slopes(ctx)
         x_t, weight_t, *others_t, k_t = tangents[:5]
@@ -381,9 +383,10 @@ def _plain_gradients(
     ctx: Any, logits: Tensor, k: Tensor, given: list[Tensor | None], mask: Tensor | None, grad: Tensor
 ) -> list[Tensor | None]:
     """Return the gradients of logits, k, weight, lower and upper in differentiable operations."""
-    inputs = zip([logits, k, *given], ctx.needs_input_grad, strict=False)
-    wanted = [value for value, asked in inputs if asked and value is not None]
     with torch.enable_grad():
+        logits, k, *given = apart(logits, k, *given)
+        inputs = zip([logits, k, *given], ctx.needs_input_grad, strict=False)
+        wanted = [value for value, asked in inputs if asked and value is not None]
         x = scores(logits.double(), mask, ctx.temperature)
         terms = in_one_shape(x, k, (given[0], given[1], given[2]))
         nu = at_most_threshold(terms, None) if ctx.at_most else threshold(terms, None)

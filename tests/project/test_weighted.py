@@ -47,6 +47,45 @@ def test_weights_of_one_are_the_ordinary_projection():
         torch.testing.assert_close(function(x, 4.5, weight=1.0), function(x, 4.5), rtol=1e-12, atol=1e-14)
 
 
+DEPENDENT = {  # arguments that are computed from each other, as functions of one vector of positive numbers
+    "k and weight": lambda p: ll.lml(X, 0.4 * p.sum(), weight=p),
+    "lower and upper": lambda p: ll.lml(X, 12.0, lower=p, upper=p + 0.8),
+    "weight and upper": lambda p: ll.lml(X, 1.0, weight=p, upper=p),
+    "logits and upper": lambda p: ll.lml(p, 1.5, upper=p.sigmoid()),
+    "at most": lambda p: ll.lml_at_most(X, 0.2 * p.sum(), weight=p),
+    "logits and k": lambda p: ll.lml(p, 0.3 * p.sum()),
+    "loss": lambda p: ll.lml_loss(p, torch.tensor(2), 0.3 * p.sum(), observed=0.5),
+    "balanced": lambda p: ll.lml_balanced((p * X[:4, None]).log_softmax(0), p.new_full((4,), 1.5), 6 * p / p.sum()),
+}
+X = torch.tensor([0.3, -1.0, 0.5, 1.25, -0.2, 0.1], dtype=DOUBLE)
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_arguments_that_depend_on_each_other(name):
+    """The gradient is the same where it is to be differentiated again, and so is that of forward mode."""
+    p = (1 + uniform(6, seed=5)).requires_grad_()
+    pull = draw(6, seed=6)
+
+    def function(p):
+        return (DEPENDENT[name](p) * pull).sum()
+
+    (once,) = torch.autograd.grad(function(p), p)
+    (again,) = torch.autograd.grad(function(p), p, create_graph=True)
+    torch.testing.assert_close(again, once)
+    torch.testing.assert_close(torch.func.jacfwd(function)(p.detach()), once)
+    assert torch.autograd.gradgradcheck(function, (p,))
+
+
+@pytest.mark.parametrize("function", [ll.lml, slow(ll.log_lml), slow(ll.lml_threshold), slow(ll.lml_at_most)])
+def test_forward_mode_in_forward_mode(function):
+    def run(p):
+        return function(X + p[0], 1.5 + p[1], weight=1 + p[2:8], upper=1 + p[8:14], temperature=1 + p[14])
+
+    p = 0.1 * uniform(15, seed=7)
+    twice = torch.func.jacfwd(torch.func.jacfwd(run))(p)
+    torch.testing.assert_close(twice, torch.func.jacrev(torch.func.jacrev(run))(p))
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("scale", [slow(1.0), 30.0, slow(300.0)])
 @pytest.mark.parametrize("kind", ["wide", "signs", "zeros"])
