@@ -419,13 +419,13 @@ EXPORT void lastlayer_scale_to_half(const float *from, double factor, uint16_t *
 /* ---- Rows with weights and bounds. ---- */
 
 typedef struct {
-    weighted_work rows, tile, band, backward;
+    weighted_work rows, tile, band, apiece, backward;
     void (*prepare)(const struct weighted *, struct budget_space *);
 } weighted_works;
 
 #define WEIGHTED(type, isa)                                                                                       \
     { weighted_rows_##type##_##isa, weighted_tile_##type##_##isa, weighted_band_##type##_##isa,                    \
-      weighted_backward_##type##_##isa, weighted_prepare_##type##_##isa }
+      weighted_apiece_##type##_##isa, weighted_backward_##type##_##isa, weighted_prepare_##type##_##isa }
 
 static const weighted_works weighted_table[3][2] = {
     {WEIGHTED(f32, baseline), WEIGHTED(f64, baseline)},
@@ -481,12 +481,13 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
     int apart = call->weight_stride && !call->lower && !call->upper; /* weights per row, and no bounds */
     int tile = !backward && (shared || apart) && !call->mask && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM;
     size_t real = type ? 8 : 4, width = ((size_t)n + 127) / 64 * 64;
-    int64_t together = backward && call->half ? HALF_GROUP / (n + 1) + 1 : 1;
-    int64_t group = tile ? (16 << isa) / (int64_t)real : together;
+    int apiece = !backward && !tile && (call->mask || (!shared && !(apart && n > TILE_BELOW)));
+    int64_t lanes = (16 << isa) / (int64_t)real;
+    int64_t group = tile || (apiece && n <= TILE_BELOW) ? lanes : backward && call->half ? HALF_GROUP / (n + 1) + 1 : 1;
     size_t one = round_up(width * real), many = round_up((size_t)group * width * real);
-    size_t wide = round_up(4 * width * 8), search = backward ? one : 3 * one + 3 * many + wide;
+    size_t wide = round_up(4 * width * 8), search = backward ? one : 3 * one + 4 * many + wide;
     size_t all = search + (call->half ? round_up((size_t)(call->grad ? 3 : 2) * (size_t)(group * n) * 4) : 0);
-    weighted_work forward = !tile ? works->rows : n < BAND_FROM ? works->tile : works->band;
+    weighted_work forward = apiece ? works->apiece : !tile ? works->rows : n < BAND_FROM ? works->tile : works->band;
     weighted_work work = backward ? works->backward : forward;
     char *memory = malloc(all * (size_t)threads + 4 * one + 64);
     struct budget_space *space = calloc((size_t)threads, sizeof *space);
@@ -505,7 +506,8 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
         struct budget_space *s = space + i;
         s->ones = at, s->zeros = at + one, s->shared_w = at + 2 * one, s->shared_a = at + 3 * one;
         s->x = own, s->w = own + one, s->a = own + 2 * one, s->z = own + 3 * one, s->e = own + 3 * one + many;
-        s->own = own + 3 * one + 2 * many, s->wide = (double *)(own + 3 * one + 3 * many);
+        s->own = own + 3 * one + 2 * many, s->apiece = own + 3 * one + 3 * many;
+        s->wide = (double *)(own + 3 * one + 4 * many);
         s->narrow = (float *)(own + search), s->work = work;
         s->width = (int64_t)width, s->is_shared = shared;
         if (i == 0 && shared && !backward) works->prepare(call, s);

@@ -40,11 +40,13 @@ struct budget {
 /* What a pass keeps of y. */
 enum { KEEP_NONE, KEEP_Y, KEEP_PART };
 
+enum { TURNED = 1 }; /* a row has negative weights or lower bounds */
+
 struct budget_space;
 typedef void (*weighted_work)(const struct weighted *, int64_t, int, struct budget_space *);
 
 struct budget_space {
-    void *x, *z, *e, *w, *a, *own;
+    void *x, *z, *e, *w, *a, *own, *apiece;
     void *shared_w, *shared_a, *ones, *zeros; /* of all threads */
     double *wide;
     float *narrow;      /* logits, out and grad of the rows worked on, where those of the call are of half precision */

@@ -11,9 +11,10 @@ typedef struct {
     int count;
     const REAL *z[LANES], *w[LANES], *a[LANES], *ahead[LANES], *ahead_own[LANES]; /* ahead: the next rows, to be fetched */
     REAL *e[LANES];
+    const REAL *target[LANES];                  /* where the values of a row will be written */
     VEC last[LANES];                            /* the shares of the last vector */
     VEC parts[5][LANES];                        /* sums over a block of each row */
-    VEC far[LANES], largest[LANES], signs[LANES];
+    VEC far[LANES], largest[LANES], signs[LANES], odd[LANES], wrong[LANES];
     double over[LANES];                         /* one over the unit of weights that are read as they are */
 } NAME(band);
 
@@ -32,8 +33,12 @@ typedef struct {
 #define EACH_ROW for (int row = 0; row < band->count; row++)
 
 /* The sums of the lanes of each row, added to those of other blocks. */
-INLINE void NAME(band_add)(double *sums, VEC *parts) {
+INLINE void NAME(band_add)(const NAME(band) * band, double *sums, VEC *parts) {
     double more[LANES] = {0};
+    if (band->count == 1) {
+        sums[0] += NAME(total)(parts[0]);
+        return;
+    }
     NAME(transpose)(parts);
     for (int i = 0; i < LANES; i++) NAME(add_lanes)(more, parts[i]);
     EACH_LANE sums[i] += more[i];
@@ -89,14 +94,14 @@ INLINE void NAME(band_load)(NAME(band) * band, REAL temperature, const REAL *sig
     for (int k = 0; k < 5; k++)
         for (int i = band->count; i < LANES; i++) band->parts[k][i] = zero;
     EACH_LANE tile->z1[i] = tile->z2[i] = tile->zw[i] = 0;
-    if (own) EACH_LANE tile->total[i] = tile->w1[i] = tile->w2[i] = 0;
+    if (own) EACH_LANE tile->sure[i] = tile->total[i] = tile->w1[i] = tile->w2[i] = 0;
     EACH_BLOCK {
         EACH_ROW NAME(band_moments)(band, row, first, temperature, sign, copy ? copy + row * width : 0, own);
-        NAME(band_add)(tile->z1, band->parts[0]);
-        NAME(band_add)(tile->z2, band->parts[1]);
-        NAME(band_add)(tile->zw, band->parts[2]);
-        if (own) NAME(band_add)(tile->w1, band->parts[3]);
-        if (own) NAME(band_add)(tile->w2, band->parts[4]);
+        NAME(band_add)(band, tile->z1, band->parts[0]);
+        NAME(band_add)(band, tile->z2, band->parts[1]);
+        NAME(band_add)(band, tile->zw, band->parts[2]);
+        if (own) NAME(band_add)(band, tile->w1, band->parts[3]);
+        if (own) NAME(band_add)(band, tile->w2, band->parts[4]);
     }
     if (copy) EACH_ROW band->z[row] = copy + row * width;
     VEC far = NAME(band_largest)(band->far);
@@ -122,6 +127,7 @@ FN void NAME(band_units)(NAME(band) * band) {
         double over = (double)NAME(from_bits)((BITS)(HALF_EXPONENT + 1 - exponent) << MANTISSA), square = over * over;
         band->over[i] = over, tile->unit[i] = 1 / over;
         tile->total[i] = fits ? tile->total[i] * over : (double)NAN;
+        tile->most[i] = tile->sure[i] + tile->total[i] / over;
         tile->w1[i] *= square, tile->w2[i] *= square * over;
         tile->z1[i] *= over, tile->z2[i] *= over, tile->zw[i] *= square;
     }
@@ -131,6 +137,7 @@ FN void NAME(band_units)(NAME(band) * band) {
 INLINE void NAME(band_sums)(NAME(band) * band, int row, int64_t first, int limits, int few, int keep) {
     const REAL *restrict scores = band->z[row], *restrict weights = band->w[row], *restrict shares = band->a[row];
     const REAL *ahead = keep ? band->ahead_own[row] : band->ahead[row];
+    const REAL *target = band->target[row];
     REAL *restrict e = band->e[row];
     VEC nu = NAME(fill)((REAL)(band->tile.nu[row] * band->over[row])), f = {0}, s1 = {0}, s2 = {0}, s3 = {0};
     NAME(lanes) side = (NAME(lanes)){0} - (band->tile.is_few[row] != 0);
@@ -139,7 +146,7 @@ INLINE void NAME(band_sums)(NAME(band) * band, int row, int64_t first, int limit
 #define SUMS_AT(at, part)                                                                                       \
     VEC w = NAME(kept)(weights + (at)), a = part, point = -(NAME(kept)(scores + (at)) + w * nu);                 \
     FETCH(ahead + (at))                                                                                         \
-    if (!keep) FETCH_TO_WRITE(e + (at))                                                                         \
+    if (!keep) FETCH_TO_WRITE(target + (at))                                                                       \
     VEC q = limits ? NAME(point_exp)(point) : keep ? NAME(vector_exp)(point) : NAME(rough_exp)(point);          \
     WEIGH(q, a, w, keep == KEEP_NONE, more, !keep || THREE)                                                     \
     if (keep == KEEP_Y) NAME(keep)(y, e + (at));                                                                \
@@ -176,10 +183,10 @@ FN void NAME(band_look)(NAME(band) * band, int keep) {
             else
                 NAME(band_sums)(band, row, first, 0, 1, KEEP_PART);
         }
-        NAME(band_add)(tile->f, band->parts[0]);
-        NAME(band_add)(tile->s1, band->parts[1]);
-        NAME(band_add)(tile->s2, band->parts[2]);
-        if (!keep || THREE) NAME(band_add)(tile->s3, band->parts[3]);
+        NAME(band_add)(band, tile->f, band->parts[0]);
+        NAME(band_add)(band, tile->s1, band->parts[1]);
+        NAME(band_add)(band, tile->s2, band->parts[2]);
+        if (!keep || THREE) NAME(band_add)(band, tile->s3, band->parts[3]);
     }
     EACH_LANE {
         double over = band->over[i], square = over * over;
@@ -195,11 +202,10 @@ INLINE void NAME(band_write)(const NAME(band) * band, int row, const NAME(given)
     REAL *e = band->e[row];
     VEC at = NAME(fill)((REAL)(band->tile.at[row] * band->over[row]));
     int64_t n = g->n, whole = n / LANES * LANES, rest = n - LANES;
-    VEC last = NAME(budget_value)(g, NAME(kept)(e + rest), NAME(kept)(w + rest) * at, rest, plain, bounded, negative,
-                                  sizeof last);
+    VEC last = NAME(budget_value)(g, NAME(kept)(e + rest), NAME(kept)(w + rest) * at, rest, plain, bounded, negative, n);
     for (int64_t i = 0; i < whole; i += LANES) {
         VEC y = NAME(kept)(e + i), d = NAME(kept)(w + i) * at;
-        NAME(keep)(NAME(budget_value)(g, y, d, i, plain, bounded, negative, sizeof y), e + i);
+        NAME(keep)(NAME(budget_value)(g, y, d, i, plain, bounded, negative, whole), e + i);
     }
     NAME(keep)(last, e + rest);
 }
@@ -224,11 +230,11 @@ FN void NAME(weighted_band)(const struct weighted *call, int64_t index, int coun
         band.a[i] = own ? band.w[i] : shared_a;
         band.ahead[i] = (const REAL *)call->logits + next * n;
         band.ahead_own[i] = own ? (const REAL *)call->weight + next * n : band.w[i];
-        band.e[i] = call->out ? (REAL *)call->out + row * n : (REAL *)space->e + i * space->width;
+        band.target[i] = band.e[i] = call->out ? (REAL *)call->out + row * n : (REAL *)space->e + i * space->width;
         band.last[i] = NAME(select)(again, zero, NAME(kept)(band.a[i] + n - LANES));
-        tile->unit[i] = s->unit, tile->total[i] = s->total, tile->w1[i] = s->w1, tile->w2[i] = s->w2;
         band.over[i] = 1;
     }
+    NAME(budget_alike)(tile, s);
     REAL *copy = (REAL *)space->z;
     if (own && copied)
         NAME(band_load)(&band, temperature, 0, copy, space->width, 1);
@@ -238,8 +244,14 @@ FN void NAME(weighted_band)(const struct weighted *call, int64_t index, int coun
         NAME(band_load)(&band, temperature, s->negative ? g.weight : 0, copy, space->width, 0);
     else
         NAME(band_load)(&band, temperature, 0, 0, 0, 0);
-    if (own) NAME(band_units)(&band);
-    NAME(budget_begin)(tile, call, index, count, space);
+    if (own) {
+        NAME(band_units)(&band);
+        if (NAME(budget_apiece)(tile, count)) {
+            NAME(weighted_apiece)(call, index, count, space);
+            return;
+        }
+    }
+    NAME(budget_begin)(tile, call, index, count, space, !own);
     int keep = !s->negative && !s->below ? KEEP_Y : KEEP_PART;
     for (int passes = 0, open = 1; open && passes < 8; passes++) {
         for (int i = count; i < LANES; i++) tile->state[i] = HARD;
@@ -260,6 +272,206 @@ FN void NAME(weighted_band)(const struct weighted *call, int64_t index, int coun
             NAME(band_write)(&band, i, &g, 1, 1, 0);
         else
             NAME(band_write)(&band, i, &g, 1, 0, 0);
+    }
+}
+
+/* ---- Rows of any kind: each with weights, bounds and infinite scores of its own, copied to whole vectors. ---- */
+
+/* What is summed over some classes of a row, lane by lane. */
+typedef struct {
+    VEC far, largest, odd, z1, z2, zw, w1, w2; /* odd: nan where a score is not finite */
+    NAME(bits) signs;                          /* of weights and lower bounds; the last bit: scores of +inf */
+    NAME(lanes) wrong;                         /* scores that are nan, bounds the wrong way round */
+    double total[LANES], sure[LANES];
+} NAME(band_parts);
+
+/* Copy some classes, with weights that have lost their signs and with shares, 0 where a score is not finite; or just look
+   at them where they can be read `in_place`. */
+INLINE void NAME(band_copy)(NAME(band_parts) * s, VEC x, VEC weight, VEC lower, VEC upper, int weighted, int bounded,
+                            int in_place, REAL *z_to, REAL *w_to, REAL *a_to) {
+    VEC zero = {0}, width = bounded > 1 ? upper - lower : upper;
+    NAME(lanes) finite = x - x == 0;
+    NAME(bits) sign = (NAME(bits))NAME(fill)(R(-0.0)), turn = (NAME(bits))(weight < 0) & sign; /* not a weight of -0 */
+    s->odd += x * R(0.0);
+    s->wrong |= x != x;
+    s->signs |= (NAME(bits))(x > NAME(fill)(LARGEST)) & 1;
+    x = NAME(select)(finite, x, zero), weight = NAME(select)(finite, weight, zero);
+    VEC z = weighted ? (VEC)((NAME(bits))x ^ turn) : x, w = weighted ? (VEC)((NAME(bits))weight & ~sign) : weight;
+    VEC a = bounded ? w * width : w, t = a * z, square = a * w;
+    if (bounded) s->wrong |= lower > upper;
+    if (weighted) s->signs |= turn, s->largest = NAME(farther)(w, s->largest);
+    if (bounded > 1) s->signs |= (NAME(bits))lower & sign;
+    /* At nu = -inf a class is at its lower bound, or where its weight is negative at the upper one. */
+    if (weighted) NAME(add_lanes)(s->sure, weight * NAME(select)(weight < 0, upper, lower));
+    if (!weighted && bounded > 1) NAME(add_lanes)(s->sure, NAME(select)(finite, lower, zero));
+    NAME(add_lanes)(s->total, a); /* exact to the rounding of double */
+    if (!in_place) NAME(keep)(z, z_to), NAME(keep)(w, w_to);
+    if (!in_place || bounded > 1) NAME(keep)(a, a_to);
+    s->far = NAME(farther)(z, s->far);
+    s->z1 += t, s->z2 += t * z, s->zw += t * w, s->w1 += square, s->w2 += square * w;
+}
+
+/* A block of a row, from `first` on. */
+INLINE void NAME(band_read)(NAME(band) * band, int row, int64_t first, const NAME(given) * g, int weighted, int bounded,
+                            int in_place) {
+    const REAL *x = g->x, *restrict weight = g->weight, *restrict lower = g->lower, *restrict upper = g->upper;
+    REAL *z_to = (REAL *)band->z[row], *restrict w_to = (REAL *)band->w[row], *restrict a_to = (REAL *)band->a[row];
+    NAME(budget_tile) *tile = &band->tile;
+    VEC zero = {0}, one = zero + R(1.0);
+    int64_t i = first, n = g->n, whole = n / LANES * LANES, end = first + BLOCK < whole ? first + BLOCK : whole;
+    NAME(band_parts) s = {.far = band->far[row], .largest = band->largest[row], .odd = band->odd[row]};
+    s.signs = (NAME(bits))band->signs[row], s.wrong = (NAME(lanes))band->wrong[row];
+    for (; i < end; i += LANES)
+        NAME(band_copy)(&s, NAME(kept)(x + i), weighted ? NAME(kept)(weight + i) : one,
+                        bounded > 1 ? NAME(kept)(lower + i) : zero, bounded ? NAME(kept)(upper + i) : one, weighted,
+                        bounded, in_place, z_to + i, w_to + i, a_to + i);
+    if (whole < n && whole < first + BLOCK)
+        NAME(band_copy)(&s, NAME(part_of)(x, whole, n), NAME(part_of)(weight, whole, n), NAME(part_of)(lower, whole, n),
+                        NAME(part_of)(upper, whole, n), weighted, bounded, in_place, z_to + whole, w_to + whole,
+                        a_to + whole);
+    band->parts[0][row] = s.z1, band->parts[1][row] = s.z2, band->parts[2][row] = s.zw;
+    band->parts[3][row] = s.w1, band->parts[4][row] = s.w2;
+    band->far[row] = s.far, band->largest[row] = s.largest, band->odd[row] = s.odd;
+    band->signs[row] = (VEC)s.signs, band->wrong[row] = (VEC)s.wrong;
+    tile->total[row] += NAME(sum)(s.total);
+    if (weighted || bounded > 1) tile->sure[row] += NAME(sum)(s.sure);
+}
+
+/* The bits of any lane of each row. */
+INLINE void NAME(band_bits)(VEC *rows, BITS *found) {
+    NAME(bits) all = {0};
+    NAME(transpose)(rows);
+    for (int i = 0; i < LANES; i++) all |= (NAME(bits))rows[i];
+    memcpy(found, &all, sizeof all);
+}
+
+/* What infinite scores add to the sum: they are at a bound whatever nu is. */
+FN double NAME(band_ends)(const NAME(given) * g) {
+    double sum = 0;
+    for (int64_t i = 0; i < g->n; i++)
+        if (!NAME(finite)(g->x[i])) sum += (double)g->weight[i] * (double)(g->x[i] > 0 ? g->upper[i] : g->lower[i]);
+    return sum;
+}
+
+/* Copy the finite scores of a row that was read in place, and their shares. */
+FN void NAME(band_copy_finite)(NAME(band) * band, int row, const NAME(given) * g, struct budget_space *space) {
+    REAL *z = (REAL *)space->z + row * space->width, *a = (REAL *)space->own + row * space->width;
+    for (int64_t i = 0; i < g->n; i++) {
+        int finite = NAME(finite)(g->x[i]);
+        z[i] = finite ? g->x[i] : R(0.0);
+        a[i] = finite ? g->upper[i] - g->lower[i] : R(0.0);
+    }
+    band->z[row] = z, band->a[row] = a;
+}
+
+/* Copy the rows of a band and sum up what is known of them; returns what kinds of rows there are. */
+FN int NAME(band_read_all)(NAME(band) * band, const struct weighted *call, int64_t index, const NAME(given) * given,
+                           struct budget_space *space, int *special, int in_place) {
+    NAME(budget_tile) *tile = &band->tile;
+    int weighted = call->weight != 0, bounded = call->lower ? 2 : call->upper ? 1 : 0, kinds = 0;
+    BITS wrong[LANES], signs[LANES];
+    VEC zero = {0}, one = zero + R(1.0), copies[LANES];
+    double odd[LANES] = {0};
+    for (int i = 0; i < LANES; i++) band->far[i] = band->signs[i] = band->wrong[i] = band->odd[i] = zero;
+    for (int i = 0; i < LANES; i++) band->largest[i] = weighted ? zero : one;
+    for (int k = 0; k < 5; k++)
+        for (int i = band->count; i < LANES; i++) band->parts[k][i] = zero;
+    EACH_LANE {
+        tile->z1[i] = tile->z2[i] = tile->zw[i] = tile->w1[i] = tile->w2[i] = 0;
+        tile->sure[i] = tile->total[i] = 0;
+    }
+    EACH_BLOCK {
+        EACH_ROW {
+            const NAME(given) *g = given + row;
+            if (weighted && bounded > 1)
+                NAME(band_read)(band, row, first, g, 1, 2, 0);
+            else if (weighted && bounded)
+                NAME(band_read)(band, row, first, g, 1, 1, 0);
+            else if (weighted)
+                NAME(band_read)(band, row, first, g, 1, 0, 0);
+            else if (bounded > 1 && in_place)
+                NAME(band_read)(band, row, first, g, 0, 2, 1);
+            else if (bounded > 1)
+                NAME(band_read)(band, row, first, g, 0, 2, 0);
+            else if (in_place)
+                NAME(band_read)(band, row, first, g, 0, 1, 1);
+            else
+                NAME(band_read)(band, row, first, g, 0, 1, 0);
+        }
+        NAME(band_add)(band, tile->z1, band->parts[0]);
+        NAME(band_add)(band, tile->z2, band->parts[1]);
+        NAME(band_add)(band, tile->zw, band->parts[2]);
+        NAME(band_add)(band, tile->w1, band->parts[3]);
+        NAME(band_add)(band, tile->w2, band->parts[4]);
+    }
+    memcpy(copies, band->signs, sizeof copies);
+    NAME(band_bits)(copies, signs);
+    NAME(band_bits)(band->wrong, wrong);
+    NAME(band_add)(band, odd, band->odd);
+    VEC far = NAME(band_largest)(band->far);
+    EACH_LANE {
+        tile->farthest[i] = (double)far[i];
+        tile->total[i] = wrong[i] || !(tile->total[i] <= LARGEST) ? (double)NAN : tile->total[i];
+    }
+    EACH_ROW {
+        special[row] = odd[row] != 0;
+        kinds |= signs[row] >> (8 * REAL_BYTES - 1) ? TURNED : 0;
+        if (signs[row] & 1 || (special[row] && bounded > 1)) {
+            NAME(given) g = NAME(given_row)(call, index + row, space);
+            tile->sure[row] += NAME(band_ends)(&g);
+        }
+        if (special[row] && in_place) NAME(band_copy_finite)(band, row, given + row, space);
+    }
+    for (int i = 0; i < LANES; i++) band->signs[i] = zero; /* the copies have none */
+    NAME(band_units)(band);
+    return kinds;
+}
+
+FN void NAME(weighted_apiece)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
+    NAME(band) band;
+    NAME(budget_tile) *tile = &band.tile;
+    NAME(given) given[LANES];
+    REAL *out[LANES] = {0};
+    int64_t n = call->n, width = space->width;
+    int special[LANES], in_place = !call->weight && !call->mask && call->temperature == 1 && n % LANES == 0;
+    tile->n = (n + LANES - 1) / LANES * LANES, band.count = count;
+    for (int i = 0; i < count; i++) {
+        int64_t row = index + i, next = row + count < call->rows ? row + count : row;
+        struct budget_space here = *space;
+        here.x = (REAL *)space->z + i * width; /* masked or divided scores are copied there at once */
+        given[i] = NAME(given_row)(call, row, &here);
+        band.z[i] = here.x, band.w[i] = (REAL *)space->apiece + i * width;
+        band.a[i] = (REAL *)space->own + i * width, band.e[i] = (REAL *)space->e + i * width;
+        band.target[i] = call->out ? (REAL *)call->out + row * n : band.e[i];
+        if (call->out && n % LANES == 0) band.e[i] = (REAL *)call->out + row * n;
+        if (in_place) band.z[i] = given[i].x, band.w[i] = given[i].weight;
+        if (in_place && !call->lower) band.a[i] = given[i].upper;
+        band.ahead[i] = band.ahead_own[i] = (const REAL *)call->logits + next * n;
+        if (call->weight_stride) band.ahead_own[i] = (const REAL *)call->weight + next * n;
+        if (call->lower_stride) band.ahead_own[i] = (const REAL *)call->lower + next * n;
+        if (call->upper_stride) band.ahead_own[i] = (const REAL *)call->upper + next * n;
+    }
+    int kinds = NAME(band_read_all)(&band, call, index, given, space, special, in_place);
+    NAME(budget_begin)(tile, call, index, count, space, 0);
+    int keep = kinds & TURNED ? KEEP_PART : KEEP_Y;
+    for (int passes = 0, open = 1; open && passes < 8; passes++) {
+        for (int i = count; i < LANES; i++) tile->state[i] = HARD;
+        NAME(band_look)(&band, passes ? keep : KEEP_NONE);
+        open = NAME(budget_move)(tile, passes > 0);
+    }
+    NAME(budget_end)(tile, call, index, count, out);
+    for (int i = 0; i < count; i++) {
+        if (!NAME(budget_solved)(tile, call, i)) {
+            NAME(weighted_rows)(call, index + i, 1, space);
+            continue;
+        }
+        if (!call->out) continue;
+        NAME(budget_row) row = {.n = n, .w = (REAL *)band.w[i], .e = band.e[i], .plain = keep == KEEP_Y};
+        row.shares.negative = kinds & TURNED, row.b.at = tile->at[i] * band.over[i];
+        NAME(budget_write)(given + i, &row, out[i]);
+        if (!special[i]) continue;
+        NAME(given) g = NAME(given_row)(call, index + i, space);
+        for (int64_t j = 0; j < n; j++) out[i][j] = NAME(finite)(g.x[j]) ? out[i][j] : g.x[j] > 0 ? g.upper[j] : g.lower[j];
     }
 }
 

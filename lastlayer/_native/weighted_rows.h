@@ -174,7 +174,7 @@ INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int few, int t
     VEC nu = NAME(fill)((REAL)b->nu);
     NAME(lanes) side = (NAME(lanes)){0} - (b->few != 0);
     double all[4][LANES] = {{0}};
-    VEC far = {0};
+    VEC far = {0}, odd = {0};
     for (int64_t i = 0; i < row->n;) {
         int64_t end = i + BLOCK < row->n ? i + BLOCK : row->n;
         VEC f = {0}, s1 = {0}, s2 = {0}, s3 = {0};
@@ -183,6 +183,7 @@ INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int few, int t
             VEC point = -(z + w * nu);
             if (!keep) {
                 far = NAME(farther)(z, far);
+                odd += z * R(0.0); /* nan where z is: all else here may drop it */
                 FETCH(row->ahead + i)
                 FETCH_TO_WRITE(row->e + i)
             }
@@ -200,7 +201,7 @@ INLINE void NAME(budget_sums)(NAME(budget_row) * row, int limits, int few, int t
     struct budget was = *b;
     b->f = NAME(sum)(all[0]), b->s1 = NAME(sum)(all[1]), b->s2 = NAME(sum)(all[2]), b->s3 = NAME(sum)(all[3]);
     b->unsure = 0, b->summed = more;
-    if (!keep && row->sampled) row->farthest = NAME(largest)(far);
+    if (!keep && row->sampled) row->farthest = NAME(total)(odd) == 0 ? NAME(largest)(far) : INFINITY;
     double rise = b->few ? b->f - was.f : was.f - b->f;
     if (!more) b->s2 = budget_second(b->moved, b->f, b->s1, rise, was.s1, was.s2, was.summed, &b->unsure);
 }
@@ -489,17 +490,39 @@ FN int NAME(budget_scores)(const NAME(given) * g, int negative, REAL *restrict z
     return sum == 0;
 }
 
+/* The vector at i of an array of n numbers; 0 beyond it. */
+INLINE VEC NAME(part_of)(const REAL *from, int64_t i, int64_t n) {
+#if VECTOR == 64 && REAL_BYTES == 4
+    return (VEC)_mm512_maskz_loadu_ps((__mmask16)((1u << (n - i)) - 1), from + i);
+#elif VECTOR == 64
+    return (VEC)_mm512_maskz_loadu_pd((__mmask8)((1u << (n - i)) - 1), from + i);
+#else
+    VEC part = {0};
+    for (int64_t j = i; j < n; j++) part[j - i] = from[j];
+    return part;
+#endif
+}
+
+/* Write a vector at i of an array of n numbers, as far as that goes. */
+INLINE void NAME(put_part)(VEC part, REAL *to, int64_t i, int64_t n) {
+#if VECTOR == 64 && REAL_BYTES == 4
+    _mm512_mask_storeu_ps(to + i, (__mmask16)((1u << (n - i)) - 1), (__m512)part);
+#elif VECTOR == 64
+    _mm512_mask_storeu_pd(to + i, (__mmask8)((1u << (n - i)) - 1), (__m512d)part);
+#else
+    for (int64_t j = i; j < n; j++) to[j] = part[j - i];
+#endif
+}
+
+/* The vector at i of an array of n numbers, where it may not be whole. */
+INLINE VEC NAME(some_of)(const REAL *from, int64_t i, int64_t n) {
+    return i + LANES <= n ? NAME(kept)(from + i) : NAME(part_of)(from, i, n);
+}
+
 /* The next scores of a row, turned around where the weight is negative; 0 beyond the row. */
 INLINE VEC NAME(scores_at)(const NAME(given) * g, int64_t i, int negative) {
-    VEC z = {0}, sign = {0};
-    if (i + LANES <= g->n) {
-        memcpy(&z, g->x + i, sizeof z);
-        if (negative) memcpy(&sign, g->weight + i, sizeof sign);
-    } else {
-        memcpy(&z, g->x + i, (size_t)(g->n - i) * sizeof(REAL));
-        if (negative) memcpy(&sign, g->weight + i, (size_t)(g->n - i) * sizeof(REAL));
-    }
-    return negative ? NAME(select)(sign < 0, -z, z) : z;
+    VEC z = NAME(some_of)(g->x, i, g->n);
+    return negative ? NAME(select)(NAME(some_of)(g->weight, i, g->n) < 0, -z, z) : z;
 }
 
 /* The same with the moments of the row, which has weights and shares; it is of no use where a score is not finite. Scores
@@ -570,34 +593,29 @@ FN void NAME(budget_write_any)(const NAME(given) * g, double nu, REAL *out) {
     }
 }
 
-/* The same from y or its part, as the last pass kept it, for the vector at i, of which `bytes` are classes. */
+/* The same from y or its part, as the last pass kept it, for the vector at i of a row of n classes. */
 INLINE VEC NAME(budget_value)(const NAME(given) * g, VEC y, VEC d, int64_t i, int plain, int bounded, int negative,
-                              size_t bytes) {
-    VEC lower = {0}, upper = {0}, sign = {0};
+                              int64_t n) {
+    VEC lower = {0}, upper = {0};
     y = plain ? NAME(moved)(y, d) : NAME(moved_part)(y, d);
-    if (bounded) memcpy(&upper, g->upper + i, bytes);
-    if (bounded > 1 || !plain) memcpy(&lower, g->lower + i, bytes);
+    if (bounded) upper = NAME(some_of)(g->upper, i, n);
+    if (bounded > 1 || !plain) lower = NAME(some_of)(g->lower, i, n);
     if (plain) return bounded > 1 ? NAME(above)(y, lower, upper) : bounded ? y * upper : y;
-    if (negative) {
-        memcpy(&sign, g->weight + i, bytes);
-        y = NAME(select)(sign < 0, -y, y);
-    }
+    if (negative) y = NAME(select)(NAME(some_of)(g->weight, i, n) < 0, -y, y);
     return NAME(between)(y, lower, upper);
 }
 
 INLINE void NAME(budget_write_row)(const NAME(given) * g, const NAME(budget_row) * row, REAL *out, int plain,
                                    int bounded, int negative) {
     VEC at = NAME(fill)((REAL)row->b.at);
-    int64_t whole = g->n / LANES * LANES;
+    int64_t n = g->n, whole = n / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES) {
         VEC y = NAME(kept)(row->e + i), d = NAME(kept)(row->w + i) * at;
-        NAME(keep)(NAME(budget_value)(g, y, d, i, plain, bounded, negative, sizeof(VEC)), out + i);
+        NAME(keep)(NAME(budget_value)(g, y, d, i, plain, bounded, negative, whole), out + i);
     }
-    if (whole < g->n) {
-        size_t bytes = (size_t)(g->n - whole) * sizeof(REAL);
+    if (whole < n) {
         VEC y = NAME(kept)(row->e + whole), d = NAME(kept)(row->w + whole) * at;
-        y = NAME(budget_value)(g, y, d, whole, plain, bounded, negative, bytes);
-        memcpy(out + whole, &y, bytes);
+        NAME(put_part)(NAME(budget_value)(g, y, d, whole, plain, bounded, negative, n), out, whole, n);
     }
 }
 
@@ -715,7 +733,7 @@ typedef struct {
     const char *ahead, *ahead_own, *target; /* the next scores and weights, and the place of y: fetched during the passes */
     NAME(lanes) few;
     int state[LANES], is_few[LANES];
-    double unit[LANES], total[LANES], w1[LANES], w2[LANES]; /* as in struct shares */
+    double unit[LANES], total[LANES], w1[LANES], w2[LANES], sure[LANES], most[LANES]; /* as in struct shares */
     double c[LANES], rest[LANES], goal[LANES], z1[LANES], z2[LANES], zw[LANES], f[LANES], s1[LANES], s2[LANES];
     double s3[LANES], moved[LANES], unsure[LANES]; /* as in struct budget */
     int summed[LANES];
@@ -790,7 +808,7 @@ INLINE void NAME(budget_load)(NAME(budget_tile) * tile, const REAL *const *rows,
         if (own) NAME(add_lanes)(tile->w1, w1);
         if (own) NAME(add_lanes)(tile->w2, w2);
     }
-    if (own) EACH_LANE tile->total[i] += sums[i];
+    if (own) EACH_LANE tile->total[i] += sums[i], tile->sure[i] = 0, tile->most[i] = tile->total[i] * tile->unit[i];
     EACH_LANE tile->farthest[i] = (double)far[i] + tile->z1[i] * 0;
 }
 
@@ -973,22 +991,20 @@ INLINE void NAME(budget_tile_write)(NAME(budget_tile) * tile, REAL *const *rows,
 
 /* What the rows of a tile are to sum up to, and the first guess of each. Lanes from `count` on repeat the first row. */
 FN void NAME(budget_begin)(NAME(budget_tile) * tile, const struct weighted *call, int64_t index, int count,
-                           struct budget_space *space) {
-    const struct shares *s = &space->shares;
+                           struct budget_space *space, int alike) {
     SIGNED few[LANES];
     double k[LANES];
-    int at_most = call->at_most;
+    int at_most = call->at_most, wrong = space->shares.wrong;
     for (int i = 0; i < LANES; i++) k[i] = call->k[(index + (i < count ? i : 0)) * call->k_stride];
     EACH_LANE { /* as budget_enter; what has nothing to search is left to it */
-        double unit = tile->unit[i], total = tile->total[i], c = (k[i] - s->sure) / unit, rest = total - c;
-        double most = space->is_shared ? s->most : total * unit;
-        int open = !s->wrong && c > 0 && rest > 0 && !(at_most && k[i] >= most); /* not if one is nan */
+        double unit = tile->unit[i], c = (k[i] - tile->sure[i]) / unit, rest = tile->total[i] - c;
+        int open = !wrong && c > 0 && rest > 0 && !(at_most && k[i] >= tile->most[i]); /* not if one is nan */
         c = open ? c : 1, rest = open ? rest : 1;
         tile->state[i] = open ? OPEN : HARD;
         tile->c[i] = c, tile->rest[i] = rest, tile->goal[i] = c <= rest ? c : rest, tile->is_few[i] = c <= rest;
         few[i] = c <= rest ? -1 : 0;
     }
-    if (!space->is_shared || call->k_stride) {
+    if (!alike || call->k_stride) {
         EACH_LANE { /* as start_prepare */
             double c = tile->c[i], rest = tile->rest[i], less = c < rest ? c : rest, more = c < rest ? rest : c;
             double logit = LOG_DOUBLE(less / more, 0.0), log_p = LOG_DOUBLE(less / (less + more), 0.0);
@@ -1026,6 +1042,23 @@ FN void NAME(budget_end)(NAME(budget_tile) * tile, const struct weighted *call, 
     }
 }
 
+/* The shares of rows that have the same. */
+FN void NAME(budget_alike)(NAME(budget_tile) * tile, const struct shares *s) {
+    for (int i = 0; i < LANES; i++) {
+        tile->unit[i] = s->unit, tile->total[i] = s->total, tile->w1[i] = s->w1, tile->w2[i] = s->w2;
+        tile->sure[i] = s->sure, tile->most[i] = s->most;
+    }
+}
+
+/* Whether rows have weights for which they are to be read one by one: in most cases negative ones. */
+FN int NAME(budget_apiece)(const NAME(budget_tile) * tile, int count) {
+    int odd = 0;
+    for (int i = 0; i < count; i++) odd += tile->total[i] != tile->total[i];
+    return odd > 1;
+}
+
+FN void NAME(weighted_apiece)(const struct weighted *call, int64_t index, int count, struct budget_space *space);
+
 FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {
     NAME(budget_tile) tile;
     const struct shares *s = &space->shares;
@@ -1043,15 +1076,19 @@ FN void NAME(weighted_tile)(const struct weighted *call, int64_t index, int coun
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
         weights[i] = (const REAL *)call->weight + row * call->weight_stride;
-        tile.unit[i] = s->unit, tile.total[i] = s->total, tile.w1[i] = s->w1, tile.w2[i] = s->w2;
     }
+    NAME(budget_alike)(&tile, s);
     if (tile.own) {
         NAME(budget_load_own)(&tile, weights);
+        if (NAME(budget_apiece)(&tile, count)) {
+            NAME(weighted_apiece)(call, index, count, space);
+            return;
+        }
         NAME(budget_load)(&tile, rows, (REAL)call->temperature, 0, 1);
     } else {
         NAME(budget_load)(&tile, rows, (REAL)call->temperature, s->negative ? g.weight : 0, 0);
     }
-    NAME(budget_begin)(&tile, call, index, count, space);
+    NAME(budget_begin)(&tile, call, index, count, space, !tile.own);
     int keep = !s->negative && !s->below ? KEEP_Y : KEEP_PART;
     for (int passes = 0, open = 1; open && passes < 8; passes++) {
         NAME(budget_look)(&tile, passes ? keep : KEEP_NONE);

@@ -70,7 +70,7 @@ def project_wider(
 
 
 def _common(logits: Any, k: Any, temperature: Any, terms: tuple[Any, ...]) -> bool:
-    """Whether this is the common call on a CPU: plain numbers and tensors, one weight and bound per class."""
+    """Whether this is the common call on a CPU: plain numbers and tensors, weights and bounds per class or per entry."""
     if not ordinary(logits, 0, temperature) or not logits.is_cpu:
         return False
     if not (type(k) is int or type(k) is float) or not math.isfinite(k):
@@ -78,7 +78,7 @@ def _common(logits: Any, k: Any, temperature: Any, terms: tuple[Any, ...]) -> bo
     wide = False
     for term in terms:
         if term is not None:
-            if type(term) is not Tensor or term.shape != logits.shape[-1:]:
+            if type(term) is not Tensor or (term.shape != logits.shape[-1:] and term.shape != logits.shape):
                 return False
             if term.dtype != logits.dtype and (term.dtype != torch.float32 or logits.itemsize > 2):
                 return False

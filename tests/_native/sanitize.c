@@ -150,8 +150,10 @@ static int check_half(struct weighted call, int half) {
     return bad;
 }
 
-/* Rows with weights and bounds, shared or not, or with positive weights alone; their sums where the row has one. */
-static int check_weighted(int type, int64_t rows, int64_t n, int shared, int with_mask, int alone) {
+enum { ALL, WEIGHTS, UPPER, BOUNDS };
+
+/* Rows with weights and bounds, shared or not, with positive weights or with bounds alone; the sums of rows that have one. */
+static int check_weighted(int type, int64_t rows, int64_t n, int shared, int with_mask, int given) {
     size_t real = type ? 8 : 4, size = (size_t)(rows * n), terms = shared ? (size_t)n : size;
     void *array[8];
     for (int i = 0; i < 8; i++) array[i] = malloc((i > 0 && i < 4 ? terms : size) * real + 1);
@@ -160,7 +162,7 @@ static int check_weighted(int type, int64_t rows, int64_t n, int shared, int wit
     for (size_t i = 0; i < size; i++) put(array[0], type, (int64_t)i, score((int)(i / (size_t)n % 8), (int64_t)i % n));
     for (size_t i = 0; i < size; i++) mask[i] = uniform() > 0.2;
     for (size_t i = 0; i < terms; i++) {
-        put(array[1], type, (int64_t)i, i % 7 || alone ? pow(10, 6 * uniform() - 3) : -uniform());
+        put(array[1], type, (int64_t)i, i % 7 || given == WEIGHTS ? pow(10, 6 * uniform() - 3) : -uniform());
         put(array[2], type, (int64_t)i, 0.3 * uniform());
         put(array[3], type, (int64_t)i, 0.5 + uniform());
     }
@@ -171,14 +173,18 @@ static int check_weighted(int type, int64_t rows, int64_t n, int shared, int wit
                             .grad_lower = array[6], .grad_upper = array[7]};
     call.weight_stride = call.lower_stride = call.upper_stride = shared ? 0 : n;
     if (with_mask) call.mask = mask, call.mask_stride = n;
-    if (alone) call.lower = call.upper = 0, call.lower_stride = call.upper_stride = 0, call.temperature = 1;
+    if (given == WEIGHTS) call.lower = call.upper = 0, call.lower_stride = call.upper_stride = 0;
+    if (given == UPPER) call.lower = 0, call.lower_stride = 0;
+    if (given >= UPPER) call.weight = 0, call.weight_stride = 0;
+    if (given != ALL) call.temperature = 1;
     int bad = 0;
     for (call.at_most = 0; call.at_most < 2; call.at_most++) {
         bad += lastlayer_run_weighted(&call, type, 0);
         for (int64_t i = 0; i < rows && !call.at_most; i++) {
             double sum = 0, size_of = 0;
             for (int64_t j = 0; j < n; j++) {
-                double part = get(array[4], type, i * n + j) * get(array[1], type, shared ? j : i * n + j);
+                double part = get(array[4], type, i * n + j);
+                part *= call.weight ? get(array[1], type, shared ? j : i * n + j) : 1;
                 sum += part, size_of += fabs(part);
             }
             bad += i % 8 < 7 && fabs(sum - k[i]) > 1e-5 * size_of; /* scores of 1e30 have no digits; nan rows pass */
@@ -197,14 +203,14 @@ static int check_weighted(int type, int64_t rows, int64_t n, int shared, int wit
 
 int main(void) {
     int bad = 0;
-    int64_t sizes[] = {0, 1, 2, 3, 16, 17, 100, 201, 1000, 2048, 2049};
+    int64_t sizes[] = {0, 1, 2, 3, 16, 17, 65, 100, 129, 201, 513, 1000, 2048, 2049};
     for (int isa = 0; isa < 3; isa++)
         for (int type = 0; type < 2; type++) {
             lastlayer_limit_isa(isa);
             for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
                 for (int form = 0; form < 2; form++) {
                     bad += check(type, 64, sizes[i], 2, form, form ? 0.7 : 1);
-                    for (int kind = 0; kind < 4 && sizes[i]; kind++)
+                    for (int kind = 0; kind < 8 && sizes[i]; kind++)
                         bad += check_weighted(type, 61, sizes[i], kind % 2, form, kind / 2);
                 }
             bad += check(type, 2, 70001, 2, 0, 1); /* rows split over threads */

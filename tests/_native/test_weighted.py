@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from tools import slow
 
 import lastlayer as ll
 from lastlayer import _native as native
@@ -202,6 +203,71 @@ def test_long_rows_with_odd_scores(isa, dtype):
                 found.double()[rows], exact[rows], rtol=200 * eps, atol=200 * eps, equal_nan=True
             )
             torch.testing.assert_close(found.double()[8], exact[8], rtol=2e4 * eps, atol=2e4 * eps)
+
+
+GIVEN = {  # what rows can have of their own
+    "upper": ("upper",),
+    "lower": ("lower",),
+    "bounds": ("lower", "upper"),
+    "signs": ("weight",),
+    "all": ("weight", "lower", "upper"),
+    "shared": (),
+}
+
+
+@pytest.mark.parametrize("n", [5, 17, 48, 100, 513, slow(527), slow(1024), slow(1040), slow(2500)])
+@pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(DOUBLE)])
+def test_rows_of_any_kind(isa, dtype, kind, n):
+    """Bounds, signs, masks and odd scores of each row; blocks of classes end anywhere in a row."""
+    rows = 37
+    generator = torch.Generator().manual_seed(n)
+    x = 2 * torch.randn(rows, n, generator=generator, dtype=DOUBLE)
+    draw = partial(torch.rand, rows, n, generator=generator, dtype=DOUBLE)
+    signs = torch.where(draw() < 0.4, -1.0, 1.0)
+    terms = {"weight": (draw() + 0.5) * signs, "lower": 0.2 * draw(), "upper": draw() + 0.3}
+    terms["weight"][:, ::4] *= torch.where(draw()[:, ::4] < 0.3, 0.0, 1.0)  # -0 as well
+    terms["lower"][1::9] -= 0.1
+    terms = {name: terms[name] for name in GIVEN[kind]} or {"weight": terms["weight"].abs()[0] + 0.1}
+    x[2, 1::3], x[3, 0], x[4, n - 1], x[5, ::2] = -torch.inf, torch.inf, torch.nan, -torch.inf
+    if "upper" in terms and "lower" in terms:
+        terms["upper"][6, 2] = terms["lower"][6, 2] - 0.01
+        terms["lower"][7, 3] = torch.nan
+    x, terms = x.to(dtype), {name: value.to(dtype) for name, value in terms.items()}
+    wide = {name: value.double() for name, value in terms.items()}
+    ones = torch.ones(rows, n, dtype=DOUBLE)
+    weight, upper = wide.get("weight", ones).expand(rows, n), wide.get("upper", ones)
+    lower = wide.get("lower", 0 * ones)
+    low, high = weight * lower, weight * upper
+    least, most = (t.nan_to_num().sum(-1) for t in (torch.minimum(low, high), torch.maximum(low, high)))
+    k = least + torch.linspace(0.05, 0.5, rows, dtype=DOUBLE) * (most - least)
+    mask = draw() < 0.8
+    for function in (ll.lml, ll.lml_at_most):
+        for more in ({}, {"mask": mask}, {"temperature": 0.7}, {"mask": mask[0]}):
+            found = function(x, k, impl="native", **terms, **more)
+            exact = function(x.double(), k, impl="torch", **wide, **more)
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(found.double(), exact, rtol=50 * eps, atol=50 * eps, equal_nan=True)
+            given = {t: v[9:11] if v.ndim > 1 else v for t, v in terms.items()}
+            part = {"mask": mask[9:11]} if more.get("mask") is mask else more
+            alone = function(x[9:11], k[9:11], impl="native", **given, **part)
+            torch.testing.assert_close(alone, found[9:11], rtol=10 * eps, atol=10 * eps, equal_nan=True)
+    found = ll.lml(x, k, impl="native", **terms)
+    assert found[4].isnan().all()
+    assert found[8:].isnan().sum() == 0 or kind == "shared"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("place", [0, 1, 1000, 4080, 4095])
+def test_a_nan_in_a_long_row_shows(isa, dtype, place):
+    x = torch.full((2, 4096), -100.0, dtype=dtype)
+    x[:, 5] = 100.0
+    x[0, place] = torch.nan
+    for terms in ({"weight": torch.ones(4096, dtype=dtype)}, {"upper": torch.full((4096,), 0.5, dtype=dtype)}):
+        for function in (ll.lml, ll.lml_at_most, ll.lml_threshold):
+            found = function(x, 0.4, impl="native", **terms)
+            assert found[0].isnan().all()
+            assert not found[1].isnan().any()
 
 
 @pytest.mark.parametrize("n", [33, 200, 1000])
