@@ -216,7 +216,9 @@ def reduced(
     Row weights multiply the losses. The mean is then the weighted one: a weight of 2 counts as two equal rows.
     """
     choice(op, "reduction", reduction, ("none", "mean", "sum"))
-    weight = weights(op, "sample_weight", sample_weight, loss, loss.shape, "Give one weight per row.")
+    weight = None
+    if sample_weight is not None:
+        weight = weights(op, "sample_weight", sample_weight, loss, loss.shape, "Give one weight per row.")
     if weight is not None:
         loss = torch.where(weight == 0, 0, weight * loss)
     if reduction == "none":
