@@ -262,7 +262,7 @@ FN void NAME(write_log_part)(NAME(row) * row, int64_t first, int64_t last, struc
     }
 }
 
-/* Backward: h to `out`, and the sums of h (a) and h u (b), or of (1 - y) u (b) for the logarithm. */
+/* At a point: e = exp(-|x + nu|), 1 / (1 + e), and h = y (1 - y). */
 #define POINT_H                                                  \
     REAL z = NAME(point)(x[i], c, t);                            \
     REAL e = NAME(exp)(-NAME(abs)(z), EXP_LOW, EXP_HIGH);                           \
@@ -270,18 +270,51 @@ FN void NAME(write_log_part)(NAME(row) * row, int64_t first, int64_t last, struc
     REAL over = R(1.0) / (R(1.0) + e);                           \
     REAL h = e * over * over;
 
+/* |x|. */
+INLINE VEC NAME(magnitude)(VEC x) {
+    NAME(bits) sign = {0};
+    sign = (sign + 1) << (8 * REAL_BYTES - 1);
+    return (VEC)((NAME(bits))x & ~sign);
+}
+
+/* h to `out`, in vectors; the last of them overlaps the one before it. */
+FN void NAME(write_h)(const NAME(row) * row, int64_t first, int64_t last) {
+    const REAL *restrict x = row->x;
+    REAL *restrict out = row->out, c = row->c, t = row->t;
+    VEC zero = {0}, one = zero + R(1.0), most = zero - EXP_LOW;
+    if (last - first < LANES) {
+        PRAGMA(omp simd)
+        for (int64_t i = first; i < last; i++) {
+            POINT_H
+            out[i] = h;
+        }
+        return;
+    }
+    for (int64_t i = first; i < last; i += LANES) {
+        int64_t at = i + LANES > last ? last - LANES : i;
+        VEC score;
+        memcpy(&score, x + at, sizeof score);
+        VEC far = NAME(magnitude)((score - c) + t);
+        NAME(lanes) near = far <= most;
+        VEC e = (VEC)(near & (NAME(lanes))NAME(vector_exp)(-NAME(select)(near, far, most)));
+        VEC over = one / (one + e), h = e * over * over;
+        memcpy(out + at, &h, sizeof h);
+    }
+}
+
+/* Backward: h to `out` (not for the logarithm), and the sums of h (a) and h u (b), or of (1 - y) u (b) for the
+   logarithm. The sums are a loop of their own: next to an exponential the compiler keeps them in memory. */
 FN void NAME(weigh_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict x = row->x, *restrict u = row->u;
     REAL *restrict out = row->out;
     REAL c = row->c, t = row->t;
     double a = 0, b = 0;
+    if (row->kind != KIND_LOG) NAME(write_h)(row, first, last);
     if (row->kind == KIND_Y)
         PRAGMA(omp simd reduction(+ : a, b))
         for (int64_t i = first; i < last; i++) {
-            POINT_H
-            out[i] = h;
-            a += h;
-            b += (double)h * (double)(NAME(finite)(x[i]) ? u[i] : R(0.0));
+            a += out[i];
+            b += (double)out[i] * (double)(NAME(finite)(x[i]) ? u[i] : R(0.0));
         }
     else if (row->kind == KIND_LOG)
         PRAGMA(omp simd reduction(+ : a, b))
@@ -292,11 +325,7 @@ FN void NAME(weigh_part)(NAME(row) * row, int64_t first, int64_t last, struct su
         }
     else
         PRAGMA(omp simd reduction(+ : a))
-        for (int64_t i = first; i < last; i++) {
-            POINT_H
-            out[i] = h;
-            a += h;
-        }
+        for (int64_t i = first; i < last; i++) a += out[i];
     *sums = (struct sums){.a = a, .b = b};
 }
 
