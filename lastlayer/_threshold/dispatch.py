@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn, strided
@@ -25,12 +26,30 @@ from lastlayer.shard import ClassShard, local_part, spread, unwrap
 
 Impl = Literal["auto", "torch", "native", "triton"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+P = ParamSpec("P")
+WHOLE: dict[str, Callable[..., Tensor]] = {}  # functions that the compiler may see as one operator, by their names
 
 # By name, since the shortest calls notice the way through modules.
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _interpreters: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 _has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
+def whole(function: Callable[P, Tensor], by_operator: Callable[..., Tensor | None]) -> Callable[P, Tensor]:
+    """Let the compiler see ``by_operator(name, names, args, options)`` for a function, unless that is None."""
+    name, names = function.__name__, tuple(inspect.signature(function).parameters)
+    WHOLE[name] = function
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> Tensor:
+        if is_compiling():
+            result = by_operator(name, names, args, options)
+            if result is not None:
+                return result
+        return function(*args, **options)
+
+    return call
 
 
 class Problem(NamedTuple):

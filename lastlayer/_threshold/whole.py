@@ -7,7 +7,6 @@ the CPU, where the kernels are compiled C, this is the way of all losses and pro
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from lastlayer import _check, _native, _triton
 from lastlayer._check import LabelLists
 from lastlayer._ranked import exporting
-from lastlayer._threshold.dispatch import transformed
+from lastlayer._threshold.dispatch import WHOLE, transformed, whole
 from lastlayer._threshold.operators import fake, operator
 
 P = ParamSpec("P")
 _Result = TypeVar("_Result")
 Shape = Literal["number", "rows", "like"]  # of the result: that of the rows, or of the first tensor
-_functions: dict[str, Callable[..., Tensor]] = {}
 
 
 class Call(NamedTuple):
@@ -37,22 +35,6 @@ class Call(NamedTuple):
     form: list[str]
     tensors: list[Tensor]  # the scores or features first
     numbers: list[float]
-
-
-def whole(function: Callable[P, Tensor], by_operator: Callable[..., Tensor | None]) -> Callable[P, Tensor]:
-    """Let the compiler see ``by_operator(name, names, args, options)`` for a function, unless that is None."""
-    name, names = function.__name__, tuple(inspect.signature(function).parameters)
-    _functions[name] = function
-
-    @functools.wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> Tensor:
-        if torch.compiler.is_compiling():
-            result = by_operator(name, names, args, options)
-            if result is not None:
-                return result
-        return function(*args, **options)
-
-    return call
 
 
 def compiling(*, anywhere: bool = False) -> bool:
@@ -185,9 +167,9 @@ def _call(
         cast = options.pop("", None)
         device = tensors[0].device.type
         if cast is None and not torch.is_autocast_enabled(device):
-            return finish(_functions[name](**options), inputs)
+            return finish(WHOLE[name](**options), inputs)
         with torch.autocast(device, dtype=getattr(torch, cast or "bfloat16"), enabled=cast is not None):
-            out = _functions[name](**options)
+            out = WHOLE[name](**options)
         return finish(out, inputs)
 
 

@@ -8,7 +8,8 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from lastlayer._threshold.whole import compiling, packed, run, whole
+from lastlayer._threshold.dispatch import whole
+from lastlayer._threshold.whole import compiling, packed, run
 from lastlayer.loss import _rows
 
 P = ParamSpec("P")

@@ -70,7 +70,7 @@ def project_wider(
 
 
 def _common(logits: Any, k: Any, temperature: Any, terms: tuple[Any, ...]) -> bool:
-    """Whether this is the common call on a CPU: plain numbers and tensors, weights and bounds per class or per entry."""
+    """Whether this is the common call on a CPU: plain numbers and tensors, terms per class or per entry."""
     if not ordinary(logits, 0, temperature) or not logits.is_cpu:
         return False
     if not (type(k) is int or type(k) is float) or not math.isfinite(k):
