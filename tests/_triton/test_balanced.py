@@ -167,6 +167,11 @@ def test_several_programs(tried, monkeypatch, rows, programs, in_turn):
     assert all(torch.equal(other, y) for other in again)
 
 
+def assert_again(y, first):
+    """The same to the last bit; on a GPU a first call is made by the kernel of the general form, which rounds apart."""
+    torch.testing.assert_close(y, first, rtol=0, atol=0 if INTERPRETED else 1e-6)
+
+
 def test_zeros_of_the_call_before(tried, monkeypatch):
     """Each call leaves zeros for the next one of its size, also between others, and not if it was interrupted."""
     from lastlayer._triton import balanced
@@ -174,8 +179,8 @@ def test_zeros_of_the_call_before(tried, monkeypatch):
     one, other = matrix(40, 20, 2.0, 1.0), matrix(24, 70, 2.0, 1.0)
     first, between = ll.lml_balanced(one, 3.5), ll.lml_balanced(other, 3.5)
     for _ in range(4):
-        torch.testing.assert_close(ll.lml_balanced(one, 3.5), first, rtol=0, atol=0)
-        torch.testing.assert_close(ll.lml_balanced(other, 3.5), between, rtol=0, atol=0)
+        assert_again(ll.lml_balanced(one, 3.5), first)
+        assert_again(ll.lml_balanced(other, 3.5), between)
     kept = len(balanced._zeros.kept)
     with monkeypatch.context() as patch:
 
@@ -186,13 +191,13 @@ def test_zeros_of_the_call_before(tried, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             ll.lml_balanced(one, 3.5)
     assert len(balanced._zeros.kept) == kept - 1
-    torch.testing.assert_close(ll.lml_balanced(one, 3.5), first, rtol=0, atol=0)
+    assert_again(ll.lml_balanced(one, 3.5), first)
     for columns in range(33, 1000, 100):  # more sizes than are kept
         torch.testing.assert_close(
             ll.lml_balanced(matrix(2, columns, 1.0, 0.0), 2.0).sum(-1), one.new_tensor([2.0, 2.0])
         )
     assert len(balanced._zeros.kept) <= balanced._zeros.MOST
-    torch.testing.assert_close(ll.lml_balanced(one, 3.5), first, rtol=0, atol=0)
+    assert_again(ll.lml_balanced(one, 3.5), first)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
@@ -207,7 +212,8 @@ def test_streams_have_zeros_of_their_own():
             with torch.cuda.stream(stream):
                 found.append(ll.lml_balanced(x, 3.5))
     torch.cuda.synchronize()
-    assert all(torch.equal(one, right) for one in found)
+    for one in found:
+        assert_again(one, right)
 
 
 @pytest.mark.parametrize(("rows", "columns", "k", "scale"), [(40, 20, 3.5, 2.0), (300, 16, 2, 1.0), (64, 16, 2, 10.0)])
@@ -271,13 +277,14 @@ def test_second_derivatives(tried):
 
 @pytest.fixture
 def nothing_at_hand(monkeypatch):
-    from lastlayer._triton import ahead, plan
+    from lastlayer._triton import ahead, balanced, plan
 
     asked = []
     monkeypatch.setattr(ahead, "_provided", lambda x: not plan.in_general_form())
     monkeypatch.setattr(ahead, "_absent", {})
     monkeypatch.setattr(ahead, "launch_compiled", lambda *given: None)
     monkeypatch.setattr(ahead, "at_hand", lambda kernel, args, options: asked.append(options))
+    monkeypatch.setattr(balanced, "relaunch", lambda *given: False)
     monkeypatch.setattr(ahead, "PATIENCE", -1)  # nothing is compiled meanwhile
     return asked
 
