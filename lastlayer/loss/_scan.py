@@ -332,9 +332,8 @@ class Scan:
         self.layer, self.kept = layer, held or Held(layer)
         self._blocks = layer.blocks(self.kept)
         self._begun = list(itertools.islice(self._blocks, min(len(self.kept.ahead), _FIRST)))  # a GPU has work now
-        self.floor, room, self.terms = _floor(layer, limit, self.kept.block)
-        dense = room > max(layer.n // 8, _WHOLE)  # k is too large for lists: rows are solved from all their logits
-        room = 0 if dense else room
+        self.floor, self.terms = _floor(layer, limit, self.kept.block)
+        room = list_room(layer.n, limit)
         self.top = self.kept.lists(room, self.floor.dtype)
         self.classes = self.kept.lists(room, torch.int32).zero_() if named and room else None
         if layer.kernels is not None:
@@ -418,15 +417,21 @@ def list_sizes(n_classes: int, limit: int) -> tuple[int, int, int]:
     return stride, rank, math.ceil((rank + 4 * math.sqrt(rank) + 8) * n_classes / size)
 
 
-def _floor(layer: Layer, limit: int, block: Tensor) -> tuple[Tensor, int, int]:
-    """Return the floor of each row's list, the room of the lists, and the number of powers to sum below the floor.
+def list_room(n_classes: int, limit: int) -> int:
+    """Return the room of the lists; 0 if k is too large for lists, and rows are solved from all their logits."""
+    room = list_sizes(n_classes, limit)[2] if n_classes > _WHOLE else n_classes
+    return 0 if room > max(n_classes // 8, _WHOLE) else room
+
+
+def _floor(layer: Layer, limit: int, block: Tensor) -> tuple[Tensor, int]:
+    """Return the floor of each row's list, and the number of powers to sum below the floor.
 
     The sample of logits is computed in the memory of a block.
     """
     most = 16 if layer.work == torch.float64 else 8
     if layer.n <= _WHOLE:
-        return layer.features.new_full((layer.rows, 1), -torch.inf, dtype=layer.work), layer.n, most
-    stride, rank, room = list_sizes(layer.n, limit)
+        return layer.features.new_full((layer.rows, 1), -torch.inf, dtype=layer.work), most
+    stride, rank, _ = list_sizes(layer.n, limit)
     size = -(-layer.n // stride) // 16 * 16  # which products prefer
     rank = min(rank, size)
     memory = block.view(-1) if block.numel() >= size else block.new_empty(size)
@@ -444,7 +449,7 @@ def _floor(layer: Layer, limit: int, block: Tensor) -> tuple[Tensor, int, int]:
     floor = floors[0] if len(floors) == 1 else torch.cat([none, *floors])
     # With many logits above the floor for each label, exp(x + nu) is small below it, and few powers are enough.
     few = layer.kernels is not None and rank * stride >= 18 * limit
-    return floor, room, 5 if few else most
+    return floor, 5 if few else most
 
 
 @dataclass

@@ -34,6 +34,7 @@ from lastlayer.loss._scan import (
     absence_slope,
     add_unseen,
     find,
+    list_room,
     log1p,
     log_mass_of,
     table,
@@ -47,6 +48,10 @@ from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, 
 
 _WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product of 16 bits to a sum of 32
 _AHEAD = 6  # blocks whose gradient a GPU begins with, at most, while the host ends the forward pass
+# Of a turn of rows: bytes of its logits, at most, its rows, at least, and what divides their number, found on an H200.
+# A turn reads and writes the gradient of the weight, which takes as long as the logits of some 300 rows, and rounds it
+# once more, so that few turns are as exact as one.
+_TURN, _FEWEST, _EVEN, _TURNS = 1 << 28, 512, 128, 4
 
 
 @whole_linear_loss
@@ -79,6 +84,8 @@ def linear_lml_loss(
     Memory beyond the arguments and their gradients is one block and some thousand numbers per row. If the weight needs
     a gradient, the memory for it is taken in the forward pass already: until the gradient is written there, it holds as
     many logits as fit (all of them if there are fewer rows than features), which are then not computed again.
+    With many more rows than features, in bfloat16 on a GPU, the rest of the rows take turns, each with up to 256 MB of
+    logits; a reduced loss has its gradients computed in the forward pass then.
 
     In float32, tensor cores of an H100 or H200 compute the logits from three bfloat16 parts of each number, faster and
     with a smaller error than torch's own products; if TF32 is allowed, torch computes them.
@@ -150,12 +157,14 @@ def linear_lml_loss(
         divisor = _check.temperatures(op, spread(divisor, shard), batch, dtype).reshape(rows, 1)
     features = spread(features, shard).reshape(rows, features.shape[-1])
     mask = None if mask is None else mask.reshape(rows, n)
-    limit, scan = _largest_rank(k), None
+    limit, scan, turn = _largest_rank(k), None, 0
     if negatives is None:  # a GPU computes the first logits while the host looks at the labels
         holds = torch.is_grad_enabled() and weight.requires_grad
         with torch.no_grad(), _without_autocast(features.device):
             layer = Layer(features, weight, bias, dtype, divisor, mask)
-            scan = Scan(layer, limit, least > 0, _held(layer, holds))
+            if holds and least == 0 and shard is None and sample_weight is None and reduction != "none":
+                turn = _rows_of_a_turn(layer, limit, k)
+            scan = Scan(_first_rows(layer, turn), limit, least > 0, _held(_first_rows(layer, turn), holds))
     if cardinality is None:
         cardinality = _check.cardinality(op, k, shape, shard)
     kernels = None if scan is None else scan.layer.kernels
@@ -172,8 +181,10 @@ def linear_lml_loss(
     if scan is not None:
         result_dtype = dtype if sample_weight is None and not _check.autocast(features.device) else cardinality.dtype
         inner = reduction if sample_weight is None else "none"
-        options = {"labels": width, "rho": rho, "limit": limit, "shard": shard, "least": least, "known": known}
-        result: tuple[Tensor, Tensor] = _LinearLML.apply(*arguments, scan, index, options, inner, result_dtype)
+        options = {"labels": width, "rho": rho, "limit": limit, "known": known}
+        options |= {"turn": turn} if turn else {"shard": shard, "least": least}
+        function: Any = _InTurns if turn else _LinearLML
+        result: tuple[Tensor, Tensor] = function.apply(*arguments, scan, index, options, inner, result_dtype)
         loss, contributes = result
         if sample_weight is None:
             return loss if inner != "none" else loss.view(batch)
@@ -395,6 +406,32 @@ def _losses_by_kernels(
     return loss, pull, count, toward
 
 
+def _left(
+    layer: Layer | None, loss: Tensor, count: Tensor, known: Tensor | None, reduction: Reduction, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, reduced, which rows contribute to it, and the share of each; by the kernels of a layer."""
+    if layer is not None and known is None and reduction != "none" and dtype != torch.float16:
+        assert layer.kernels is not None
+        reduced: tuple[Tensor, Tensor, Tensor] = layer.kernels.reduce_rows(loss, count, dtype, reduction == "mean")
+        return reduced
+    contributes, share = _shares(count, known, reduction, loss.dtype)
+    if known is not None:
+        loss = torch.where(contributes, loss, 0)
+    loss = loss.squeeze(-1) if reduction == "none" else (loss * share).sum()
+    return _rows.leave("linear_lml_loss", loss, "none", None, dtype), contributes.squeeze(-1), share
+
+
+def _shares(count: Tensor, known: Tensor | None, reduction: Reduction, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return which rows contribute to the result, and the share of each."""
+    contributes = count > 0  # without a label the loss is 0
+    if known is not None:
+        contributes = contributes | known.unsqueeze(-1)
+    share = contributes.to(dtype)
+    if reduction == "mean":
+        share = share / share.sum().clamp(min=1)
+    return contributes, share
+
+
 class _LinearLML(torch.autograd.Function):
     """``(features, weight, bias, k, temperature) -> loss``, per row or reduced, and which rows contribute."""
 
@@ -415,20 +452,7 @@ class _LinearLML(torch.autograd.Function):
         layer, known, least = scan.layer, options.pop("known"), options.pop("least")
 
         def leave(loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            if by_kernels and known is None and reduction != "none" and dtype != torch.float16:
-                assert layer.kernels is not None
-                reduced: tuple[Tensor, Tensor, Tensor]
-                reduced = layer.kernels.reduce_rows(loss, count, dtype, reduction == "mean")
-                return reduced
-            contributes = count > 0  # without a label the loss is 0
-            if known is not None:
-                contributes = contributes | known.unsqueeze(-1)
-                loss = torch.where(contributes, loss, 0)
-            share = contributes.to(loss.dtype)  # of each row in the result
-            if reduction == "mean":
-                share = share / share.sum().clamp(min=1)
-            loss = loss.squeeze(-1) if reduction == "none" else (loss * share).sum()
-            return _rows.leave("linear_lml_loss", loss, "none", None, dtype), contributes.squeeze(-1), share
+            return _left(layer if by_kernels else None, loss, count, known, reduction, dtype)
 
         begun: list[_Gradients] = []
         few: tuple[Tensor | None, ...] = (None, None)
@@ -482,6 +506,141 @@ class _LinearLML(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = FirstOnly.apply(FIRST_ONLY, 3, grad, *ctx.saved_tensors[:2], *gradients)
         return (*gradients, *(None,) * 5)
+
+
+class _InTurns(torch.autograd.Function):
+    """As :class:`_LinearLML`, of a reduced loss whose gradients are computed with it, as rows take turns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        k: Tensor,
+        temperature: float,
+        scan: Scan,
+        index: Tensor,
+        options: dict[str, Any],
+        reduction: Reduction,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        wants_features, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wanted = _Wanted(wants_features, wants_weight, wants_bias, False)
+        known, layer = options.pop("known"), Layer(features, weight, bias, scan.layer.dtype, temperature)
+        ctx.save_for_backward(features, weight, bias, k, index, known)
+        ctx.again = (layer.dtype, temperature, wanted, options, reduction)
+        with _without_autocast(features.device):
+            loss, count, ctx.found = _in_turns(layer, scan, k, index, known, wanted, reduction, **options)
+            result, contributes, _ = _left(layer, loss, count, known, reduction, dtype)
+        ctx.mark_non_differentiable(contributes)
+        ctx.set_materialize_grads(False)
+        return result, contributes
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> Any:
+        if grad is None:
+            return (None,) * 10
+        features, weight, bias, k, index, known = ctx.saved_tensors
+        dtype, temperature, wanted, options, reduction = ctx.again
+        found, ctx.found = ctx.found, None
+        with torch.no_grad(), _without_autocast(features.device):
+            layer = Layer(features, weight, bias, dtype, temperature)
+            if found is None:  # a second backward pass
+                first = _first_rows(layer, options["turn"])
+                scan = Scan(first, options["limit"], held=_held(first, True))
+                *_, found = _in_turns(layer, scan, k, index, known, wanted, reduction, **options)
+            assert layer.kernels is not None
+            gradients: list[Tensor | None] = []
+            for value, given in zip(found[:3], (features, weight, bias), strict=True):
+                scaled = None if value is None else layer.kernels.scale_rows_(value, grad)
+                gradients.append(None if scaled is None else scaled.to(given.dtype))
+        if torch.is_grad_enabled():
+            gradients = FirstOnly.apply(FIRST_ONLY, 3, grad, features, weight, *gradients)
+        return (*gradients, *(None,) * 7)
+
+
+def _rows_of_a_turn(layer: Layer, limit: int, k: float | Tensor) -> int:
+    """Return how many rows take a turn, after the first ones; 0 if none should.
+
+    The memory of the gradient of the weight holds the logits of as many rows as there are features. If there are many
+    more rows, the last ones take turns: a few at a time have all their logits computed, and add their part to the
+    gradients, so that none of these logits is computed again.
+    """
+    turn = _TURN // (max(layer.n, 1) * layer.dtype.itemsize) // _EVEN * _EVEN
+    ordinary = layer.wide and layer.dtype == torch.bfloat16 and layer.weight.is_contiguous()
+    if not ordinary or (isinstance(k, Tensor) and k.requires_grad) or list_room(layer.n, limit) == 0:
+        return 0
+    return turn if turn >= _FEWEST and layer.rows - layer.features.shape[1] >= turn else 0
+
+
+def _first_rows(layer: Layer, turn: int) -> Layer:
+    """Return the layer for the rows that come before those that take turns."""
+    if turn == 0:
+        return layer
+    turns = min((layer.rows - layer.features.shape[1]) // turn, _TURNS)
+    return layer.of_rows(slice(0, layer.rows - turns * turn))
+
+
+def _in_turns(
+    layer: Layer,
+    scan: Scan,
+    k: Tensor,
+    index: Tensor,
+    known: Tensor | None,
+    wanted: _Wanted,
+    reduction: Reduction,
+    turn: int,
+    labels: int,
+    rho: float,
+    limit: int,
+) -> tuple[Tensor, Tensor, _Wanted]:
+    """Return loss and number of labels of each row, and the gradients of the reduced loss.
+
+    The scan is that of the first rows.
+    """
+    _, share = _shares((index[:, :labels] >= 0).sum(-1, keepdim=True), known, reduction, layer.work)
+    features = torch.empty_like(layer.features) if wanted.features else None
+    found, sums, stop = _Wanted(None, None, None, None), [], 0
+    while stop < layer.rows:
+        start, stop = stop, stop + (turn if stop else scan.layer.rows)
+        part = slice(start, stop)
+        if start > 0:
+            rest = layer.of_rows(part)
+            rest.step = -(-layer.n // 16) * 16  # one block
+            scan = Scan(rest, limit, held=Held(rest))
+        scan.run(index[part])
+        options = {"limit": limit, "labels": labels, "rho": rho, "shard": None}
+        left, found = _with_gradients(scan, k[part], share[part], wanted, found, options)
+        sums.append(left)
+        if features is not None:
+            features[part] = found.features
+            found = found._replace(features=None)
+        scan.kept.drop()
+    loss, count = (torch.cat(parts) for parts in zip(*sums, strict=True))
+    return loss, count, found._replace(features=features)
+
+
+def _with_gradients(
+    scan: Scan, k: Tensor, share: Tensor, wanted: _Wanted, sums: _Wanted, options: dict[str, Any]
+) -> tuple[tuple[Tensor, Tensor], _Wanted]:
+    """Return loss and number of labels of each row, and their gradients; those of the classes are added to `sums`."""
+    layer = scan.layer
+    begun: list[_Gradients] = []
+
+    def meanwhile(rows: Rows, pull: Tensor, toward: Tensor, _: Any) -> Callable[[], None]:
+        if begun:  # for another result
+            begun.clear()
+            scan.kept.filled = False
+            return lambda: None
+        begun.append(_Gradients(layer, rows, wanted, scan.kept, sums))
+        return lambda: begun[0].add(_upstream(share, pull, toward, layer.temperature), _AHEAD)
+
+    leave = lambda loss, count: (loss, count)  # noqa: E731
+    rows, pull, toward, left = _settle_by_kernels(layer, scan, k, **options, leave=leave, meanwhile=meanwhile)
+    gradients = begun[0] if begun else _Gradients(layer, rows, wanted, scan.kept, sums)
+    gradients.add(_upstream(share, pull, toward, layer.temperature))
+    return left, gradients.found()
 
 
 def _held(layer: Layer, holds: bool) -> Held:
@@ -556,17 +715,24 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _Gradients:
-    """The gradients that are wanted, block by block."""
+    """The gradients that are wanted, block by block; those of the classes may be added to earlier ones, in the end."""
 
-    def __init__(self, layer: Layer, rows: Rows, wanted: _Wanted, held: Held) -> None:
+    def __init__(self, layer: Layer, rows: Rows, wanted: _Wanted, held: Held, sums: _Wanted | None = None) -> None:
         self.layer, self.rows = layer, rows
-        self.features = torch.zeros_like(layer.features, dtype=layer.work) if wanted.features else None
+        several = len(held.blocks.waiting) + len(held.blocks.again) > 0
+        dtype = layer.work if several else layer.dtype
+        self.features = torch.zeros_like(layer.features, dtype=dtype) if wanted.features else None
         self.weight = None
-        if wanted.weight:
+        if wanted.weight and (sums is None or sums.weight is None):
             self.weight = torch.empty_like(layer.weight) if held.gradient is None else held.gradient
         self.bias = None if layer.bias is None or not wanted.bias else torch.empty_like(layer.bias)
+        if self.bias is not None and sums is not None:
+            self.bias = self.bias.to(layer.work)
         self.temperature = torch.zeros_like(rows.center) if wanted.temperature else None
         self._blocks, self._first = layer.blocks_again(held), layer.n
+        self._adds, self._waiting = False, list[tuple[slice, Tensor]]()
+        if sums is not None and (sums.weight is not None or sums.bias is not None):
+            self.weight, self.bias, self._adds = sums.weight, sums.bias, True
 
     def add(self, upstream: _Upstream, blocks: int | None = None) -> None:
         """Add the next blocks, or all that are left."""
@@ -577,10 +743,13 @@ class _Gradients:
             dx = layer.grad(x, classes.start, self.rows, *upstream, out)
             if self.temperature is not None:
                 self.temperature -= (dx * torch.where(x.isfinite(), x, 0)).sum(-1, keepdim=True, dtype=layer.work)
-            if self.bias is not None:
-                self.bias[classes] = dx.sum(0)
             if self.features is not None:
                 _add_product(self.features, dx, layer.weight[classes].to(layer.dtype))
+            if self._adds:
+                self._waiting.append((classes, dx))
+                continue
+            if self.bias is not None:
+                self.bias[classes] = dx.sum(0, dtype=self.bias.dtype)
             if self.weight is not None and self.weight.dtype == layer.dtype:
                 torch.mm(dx.T, layer.features, out=self.weight[classes])
             elif self.weight is not None:
@@ -597,6 +766,12 @@ class _Gradients:
                 self.layer.kernels.scale_rows_(value[first:], factor)
 
     def found(self) -> _Wanted:
+        for classes, dx in self._waiting:
+            if self.bias is not None:
+                self.bias[classes] += dx.sum(0, dtype=self.bias.dtype)
+            if self.weight is not None:
+                self.weight[classes].addmm_(dx.T, self.layer.features)
+        self._waiting.clear()
         return _Wanted(self.features, self.weight, self.bias, self.temperature)
 
 

@@ -688,6 +688,64 @@ def test_wide_blocks_in_the_memory_of_the_gradient(rows, n, monkeypatch):
             assert_as_accurate(actual, plain, right)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("lost", [False, slow(True)])
+@pytest.mark.parametrize("options", [{"bias": True, "observed": 0.3}, slow({"reduction": "sum", "temperature": 2.0})])
+def test_rows_take_turns(lost, options, monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1. Each logit is computed once, and a second backward pass starts anew."""
+    rows, n, computed, real = 22, 1040, [], _scan.Layer.logits
+    features, weight = torch.randn(rows, SIZE, device=DEVICE), torch.randn(n, SIZE, device=DEVICE)
+    bias, target = torch.randn(n, device=DEVICE), torch.randint(-1, n, (rows, 3), device=DEVICE)
+    target[::7] = -1
+    if _scan.kernels_for(features) is None:
+        pytest.skip("no kernels here")
+
+    def watched(layer, classes, out=None):
+        if classes.step is None and classes.stop is not None:  # neither the sample nor lost rows
+            computed.append(layer.rows * (classes.stop - classes.start))
+        return real(layer, classes, out)
+
+    options = dict(options)
+    leaves = [features, weight, *([bias] if options.pop("bias", False) else [])]
+
+    def run(function, dtype, times=1):
+        given = [t.bfloat16().to(dtype).requires_grad_() for t in leaves]
+        loss = function(*given[:2], target, 3, bias=given[2] if len(given) > 2 else None, **options)
+        return [[loss.detach(), *torch.autograd.grad(4 * loss, given, retain_graph=True)] for _ in range(times)]
+
+    plain, exact = run(whole, torch.bfloat16)[0], run(whole, torch.float64)[0]
+    monkeypatch.setattr(_scan.Layer, "logits", watched)
+    monkeypatch.setattr(linear, "PASSES", 1 if lost else linear.PASSES)
+    for name, value in {"_TURN": 4 * 2 * n, "_FEWEST": 4, "_EVEN": 1}.items():
+        monkeypatch.setattr(linear, name, value)
+    found = run(linear_lml_loss, torch.bfloat16, times=2)
+    first = SIZE + (rows - SIZE) % 4  # of which two rows do not fit in the memory of the gradient
+    assert lost or 2 * rows * n <= sum(computed) <= 2 * (rows + first - SIZE) * n
+    for gradients in found:
+        for actual, one, right in zip(gradients, plain, exact, strict=True):
+            assert actual.dtype == torch.bfloat16
+            assert_as_accurate(actual, one, right)
+
+
+@pytest.mark.kernels
+def test_few_rows_of_many_take_turns(monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1. Each turn rounds the gradient of the weight once more."""
+    rows, n = 160, 272
+    features, weight = torch.randn(rows, SIZE, device=DEVICE), torch.randn(n, SIZE, device=DEVICE)
+    target = torch.randint(n // 8, (rows, 3), device=DEVICE)
+    if _scan.kernels_for(features) is None:
+        pytest.skip("no kernels here")
+    for name, value in {"_TURN": 4 * 2 * n, "_FEWEST": 4, "_EVEN": 1}.items():
+        monkeypatch.setattr(linear, name, value)
+    leaves = [t.bfloat16() for t in (features, weight)]
+    error = []
+    for function, dtype in ((linear_lml_loss, torch.bfloat16), (whole, torch.bfloat16), (whole, torch.float64)):
+        given = [t.to(dtype).requires_grad_() for t in leaves]
+        error.append(torch.autograd.grad(function(*given, target, 3), given[1])[0].double())
+    found, plain, exact = error
+    assert (found - exact).norm() <= 2 * (plain - exact).norm()
+
+
 @pytest.mark.parametrize("wide", [None, (0, 1 << 30), (600, 1 << 30), (0, 400)])
 @pytest.mark.parametrize(("rows", "per"), [(1, 4), (40, 12), (24, 12), (12, 12), (11, 12), (100, 12), (13, 12), (5, 0)])
 @pytest.mark.parametrize("n", [0, 1, 255, 1040, 3001, 20_000])
