@@ -497,7 +497,7 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
         return 1;
     }
     char *at = (char *)(((uintptr_t)memory + 63) / 64 * 64), *own = at + 4 * one;
-    for (int64_t i = 0; i < n; i++)
+    for (size_t i = 0; i < width; i++)
         if (type)
             ((double *)at)[i] = 1, ((double *)(at + one))[i] = 0;
         else

@@ -295,9 +295,10 @@ INLINE void NAME(band_copy)(NAME(band_parts) * s, VEC x, VEC weight, VEC lower, 
     s->odd += x * R(0.0);
     s->wrong |= x != x;
     s->signs |= (NAME(bits))(x > NAME(fill)(LARGEST)) & 1;
-    x = NAME(select)(finite, x, zero), weight = NAME(select)(finite, weight, zero);
+    x = NAME(select)(finite, x, zero);
+    if (weighted) weight = NAME(select)(finite, weight, zero);
     VEC z = weighted ? (VEC)((NAME(bits))x ^ turn) : x, w = weighted ? (VEC)((NAME(bits))weight & ~sign) : weight;
-    VEC a = bounded ? w * width : w, t = a * z, square = a * w;
+    VEC a = weighted ? bounded ? w * width : w : NAME(select)(finite, width, zero), t = a * z;
     if (bounded) s->wrong |= lower > upper;
     if (weighted) s->signs |= turn, s->largest = NAME(farther)(w, s->largest);
     if (bounded > 1) s->signs |= (NAME(bits))lower & sign;
@@ -305,10 +306,14 @@ INLINE void NAME(band_copy)(NAME(band_parts) * s, VEC x, VEC weight, VEC lower, 
     if (weighted) NAME(add_lanes)(s->sure, weight * NAME(select)(weight < 0, upper, lower));
     if (!weighted && bounded > 1) NAME(add_lanes)(s->sure, NAME(select)(finite, lower, zero));
     NAME(add_lanes)(s->total, a); /* exact to the rounding of double */
-    if (!in_place) NAME(keep)(z, z_to), NAME(keep)(w, w_to);
+    if (!in_place) NAME(keep)(z, z_to);
+    if (weighted) NAME(keep)(w, w_to);
     if (!in_place || bounded > 1) NAME(keep)(a, a_to);
     s->far = NAME(farther)(z, s->far);
-    s->z1 += t, s->z2 += t * z, s->zw += t * w, s->w1 += square, s->w2 += square * w;
+    s->z1 += t, s->z2 += t * z;
+    if (!weighted) return;
+    VEC square = a * w;
+    s->zw += t * w, s->w1 += square, s->w2 += square * w;
 }
 
 /* A block of a row, from `first` on. */
@@ -318,10 +323,13 @@ INLINE void NAME(band_read)(NAME(band) * band, int row, int64_t first, const NAM
     REAL *z_to = (REAL *)band->z[row], *restrict w_to = (REAL *)band->w[row], *restrict a_to = (REAL *)band->a[row];
     NAME(budget_tile) *tile = &band->tile;
     VEC zero = {0}, one = zero + R(1.0);
-    int64_t i = first, n = g->n, whole = n / LANES * LANES, end = first + BLOCK < whole ? first + BLOCK : whole;
-    NAME(band_parts) s = {.far = band->far[row], .largest = band->largest[row], .odd = band->odd[row]};
+    int64_t n = g->n, whole = n / LANES * LANES, end = first + BLOCK < whole ? first + BLOCK : whole;
+    NAME(band_parts) s; /* field by field: clearing it as a whole takes as long as a few vectors */
+    s.far = band->far[row], s.largest = band->largest[row], s.odd = band->odd[row];
     s.signs = (NAME(bits))band->signs[row], s.wrong = (NAME(lanes))band->wrong[row];
-    for (; i < end; i += LANES)
+    s.z1 = s.z2 = s.zw = s.w1 = s.w2 = zero;
+    EACH_LANE s.total[i] = s.sure[i] = 0;
+    for (int64_t i = first; i < end; i += LANES)
         NAME(band_copy)(&s, NAME(kept)(x + i), weighted ? NAME(kept)(weight + i) : one,
                         bounded > 1 ? NAME(kept)(lower + i) : zero, bounded ? NAME(kept)(upper + i) : one, weighted,
                         bounded, in_place, z_to + i, w_to + i, a_to + i);
@@ -329,8 +337,8 @@ INLINE void NAME(band_read)(NAME(band) * band, int row, int64_t first, const NAM
         NAME(band_copy)(&s, NAME(part_of)(x, whole, n), NAME(part_of)(weight, whole, n), NAME(part_of)(lower, whole, n),
                         NAME(part_of)(upper, whole, n), weighted, bounded, in_place, z_to + whole, w_to + whole,
                         a_to + whole);
-    band->parts[0][row] = s.z1, band->parts[1][row] = s.z2, band->parts[2][row] = s.zw;
-    band->parts[3][row] = s.w1, band->parts[4][row] = s.w2;
+    band->parts[0][row] = s.z1, band->parts[1][row] = s.z2;
+    if (weighted) band->parts[2][row] = s.zw, band->parts[3][row] = s.w1, band->parts[4][row] = s.w2;
     band->far[row] = s.far, band->largest[row] = s.largest, band->odd[row] = s.odd;
     band->signs[row] = (VEC)s.signs, band->wrong[row] = (VEC)s.wrong;
     tile->total[row] += NAME(sum)(s.total);
@@ -400,10 +408,12 @@ FN int NAME(band_read_all)(NAME(band) * band, const struct weighted *call, int64
         }
         NAME(band_add)(band, tile->z1, band->parts[0]);
         NAME(band_add)(band, tile->z2, band->parts[1]);
+        if (!weighted) continue;
         NAME(band_add)(band, tile->zw, band->parts[2]);
         NAME(band_add)(band, tile->w1, band->parts[3]);
         NAME(band_add)(band, tile->w2, band->parts[4]);
     }
+    if (!weighted) EACH_LANE tile->zw[i] = tile->z1[i], tile->w1[i] = tile->w2[i] = tile->total[i];
     memcpy(copies, band->signs, sizeof copies);
     NAME(band_bits)(copies, signs);
     NAME(band_bits)(band->wrong, wrong);
@@ -440,11 +450,11 @@ FN void NAME(weighted_apiece)(const struct weighted *call, int64_t index, int co
         struct budget_space here = *space;
         here.x = (REAL *)space->z + i * width; /* masked or divided scores are copied there at once */
         given[i] = NAME(given_row)(call, row, &here);
-        band.z[i] = here.x, band.w[i] = (REAL *)space->apiece + i * width;
+        band.z[i] = here.x, band.w[i] = call->weight ? (REAL *)space->apiece + i * width : (REAL *)space->ones;
         band.a[i] = (REAL *)space->own + i * width, band.e[i] = (REAL *)space->e + i * width;
         band.target[i] = call->out ? (REAL *)call->out + row * n : band.e[i];
         if (call->out && n % LANES == 0) band.e[i] = (REAL *)call->out + row * n;
-        if (in_place) band.z[i] = given[i].x, band.w[i] = given[i].weight;
+        if (in_place) band.z[i] = given[i].x;
         if (in_place && !call->lower) band.a[i] = given[i].upper;
         band.ahead[i] = band.ahead_own[i] = (const REAL *)call->logits + next * n;
         if (call->weight_stride) band.ahead_own[i] = (const REAL *)call->weight + next * n;
