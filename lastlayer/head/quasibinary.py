@@ -88,9 +88,8 @@ class QuasibinaryHead(nn.Module):
         log_c, known = batch_log_normalizer(x, labels, live, all_ranks() if self.sync else None, rows)
         self._track(log_c.detach(), known)
         log_q = torch.where(live, x - stored, -torch.inf)
-        silent = (log_q.clamp(max=0).exp() + log_q.clamp(min=0)).sum(
-            -1
-        )  # linear above 1, so that large logits stay finite
+        # Linear above 1, so that large logits stay finite; the gradient at 1 is that of the line alone.
+        silent = (torch.where(log_q < 0, log_q, 0).exp() + _rows.above_0(log_q)).sum(-1)
         loss = torch.where(known, row_loss(x, labels, live, log_c), silent)
         return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 

@@ -176,7 +176,7 @@ def batch_log_normalizer(
 def row_loss(x: Tensor, labels: Labels, live: Tensor, log_c: Tensor) -> Tensor:
     """Return one loss per row, of this rank's classes, for a normaliser of shape ``()``."""
     log_q = torch.where(live, x - log_c, 0)
-    above = log_q.clamp(min=0).sum(-1)
+    above = _rows.above_0(log_q).sum(-1)
     return above - _rows.over_positives(labels, live, lambda q: q, log_q)
 
 

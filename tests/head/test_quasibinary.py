@@ -48,6 +48,15 @@ def test_batch_without_labels_pushes_down_and_leaves_the_average():
     assert huge.isfinite()
 
 
+def test_the_gradient_has_no_step_where_the_loss_becomes_linear():
+    head = QuasibinaryHead(1, 2)
+    with torch.no_grad():
+        head.linear.weight.zero_()
+        head.linear.bias.copy_(head.log_normalizer)
+    loss = head.loss(torch.zeros(3, 1), torch.full((3,), -1))
+    assert torch.autograd.grad(loss, head.linear.bias)[0].tolist() == [1.0, 1.0]
+
+
 def test_predictions_are_clipped():
     head = QuasibinaryHead(2, 2)
     p = head.predict(1e6 * torch.randn(50, 2))
