@@ -110,7 +110,7 @@ def _vector_angle(a: Tensor, b: Tensor) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.where(length > 0, x / length, 0)
+    return torch.where(length == 0, 0, x / length)  # nan shows
 
 
 def _reduced(op: str, angle: Tensor, degrees: bool, reduction: Any) -> Tensor:
