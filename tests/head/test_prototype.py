@@ -152,3 +152,19 @@ def test_old_names_keep_working():
         assert torch.equal(PrototypeHead(3, 4, gamma=2.0).gamma, torch.full((4,), 2.0))
     with pytest.raises(TypeError, match="PrototypeHead: `gamma` is the old name of `width`"):
         PrototypeHead(3, 4, gamma=2.0, width=1.0)
+
+
+@pytest.mark.parametrize("head", [PrototypeHead(512, 4), ReciprocalPointHead(512, 4)])
+def test_small_distances_of_long_vectors_survive_autocast(head):
+    """They are what is left of the squares of lengths, 4,600 here: rounded to 8 bits, of 1.3 nothing is."""
+    points = 3 * torch.randn(4, 512)
+    parameter = head.weight if isinstance(head, PrototypeHead) else head.points
+    with torch.no_grad():
+        parameter.copy_(points.view_as(parameter))
+    features = points + 0.05 * torch.randn(4, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = head(features)
+        loss = head.loss(features, torch.arange(4))
+    assert logits.diagonal().abs().tolist() == pytest.approx([0.05**2 * 512] * 4, rel=0.3)
+    torch.testing.assert_close(logits, head(features))
+    torch.testing.assert_close(loss, head.loss(features, torch.arange(4)))
