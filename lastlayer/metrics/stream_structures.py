@@ -351,10 +351,11 @@ class LabelSetErrorsMetric(Stream):
 
     def analysis(self) -> errors.LabelSetErrors:
         """Return the analysis of the rows of all processes so far; every process must call it."""
-        if not len(self._state("scores")):
-            raise ValueError(f"{type(self).__name__}: `analysis` must be called after `update`, got no rows.")
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
-            return self._found()
+            found = self._found() if len(self._state("scores")) else None
+        if found is None:
+            raise ValueError(f"{type(self).__name__}: `analysis` must be called after `update`, got no rows.")
+        return found
 
     def _found(self) -> errors.LabelSetErrors:
         scores, target, said = (self._joined(name) for name in ("scores", "target", "said"))
