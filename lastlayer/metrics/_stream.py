@@ -111,7 +111,7 @@ class Stream(Metric):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 shown.append(f"{name}=tensor of shape {tuple(value.shape)}")
-            elif name in defaults and value != defaults[name].default:
+            elif name in defaults and repr(value) != repr(defaults[name].default):  # an array has no one truth value
                 shown.append(f"{name}={value!r}")
         return ", ".join(shown)
 

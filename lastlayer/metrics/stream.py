@@ -449,6 +449,7 @@ class MeanMaxConfidence(Stream):
     def update(self, scores: Tensor, target: Target | None = None) -> None:
         """Add rows; `target` is not used, and is there for collections, which pass the same arguments to all."""
         del target
+        scores = _check.logits(type(self).__name__, scores, "scores")
         rows = torch.tensor(scores[..., :1].numel(), device=scores.device)
         self._add(peak=openset.mean_max_confidence(scores).double() * rows, rows=rows)
 

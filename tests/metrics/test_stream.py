@@ -3,6 +3,7 @@
 import importlib
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tools import DEVICE
@@ -237,6 +238,14 @@ def test_unknown_name():
     assert "RecallAtK" in dir(ll.metrics)
 
 
+def test_settings_that_differ_from_the_defaults_are_shown():
+    assert repr(ll.RecallAtK(3, empty="zero")) == "RecallAtK(k=3, empty='zero')"
+    assert repr(ll.PrecisionAtK(np.array([1, 5]))) == "PrecisionAtK(k=array([1, 5]))"
+    assert repr(ll.GraphRecallAtK(np.array([1, 5]), iou=0.5)) == "GraphRecallAtK(k=array([1, 5]))"
+    assert repr(ll.LabelSetErrorsMetric(names=np.array(["a", "b"]))).startswith("LabelSetErrorsMetric(names=array(")
+    assert repr(ll.PSPAtK(3, torch.ones(4))) == "PSPAtK(k=3, propensities=tensor of shape (4,))"
+
+
 @pytest.mark.parametrize("average", ["macro", "micro", "weighted", "none"])
 @pytest.mark.parametrize(
     ("stream", "function"), [(ll.MeanAveragePrecision, ll.mean_average_precision), (ll.AUROC, ll.auroc)]
@@ -314,6 +323,11 @@ def test_batches_of_different_shapes(stream, function, average):
             ),
             ValueError,
             "RecallAtK: `target` must hold classes below n_classes=2, got 5.",
+        ),
+        (
+            lambda: ll.MeanMaxConfidence().update([0.5]),
+            TypeError,
+            "MeanMaxConfidence: `scores` must be a tensor, got list. Use torch.as_tensor.",
         ),
     ],
 )
