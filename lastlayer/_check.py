@@ -6,6 +6,7 @@ tracing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -191,6 +192,11 @@ def work_dtype(x: Tensor) -> torch.dtype:
 def autocast(device: torch.device) -> bool:
     """Whether autocast is on for a device."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Switch autocast off, if it is on: that takes as long as a launch."""
+    return torch.autocast(device.type, enabled=False) if autocast(device) else contextlib.nullcontext()
 
 
 def weights(op: str, name: str, value: Any, x: Tensor, shape: torch.Size, advice: str) -> Tensor | None:

@@ -74,6 +74,17 @@ def test_state_travels():
     assert "momentum=0.1" in repr(head)
 
 
+def test_a_row_of_weight_0_may_hold_any_features():
+    torch.manual_seed(0)
+    head, alone = QuasibinaryHead(4, 3), QuasibinaryHead(4, 3)
+    alone.load_state_dict(head.state_dict())
+    features, y, weight = torch.randn(3, 4), torch.tensor([0, 2, 1]), torch.tensor([1.0, 0.0, 2.0])
+    features[1] *= 1e5
+    loss = head.loss(features, y, sample_weight=weight)
+    torch.testing.assert_close(loss, alone.loss(features[[0, 2]], y[[0, 2]], sample_weight=weight[[0, 2]]))
+    torch.testing.assert_close(head.log_normalizer, alone.log_normalizer)
+
+
 def test_classes_without_labels_get_low_confidence():
     """20 known classes and 10 whose rows come without a label: the thesis's experiment in small."""
     generator = torch.Generator().manual_seed(0)
