@@ -154,7 +154,8 @@ def linear_lml_loss(
             target = labels.dense.sign()
         return lml_loss(x, target, k, sample_weight=sample_weight, **options)
     if isinstance(divisor, Tensor):
-        divisor = _check.temperatures(op, spread(divisor, shard), batch, dtype).reshape(rows, 1)
+        work = torch.promote_types(dtype, torch.float32)
+        divisor = _check.temperatures(op, spread(divisor, shard), batch, work).reshape(rows, 1)
     features = spread(features, shard).reshape(rows, features.shape[-1])
     mask = None if mask is None else mask.reshape(rows, n)
     limit, scan, turn = _largest_rank(k), None, 0

@@ -417,6 +417,21 @@ def test_mask_and_temperature():
             assert_same(*found)
 
 
+def test_temperatures_of_rows_are_not_rounded_to_half_precision():
+    """The temperature of each row is halfway between two numbers of bfloat16, and its logits are such numbers."""
+    heat = torch.full((ROWS,), 1 + 2**-8, device=DEVICE)
+    features = torch.eye(ROWS, SIZE, device=DEVICE).bfloat16()
+    weight = torch.randint(-16, 17, (600, SIZE), device=DEVICE).bfloat16()
+    target = torch.randint(600, (ROWS, 2), device=DEVICE)
+    found = []
+    for kind in (torch.bfloat16, torch.float64):
+        leaf = heat.to(torch.promote_types(kind, torch.float32)).requires_grad_()
+        options = {"temperature": leaf, "negatives": 600, "reduction": "none"}
+        loss = linear_lml_loss(features.to(kind), weight.to(kind), target, 3, **options)
+        found.append(torch.autograd.grad(loss.sum(), leaf)[0])
+    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-5, atol=0)
+
+
 def test_a_bad_temperature_inside_a_tensor():
     features, weight, _, target = problem(3000)
     heat = torch.ones(ROWS, dtype=torch.float64, device=DEVICE)
