@@ -551,11 +551,11 @@ class _InTurns(torch.autograd.Function):
                 first = _first_rows(layer, options["turn"])
                 scan = Scan(first, options["limit"], held=_held(first, True))
                 *_, found = _in_turns(layer, scan, k, index, known, wanted, reduction, **options)
-            assert layer.kernels is not None
             gradients: list[Tensor | None] = []
             for value, given in zip(found[:3], (features, weight, bias), strict=True):
-                scaled = None if value is None else layer.kernels.scale_rows_(value, grad)
-                gradients.append(None if scaled is None else scaled.to(given.dtype))
+                if value is not None:
+                    value = value.mul_(grad) if layer.kernels is None else layer.kernels.scale_rows_(value, grad)
+                gradients.append(None if value is None else value.to(given.dtype))
         if torch.is_grad_enabled():
             gradients = FirstOnly.apply(FIRST_ONLY, 3, grad, features, weight, *gradients)
         return (*gradients, *(None,) * 7)
@@ -572,7 +572,7 @@ def _rows_of_a_turn(layer: Layer, limit: int, k: float | Tensor) -> int:
     ordinary = layer.wide and layer.dtype == torch.bfloat16 and layer.weight.is_contiguous()
     if not ordinary or (isinstance(k, Tensor) and k.requires_grad) or list_room(layer.n, limit) == 0:
         return 0
-    return turn if turn >= _FEWEST and layer.rows - layer.features.shape[1] >= turn else 0
+    return turn if turn >= _FEWEST and 0 < layer.features.shape[1] <= layer.rows - turn else 0
 
 
 def _first_rows(layer: Layer, turn: int) -> Layer:
@@ -638,7 +638,9 @@ def _with_gradients(
         return lambda: begun[0].add(_upstream(share, pull, toward, layer.temperature), _AHEAD)
 
     leave = lambda loss, count: (loss, count)  # noqa: E731
-    rows, pull, toward, left = _settle_by_kernels(layer, scan, k, **options, leave=leave, meanwhile=meanwhile)
+    by_kernels = layer.kernels is not None  # a second backward pass may be watched by a mode
+    settle: Any = functools.partial(_settle_by_kernels, meanwhile=meanwhile) if by_kernels else _settle
+    rows, pull, toward, left = settle(layer, scan, k, **options, leave=leave)
     gradients = begun[0] if begun else _Gradients(layer, rows, wanted, scan.kept, sums)
     gradients.add(_upstream(share, pull, toward, layer.temperature))
     return left, gradients.found()

@@ -1,3 +1,4 @@
+import contextlib
 from functools import partial
 from types import SimpleNamespace
 
@@ -740,6 +741,42 @@ def test_rows_take_turns(lost, options, monkeypatch):
         for actual, one, right in zip(gradients, plain, exact, strict=True):
             assert actual.dtype == torch.bfloat16
             assert_as_accurate(actual, one, right)
+
+
+@pytest.mark.kernels
+def test_a_mode_that_watches_the_backward_pass_of_rows_that_take_turns(monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1. Under a mode there are no kernels."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rows, n = SIZE + 5, 272
+    features, weight = torch.randn(rows, SIZE, device=DEVICE), torch.randn(n, SIZE, device=DEVICE)
+    if _scan.kernels_for(features) is None:
+        pytest.skip("no kernels here")
+    for name, value in {"_TURN": 4 * 2 * n, "_FEWEST": 4, "_EVEN": 1}.items():
+        monkeypatch.setattr(linear, name, value)
+    leaves = [t.bfloat16().requires_grad_() for t in (features, weight, torch.randn(n, device=DEVICE))]
+    target, found = torch.randint(n, (rows, 2), device=DEVICE), []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        loss = linear_lml_loss(*leaves[:2], target, 3, bias=leaves[2])
+        assert "InTurns" in type(loss.grad_fn).__name__
+        for _ in range(2):  # the second pass computes the gradients again
+            with mode:
+                found.append(torch.autograd.grad(3 * loss, leaves, retain_graph=True))
+    for gradients in found[1:]:
+        for one, other in zip(found[0], gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.kernels
+def test_rows_without_features_do_not_take_turns(monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1. There would be no row before the turns."""
+    rows, n = 8, 272
+    features, weight = (torch.empty(size, 0, dtype=torch.bfloat16, device=DEVICE) for size in (rows, n))
+    for name, value in {"_TURN": 4 * 2 * n, "_FEWEST": 4, "_EVEN": 1}.items():
+        monkeypatch.setattr(linear, name, value)
+    target = torch.randint(n, (rows, 2), device=DEVICE)
+    loss = linear_lml_loss(features, weight.requires_grad_(), target, 3)
+    torch.testing.assert_close(loss, whole(features, weight, target, 3))
 
 
 @pytest.mark.kernels
