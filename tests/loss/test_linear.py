@@ -597,6 +597,30 @@ def test_filter_of_saturated_rows_has_no_gradient():
     assert all(bool((value == 0).all()) for value in found)
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.3])
+@pytest.mark.parametrize("negatives", [None, 100])
+def test_a_broken_row_nobody_asks_for_has_no_gradient(negatives, rho):
+    """Another row than the first: with its loss left out nothing is nan, and with it the gradient of its `k` is."""
+    features, weight, bias, target = problem(400)
+    target[2] = torch.tensor([7, 5, -1, -1])
+    k = torch.full((ROWS,), 3.0, dtype=torch.float64, device=DEVICE)
+    k[1], k[2] = -1, torch.nan
+    leaves = [t.requires_grad_() for t in (features, weight, bias, k)]
+    options = {
+        "negatives": negatives,
+        "observed": rho,
+        "reduction": "none",
+        "generator": torch.Generator(DEVICE).manual_seed(0),
+    }
+    loss = linear_lml_loss(features, weight, target, k, bias=bias, **options)
+    assert loss.isnan().nonzero().flatten().tolist() == [1, 2]
+    gradients = torch.autograd.grad(loss[~loss.isnan()].sum(), leaves, retain_graph=True)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    gradients = torch.autograd.grad(loss[:2].sum(), leaves)
+    assert gradients[3].isnan().nonzero().flatten().tolist() == [1]
+    assert gradients[0].isnan().any(-1).nonzero().flatten().tolist() == [1]
+
+
 def test_second_derivatives_are_an_error():
     features, weight, _, target = problem(300)
     features.requires_grad_()
