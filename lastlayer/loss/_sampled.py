@@ -76,8 +76,8 @@ def sampled(
         own = own.masked_fill(~mask.gather(-1, place), -torch.inf)
         others = others.masked_fill(~mask[:, drawn], -torch.inf)
     listed = torch.zeros_like(others, dtype=torch.bool)
-    for column in index.split(1, -1):
-        listed |= column == drawn
+    for column in index.unbind(-1):
+        listed |= column.unsqueeze(-1) == drawn
     x = torch.cat([own, others], -1).to(k.dtype) / temperature
     share = torch.cat([held.to(x.dtype), torch.where(listed, 0, counts_for.to(x.dtype))], -1)
     x = torch.where(share > 0, x, -torch.inf)

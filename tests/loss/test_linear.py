@@ -597,6 +597,15 @@ def test_filter_of_saturated_rows_has_no_gradient():
     assert all(bool((value == 0).all()) for value in found)
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.4])
+def test_a_sample_for_a_batch_without_labels(rho):
+    features, weight, bias, _ = problem(400)
+    for target in (torch.zeros(ROWS, 400, device=DEVICE), torch.empty(ROWS, 0, dtype=torch.int64, device=DEVICE)):
+        options = {"bias": bias, "observed": rho, "reduction": "none"}
+        expected = linear_lml_loss(features, weight, target, 3, **options)
+        assert_same([linear_lml_loss(features, weight, target, 3, negatives=400, **options)], [expected])
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.3])
 @pytest.mark.parametrize("negatives", [None, 100])
 def test_a_broken_row_nobody_asks_for_has_no_gradient(negatives, rho):
