@@ -94,7 +94,7 @@ def sampled(
 
 
 class _WeightedThreshold(torch.autograd.Function):
-    """``(x, share, k) -> nu`` with ``sum share * sigmoid(x + nu) = k`` in each row, and which rows have none: 0 there."""
+    """``(x, share, k) -> nu`` with ``sum share * sigmoid(x + nu) = k`` in each row; 0 in those without, and which."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:

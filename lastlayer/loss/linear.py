@@ -47,6 +47,7 @@ from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, unwrap
 
 _WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product of 16 bits to a sum of 32
+_CLASSES = 1 << 31  # of all ranks, at most; this rank does not know how many
 _AHEAD = 6  # blocks whose gradient a GPU begins with, at most, while the host ends the forward pass
 # Of a turn of rows: bytes of its logits, at most, its rows, at least, and what divides their number, found on an H200.
 # A turn reads and writes the gradient of the weight, which takes as long as the logits of some 300 rows, and rounds it
@@ -158,7 +159,7 @@ def linear_lml_loss(
         divisor = _check.temperatures(op, spread(divisor, shard), batch, work).reshape(rows, 1)
     features = spread(features, shard).reshape(rows, features.shape[-1])
     mask = None if mask is None else mask.reshape(rows, n)
-    limit, scan, turn = _largest_rank(k), None, 0
+    limit, scan, turn = _largest_rank(k, n if shard is None else _CLASSES), None, 0
     if negatives is None:  # a GPU computes the first logits while the host looks at the labels
         holds = torch.is_grad_enabled() and weight.requires_grad
         with torch.no_grad(), _without_autocast(features.device):
@@ -252,11 +253,15 @@ def _index_lists(labels: Labels, wanted: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.where(values > 0, index, -1)
 
 
-def _largest_rank(k: float | Tensor) -> int:
-    """Return the largest rank of a logit that the start needs; the values of a tensor are read."""
+def _largest_rank(k: float | Tensor, n: int) -> int:
+    """Return the largest rank of a logit that the start needs; a `k` beyond `n` needs none. A tensor's values are read.
+
+    An infeasible `k` must not count: the lists would have no room for the others, or less than none.
+    """
     if isinstance(k, Tensor):
-        k = float(k.detach().double().nan_to_num(0, 0, 0).max()) if k.numel() else 0.0
-    return math.floor(float(k)) + 1
+        k = k.detach().double()
+        k = float(torch.where((k >= 0) & (k <= n), k, 0).max()) if k.numel() else 0.0
+    return math.floor(float(k) if k <= n else 0) + 1
 
 
 def _solve_lost(layer: Layer, lost: Tensor, k: Tensor, rows: Rows, shard: ClassShard | None) -> None:

@@ -873,6 +873,16 @@ def test_an_infeasible_k_has_a_nan_gradient():
     assert found[0].isnan().nonzero().flatten().tolist() == [1, 3]
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("k", [[-50.0, -50.0, -1.0], [3.0, 1e30, 2.0], [1e30, 1e30, torch.inf], [2.0, -1e30, 1501.0]])
+def test_an_infeasible_k_of_any_size_is_nan_in_its_row(k):
+    features, weight, bias, target = problem(1500, dtype=torch.float32)
+    sizes = torch.tensor(k, device=DEVICE)
+    loss = linear_lml_loss(features[:3], weight, target[:3].abs(), sizes, bias=bias, reduction="none")
+    assert loss.isnan().tolist() == [not 0 <= size <= 1500 for size in k]
+    assert linear._largest_rank(sizes, 1500) <= 4  # a k beyond the classes does not cost the other rows their lists
+
+
 @pytest.mark.parametrize("tile", [1, 1 << 20])
 def test_a_bias_of_another_dtype(tile, monkeypatch):
     monkeypatch.setattr(_scan, "TILE", {"cpu": tile, "cuda": tile})
