@@ -76,40 +76,45 @@ def sampled(
         own = own.masked_fill(~mask.gather(-1, place), -torch.inf)
         others = others.masked_fill(~mask[:, drawn], -torch.inf)
     listed = torch.zeros_like(others, dtype=torch.bool)
-    for column in index.split(1, -1):
-        listed |= column == drawn
+    for column in index.unbind(-1):
+        listed |= column.unsqueeze(-1) == drawn
     x = torch.cat([own, others], -1).to(k.dtype) / temperature
     share = torch.cat([held.to(x.dtype), torch.where(listed, 0, counts_for.to(x.dtype))], -1)
     x = torch.where(share > 0, x, -torch.inf)
-    z = x + _WeightedThreshold.apply(x, share, k, shard)
+    nu, broken = _WeightedThreshold.apply(x, share, k, shard)
+    z = torch.where(x.isnan(), 0, x) + nu
     positive = held & (torch.arange(index.shape[-1], device=index.device) < labels)
     loss = torch.where(positive, -F.logsigmoid(z[:, : index.shape[-1]]), 0).sum(-1)
     if rho > 0:
         z, share = z[:, index.shape[-1] :], share[:, index.shape[-1] :]
         loss = loss + (share * torch.where(share > 0, absence(z, rho), 0)).sum(-1)
     count = reduce(positive.to(x.dtype), "sum", shard).squeeze(-1)
-    return total(loss, shard), count
+    # Added, so that the threshold has the upstream gradient of such a row: without one it has no gradient.
+    return total(loss, shard) + torch.where(broken.squeeze(-1), torch.nan, 0), count
 
 
 class _WeightedThreshold(torch.autograd.Function):
-    """``(x, share, k) -> nu`` with ``sum share * sigmoid(x + nu) = k`` in each row."""
+    """``(x, share, k) -> nu`` with ``sum share * sigmoid(x + nu) = k`` in each row; 0 in those without, and which."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, share: Tensor, k: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
         nu, log_mass = _solve_weighted(x, share, k, shard)
+        broken = nu.isnan()
         ctx.save_for_backward(x, share, nu, log_mass)
         ctx.shard = shard
-        return nu
+        ctx.mark_non_differentiable(broken)
+        return torch.where(broken, 0, nu), broken
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         x, share, nu, log_mass = ctx.saved_tensors
         with torch.no_grad():
             given = reduce(grad.detach(), "sum", ctx.shard)
             z = x + nu
             p = share * (F.logsigmoid(z) + F.logsigmoid(-z) - log_mass).exp()
-            dx = torch.where(x.isfinite() & nu.isfinite(), -p * given, 0)
-            dk = torch.where(nu.isfinite(), given * (-log_mass).exp(), 0)
+            asked = nu.isnan() & (given != 0)
+            dx = torch.where(x.isfinite() & nu.isfinite(), -p * given, torch.where(asked, torch.nan, 0))
+            dk = torch.where(nu.isfinite(), given * (-log_mass).exp(), torch.where(asked, torch.nan, 0))
         if torch.is_grad_enabled():
             dx, dk = FirstOnly.apply(FIRST_ONLY, 3, grad, x, share, dx, dk)
         return dx, None, dk, None

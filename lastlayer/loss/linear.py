@@ -46,6 +46,7 @@ from lastlayer.project.lml import apply
 from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, unwrap
 
 _WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product of 16 bits to a sum of 32
+_CLASSES = 1 << 31  # of all ranks, at most; this rank does not know how many
 _AHEAD = 6  # blocks whose gradient a GPU begins with, at most, while the host ends the forward pass
 # Of a turn of rows: bytes of its logits, at most, its rows, at least, and what divides their number, found on an H200.
 # A turn reads and writes the gradient of the weight, which takes as long as the logits of some 300 rows, and rounds it
@@ -153,10 +154,11 @@ def linear_lml_loss(
             target = labels.dense.sign()
         return lml_loss(x, target, k, sample_weight=sample_weight, **options)
     if isinstance(divisor, Tensor):
-        divisor = _check.temperatures(op, spread(divisor, shard), batch, dtype).reshape(rows, 1)
+        work = torch.promote_types(dtype, torch.float32)
+        divisor = _check.temperatures(op, spread(divisor, shard), batch, work).reshape(rows, 1)
     features = spread(features, shard).reshape(rows, features.shape[-1])
     mask = None if mask is None else mask.reshape(rows, n)
-    limit, scan, turn = _largest_rank(k), None, 0
+    limit, scan, turn = _largest_rank(k, n if shard is None else _CLASSES), None, 0
     if negatives is None:  # a GPU computes the first logits while the host looks at the labels
         holds = torch.is_grad_enabled() and weight.requires_grad
         with torch.no_grad(), _check.without_autocast(features.device):
@@ -245,11 +247,15 @@ def _index_lists(labels: Labels, wanted: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.where(values > 0, index, -1)
 
 
-def _largest_rank(k: float | Tensor) -> int:
-    """Return the largest rank of a logit that the start needs; the values of a tensor are read."""
+def _largest_rank(k: float | Tensor, n: int) -> int:
+    """Return the largest rank of a logit that the start needs; a `k` beyond `n` needs none. A tensor's values are read.
+
+    An infeasible `k` must not count: the lists would have no room for the others, or less than none.
+    """
     if isinstance(k, Tensor):
-        k = float(k.detach().double().nan_to_num(0, 0, 0).max()) if k.numel() else 0.0
-    return math.floor(float(k)) + 1
+        k = k.detach().double()
+        k = float(torch.where((k >= 0) & (k <= n), k, 0).max()) if k.numel() else 0.0
+    return math.floor(float(k) if k <= n else 0) + 1
 
 
 def _solve_lost(layer: Layer, lost: Tensor, k: Tensor, rows: Rows, shard: ClassShard | None) -> None:
@@ -544,11 +550,11 @@ class _InTurns(torch.autograd.Function):
                 first = _first_rows(layer, options["turn"])
                 scan = Scan(first, options["limit"], held=_held(first, True))
                 *_, found = _in_turns(layer, scan, k, index, known, wanted, reduction, **options)
-            assert layer.kernels is not None
             gradients: list[Tensor | None] = []
             for value, given in zip(found[:3], (features, weight, bias), strict=True):
-                scaled = None if value is None else layer.kernels.scale_rows_(value, grad)
-                gradients.append(None if scaled is None else scaled.to(given.dtype))
+                if value is not None:
+                    value = value.mul_(grad) if layer.kernels is None else layer.kernels.scale_rows_(value, grad)
+                gradients.append(None if value is None else value.to(given.dtype))
         if torch.is_grad_enabled():
             gradients = FirstOnly.apply(FIRST_ONLY, 3, grad, features, weight, *gradients)
         return (*gradients, *(None,) * 7)
@@ -565,7 +571,7 @@ def _rows_of_a_turn(layer: Layer, limit: int, k: float | Tensor) -> int:
     ordinary = layer.wide and layer.dtype == torch.bfloat16 and layer.weight.is_contiguous()
     if not ordinary or (isinstance(k, Tensor) and k.requires_grad) or list_room(layer.n, limit) == 0:
         return 0
-    return turn if turn >= _FEWEST and layer.rows - layer.features.shape[1] >= turn else 0
+    return turn if turn >= _FEWEST and 0 < layer.features.shape[1] <= layer.rows - turn else 0
 
 
 def _first_rows(layer: Layer, turn: int) -> Layer:
@@ -631,7 +637,9 @@ def _with_gradients(
         return lambda: begun[0].add(_upstream(share, pull, toward, layer.temperature), _AHEAD)
 
     leave = lambda loss, count: (loss, count)  # noqa: E731
-    rows, pull, toward, left = _settle_by_kernels(layer, scan, k, **options, leave=leave, meanwhile=meanwhile)
+    by_kernels = layer.kernels is not None  # a second backward pass may be watched by a mode
+    settle: Any = functools.partial(_settle_by_kernels, meanwhile=meanwhile) if by_kernels else _settle
+    rows, pull, toward, left = settle(layer, scan, k, **options, leave=leave)
     gradients = begun[0] if begun else _Gradients(layer, rows, wanted, scan.kept, sums)
     gradients.add(_upstream(share, pull, toward, layer.temperature))
     return left, gradients.found()

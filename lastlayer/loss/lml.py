@@ -112,7 +112,8 @@ def lml_loss(
     once = summed and problem.impl == "native" and _at_once(problem, target)
     labels = _check.target(op, target, problem.x, problem.shard, in_range=not once)
     if once:
-        return _summed(op, *problem[:4], rho, labels.index, labels.dense, reduction == "mean")
+        loss = _summed(op, *problem[:4], rho, labels.index, labels.dense, reduction == "mean")
+        return loss if problem.x.dtype == logits.dtype else _rows.leave(op, loss, "none", None, logits.dtype)
     weighted = weight is not None or pos_weight is not None
     if weighted and impl not in ("auto", "torch"):
         raise ValueError(f"{op}: `impl` must be 'auto' or 'torch' with weights of classes, got {impl!r}.")

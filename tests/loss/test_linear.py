@@ -1,3 +1,4 @@
+import contextlib
 from functools import partial
 from types import SimpleNamespace
 
@@ -417,6 +418,21 @@ def test_mask_and_temperature():
             assert_same(*found)
 
 
+def test_temperatures_of_rows_are_not_rounded_to_half_precision():
+    """The temperature of each row is halfway between two numbers of bfloat16, and its logits are such numbers."""
+    heat = torch.full((ROWS,), 1 + 2**-8, device=DEVICE)
+    features = torch.eye(ROWS, SIZE, device=DEVICE).bfloat16()
+    weight = torch.randint(-16, 17, (600, SIZE), device=DEVICE).bfloat16()
+    target = torch.randint(600, (ROWS, 2), device=DEVICE)
+    found = []
+    for kind in (torch.bfloat16, torch.float64):
+        leaf = heat.to(torch.promote_types(kind, torch.float32)).requires_grad_()
+        options = {"temperature": leaf, "negatives": 600, "reduction": "none"}
+        loss = linear_lml_loss(features.to(kind), weight.to(kind), target, 3, **options)
+        found.append(torch.autograd.grad(loss.sum(), leaf)[0])
+    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-5, atol=0)
+
+
 def test_a_bad_temperature_inside_a_tensor():
     features, weight, _, target = problem(3000)
     heat = torch.ones(ROWS, dtype=torch.float64, device=DEVICE)
@@ -581,6 +597,39 @@ def test_filter_of_saturated_rows_has_no_gradient():
     assert all(bool((value == 0).all()) for value in found)
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.4])
+def test_a_sample_for_a_batch_without_labels(rho):
+    features, weight, bias, _ = problem(400)
+    for target in (torch.zeros(ROWS, 400, device=DEVICE), torch.empty(ROWS, 0, dtype=torch.int64, device=DEVICE)):
+        options = {"bias": bias, "observed": rho, "reduction": "none"}
+        expected = linear_lml_loss(features, weight, target, 3, **options)
+        assert_same([linear_lml_loss(features, weight, target, 3, negatives=400, **options)], [expected])
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.3])
+@pytest.mark.parametrize("negatives", [None, 100])
+def test_a_broken_row_nobody_asks_for_has_no_gradient(negatives, rho):
+    """Another row than the first: with its loss left out nothing is nan, and with it the gradient of its `k` is."""
+    features, weight, bias, target = problem(400)
+    target[2] = torch.tensor([7, 5, -1, -1])
+    k = torch.full((ROWS,), 3.0, dtype=torch.float64, device=DEVICE)
+    k[1], k[2] = -1, torch.nan
+    leaves = [t.requires_grad_() for t in (features, weight, bias, k)]
+    options = {
+        "negatives": negatives,
+        "observed": rho,
+        "reduction": "none",
+        "generator": torch.Generator(DEVICE).manual_seed(0),
+    }
+    loss = linear_lml_loss(features, weight, target, k, bias=bias, **options)
+    assert loss.isnan().nonzero().flatten().tolist() == [1, 2]
+    gradients = torch.autograd.grad(loss[~loss.isnan()].sum(), leaves, retain_graph=True)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    gradients = torch.autograd.grad(loss[:2].sum(), leaves)
+    assert gradients[3].isnan().nonzero().flatten().tolist() == [1]
+    assert gradients[0].isnan().any(-1).nonzero().flatten().tolist() == [1]
+
+
 def test_second_derivatives_are_an_error():
     features, weight, _, target = problem(300)
     features.requires_grad_()
@@ -728,6 +777,42 @@ def test_rows_take_turns(lost, options, monkeypatch):
 
 
 @pytest.mark.kernels
+def test_a_mode_that_watches_the_backward_pass_of_rows_that_take_turns(monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1. Under a mode there are no kernels."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rows, n = SIZE + 5, 272
+    features, weight = torch.randn(rows, SIZE, device=DEVICE), torch.randn(n, SIZE, device=DEVICE)
+    if _scan.kernels_for(features) is None:
+        pytest.skip("no kernels here")
+    for name, value in {"_TURN": 4 * 2 * n, "_FEWEST": 4, "_EVEN": 1}.items():
+        monkeypatch.setattr(linear, name, value)
+    leaves = [t.bfloat16().requires_grad_() for t in (features, weight, torch.randn(n, device=DEVICE))]
+    target, found = torch.randint(n, (rows, 2), device=DEVICE), []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        loss = linear_lml_loss(*leaves[:2], target, 3, bias=leaves[2])
+        assert "InTurns" in type(loss.grad_fn).__name__
+        for _ in range(2):  # the second pass computes the gradients again
+            with mode:
+                found.append(torch.autograd.grad(3 * loss, leaves, retain_graph=True))
+    for gradients in found[1:]:
+        for one, other in zip(found[0], gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.kernels
+def test_rows_without_features_do_not_take_turns(monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1. There would be no row before the turns."""
+    rows, n = 8, 272
+    features, weight = (torch.empty(size, 0, dtype=torch.bfloat16, device=DEVICE) for size in (rows, n))
+    for name, value in {"_TURN": 4 * 2 * n, "_FEWEST": 4, "_EVEN": 1}.items():
+        monkeypatch.setattr(linear, name, value)
+    target = torch.randint(n, (rows, 2), device=DEVICE)
+    loss = linear_lml_loss(features, weight.requires_grad_(), target, 3)
+    torch.testing.assert_close(loss, whole(features, weight, target, 3))
+
+
+@pytest.mark.kernels
 def test_few_rows_of_many_take_turns(monkeypatch):
     """On a GPU, or with TRITON_INTERPRET=1. Each turn rounds the gradient of the weight once more."""
     rows, n = 160, 272
@@ -786,6 +871,16 @@ def test_an_infeasible_k_has_a_nan_gradient():
     found = [torch.autograd.grad(loss, k)[0] for loss in (blocks, whole)]
     torch.testing.assert_close(*found, equal_nan=True)
     assert found[0].isnan().nonzero().flatten().tolist() == [1, 3]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("k", [[-50.0, -50.0, -1.0], [3.0, 1e30, 2.0], [1e30, 1e30, torch.inf], [2.0, -1e30, 1501.0]])
+def test_an_infeasible_k_of_any_size_is_nan_in_its_row(k):
+    features, weight, bias, target = problem(1500, dtype=torch.float32)
+    sizes = torch.tensor(k, device=DEVICE)
+    loss = linear_lml_loss(features[:3], weight, target[:3].abs(), sizes, bias=bias, reduction="none")
+    assert loss.isnan().tolist() == [not 0 <= size <= 1500 for size in k]
+    assert linear._largest_rank(sizes, 1500) <= 4  # a k beyond the classes does not cost the other rows their lists
 
 
 @pytest.mark.parametrize("tile", [1, 1 << 20])

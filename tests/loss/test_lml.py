@@ -517,3 +517,15 @@ def test_gradients_of_half_precision_are_rounded_once(dtype, options):
     one = torch.tensor([[0.44]], dtype=dtype, requires_grad=True)
     loss = ll.lml_loss(one, torch.tensor([[0.055]]), 0.2, temperature=1e-10, impl="torch", reduction="none")
     assert torch.autograd.grad(loss.sum(), one)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_temperatures_of_rows_leave_the_dtype_alone(dtype, reduction):
+    x, heat = torch.randn(4, 6).to(dtype), torch.linspace(0.5, 2, 4)
+    for target in (LISTS, HOT):
+        for scores in (x, x.clone().requires_grad_()):
+            loss = ll.lml_loss(scores, target, 2.0, temperature=heat, reduction=reduction)
+            assert loss.dtype == dtype
+    (grad,) = torch.autograd.grad(loss.sum(), scores)
+    assert grad.dtype == dtype

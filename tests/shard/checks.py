@@ -362,6 +362,14 @@ def check_linear_with_nan_on_one_shard() -> None:
                 features, weight[part], index, 3, bias=bias[part], shard=split.shard, reduction="none", **options
             )
             assert loss.isnan().all()
+        for k in (-1.0, 1e30):
+            sizes = torch.full((3,), k)
+            assert ll.linear_lml_loss(features, weight[part], index, sizes, shard=split.shard, reduction="sum").isnan()
+        hot = torch.zeros(3, N).index_fill(-1, torch.tensor([0]), 1)  # no label on most ranks
+        loss = ll.linear_lml_loss(
+            features, weight[part], hot[:, part], 3, shard=split.shard, reduction="none", negatives=N
+        )
+        close(loss, ll.linear_lml_loss(features, weight, hot, 3, reduction="none"))
 
 
 def check_decode_and_metrics() -> None:
