@@ -576,16 +576,16 @@ class _Duals(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        h, bound, finite = _curvature(ctx)
+        h, bound, finite, unsolved = _curvature(ctx)
         grad_nu = reduce(grads[0], "sum", ctx.shard)
         grad_mu = torch.where(finite, grads[1], 0)
         # A matrix without a solution that is not used has no part in the gradient of what it shares.
         used = (grad_nu != 0).any(-2, keepdim=True) | (reduce((grads[1] != 0).to(h.dtype), "max", ctx.shard) > 0)
-        h = torch.where(used, h, 0)
         if not ctx.at_most:
             grad_mu = grad_mu + _share_of_mean(grad_nu, grad_mu, finite, ctx.shard)
         a, b = _system(h, grad_nu, grad_mu, bound, ctx.shard)
-        return -h * (a + b), None, a, b, None, None
+        grad_x, a, b = (torch.where(unsolved & used, torch.nan, found) for found in (-h * (a + b), a, b))
+        return grad_x, None, a, b, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -604,7 +604,8 @@ class _DualsForwardMode(_Duals):
     @staticmethod
     @nestable
     def jvp(ctx: Any, x_t: Tensor | None, _: Any, sums_t: Tensor | None, limits_t: Tensor | None, *__: Any) -> Any:
-        h, bound, finite = _curvature(ctx)
+        h, bound, finite, unsolved = _curvature(ctx)
+        h = torch.where(unsolved, torch.nan, h)
         v, w = h.new_zeros(*h.shape[:-1], 1), h.new_zeros(*h.shape[:-2], 1, h.shape[-1])
         if x_t is not None:
             v, w = v - reduce(h * x_t, "sum", ctx.shard), w - (h * x_t).sum(-2, keepdim=True)
@@ -683,13 +684,17 @@ def _plain_gradients(ctx: Any, logits: Tensor, sums: Tensor, limits: Tensor, *gr
     return [next(found) if asked else None for asked in ctx.needs_input_grad[:3]]
 
 
-def _curvature(ctx: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``y (1 - y)``, which columns are at their capacity, and which mu are finite."""
+def _curvature(ctx: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``y (1 - y)``, which columns are at their capacity, which mu are finite, and which matrices are unsolved.
+
+    Those have a ``y (1 - y)`` of 0.
+    """
     x, nu, mu, fixed = ctx.saved_tensors
     z = _points(x, nu, mu, fixed)
-    h = torch.where(fixed == 0, z.sigmoid() * (-z).sigmoid(), 0)
+    unsolved = nu.isnan().any(-2, keepdim=True)
+    h = torch.where((fixed == 0) & ~unsolved, z.sigmoid() * (-z).sigmoid(), 0)
     bound = mu < 0 if ctx.at_most else torch.ones_like(mu, dtype=torch.bool)
-    return torch.where(nu.isnan(), nu, h), bound, mu.isfinite()
+    return h, bound, mu.isfinite(), unsolved
 
 
 class LMLBalanced(FunctionModule):

@@ -283,6 +283,24 @@ def test_a_row_without_a_solution_that_is_not_used_spoils_no_gradient(function, 
     torch.testing.assert_close(alone[1], beside[1][used])
 
 
+@pytest.mark.parametrize("function", [ll.lml, ll.log_lml, ll.lml_threshold, ll.lml_at_most])
+def test_a_gradient_of_0_has_a_derivative(function):
+    """`torch.autograd.functional` differentiates gradients where what comes from above is 0."""
+
+    def run(x, k, weight, upper):
+        return function(x, k, weight=weight, upper=upper)
+
+    inputs = draw(2, 4), torch.tensor([0.7, 1.5], dtype=DOUBLE), 0.5 + uniform(4, seed=1), 0.6 + uniform(4, seed=2)
+    along = draw(2, 4, seed=3), draw(2, seed=4), draw(4, seed=5), draw(4, seed=6)
+    torch.testing.assert_close(torch.autograd.functional.jvp(run, inputs, along), torch.func.jvp(run, inputs, along))
+
+    def total(*inputs):
+        return run(*inputs).square().sum()
+
+    found, expected = (getattr(torch.autograd.functional, name)(total, inputs, along)[1] for name in ("hvp", "vhp"))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gap", [40.0, 100.0, 1e4])
 def test_a_decided_row_is_as_exact_as_without_weights(gap, impl):
