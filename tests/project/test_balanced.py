@@ -246,6 +246,24 @@ def test_the_sharpest_logits_have_a_solution_too(at_most):
         assert (over if at_most else over.abs()).max() <= 1e-5
 
 
+@pytest.mark.parametrize("columns", [4, 9])
+def test_the_sharpest_logits_have_a_gradient_too(columns):
+    """With whole sums: beside pairs that are open, rows and columns hang together by 1e-100 of a pair."""
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        x = (3000 * torch.randn(7, columns, generator=generator, dtype=DOUBLE)).requires_grad_()
+        k = torch.randint(1, columns, (7,), generator=generator)
+        upstream = torch.randn(7, columns, generator=generator, dtype=DOUBLE)
+        y = ll.lml_balanced(x, k)
+        if y.isnan().any():  # the search has not found the solution
+            continue
+        (grad,) = torch.autograd.grad(y, x, upstream)
+        slope = (y * (1 - y)).detach()
+        assert (grad.abs() <= 20 * slope.max() + 1e-12).all()
+        for dim in (0, 1):  # the sums of rows and columns stay
+            assert grad.sum(dim).abs().max() <= 1e-12
+
+
 def test_what_has_no_solution_is_nan_and_nothing_else():
     x = torch.stack([matrix(3, 4), matrix(3, 4, seed=1)])
     k = torch.tensor([[1.0, 1.0, 9.0], [1.0, 1.0, 2.0]])
