@@ -433,6 +433,7 @@ def test_masked_and_free_classes():
         ({"groups": torch.tensor([0, -1, 0, 0]), "group_limit": 1}, ValueError, "`groups` must be at least 0, got -1"),
         ({"weight": 0.2}, ValueError, "`k` must be between 0 and 0.8, which is what 4 classes can add up to, got 1"),
         ({"upper": 0.2, "lower": 0.1}, ValueError, "`k` must be between 0.4 and 0.8"),
+        ({"weight": -0.2}, ValueError, "`k` must be between -0.8 and 0, which is"),
         (
             {"groups": torch.zeros(4, dtype=torch.long), "group_limit": -1},
             ValueError,
