@@ -1130,18 +1130,31 @@ FN void NAME(weighted_prepare)(const struct weighted *call, struct budget_space 
     REAL outer = R(1.0) / (R(1.0) + e), inner = e * outer;                      \
     REAL h = width * (outer * inner);
 
+/* The gradients of a row without a solution: nan if any of its values is used, else 0. */
+FN void NAME(weighted_backward_none)(const struct weighted *call, const REAL *u, int64_t index, int64_t n) {
+    REAL *all[] = {(REAL *)call->out, (REAL *)call->grad_weight, (REAL *)call->grad_lower, (REAL *)call->grad_upper};
+    double gone = 0;
+    for (int64_t i = 0; i < n; i++) gone = u[i] != 0 ? (double)NAN : gone;
+    for (int each = 0; each < 4; each++)
+        for (int64_t i = 0; i < n && all[each]; i++) all[each][index * n + i] = (REAL)gone;
+    if (call->grad_k) call->grad_k[index] = gone;
+}
+
 /* Where digits are missing, or nu is infinite: the same in double. */
 FN void NAME(weighted_backward_any)(const struct weighted *call, const NAME(given) * g, int64_t index) {
     const REAL *u = (const REAL *)call->grad + index * g->n;
     double nu = call->nu[index], mass = 0, pull = 0, peak = -INFINITY, given = 0;
-    int finite = isfinite(nu), asked = 0;
+    int finite = isfinite(nu);
+    if (nu != nu) { /* no solution: what is bad in the row stays there, and out of the gradients if it is not used */
+        NAME(weighted_backward_none)(call, u, index, g->n);
+        return;
+    }
     for (int pass = 0; pass < 3; pass++)
         for (int64_t i = 0; i < g->n; i++) {
             double x = g->x[i], w = g->weight[i], l = g->lower[i], width = (double)g->upper[i] - l;
             double z = finite ? (isinf(x) ? x : x + w * nu) : NAME(end_point)(x, w, nu), tail = exp(-fabs(z));
             double over = 1 / (1 + tail), s = z > 0 ? over : tail * over, o = z > 0 ? tail * over : over;
             int64_t at = index * g->n + i;
-            asked |= u[i] != 0;
             if (pass == 0) {
                 if (isfinite(x) && w != 0 && width > 0) peak = fmax(peak, -fabs(z));
             } else if (pass == 1) {
@@ -1149,16 +1162,15 @@ FN void NAME(weighted_backward_any)(const struct weighted *call, const NAME(give
                 mass += w * w * h, pull += w * h * u[i];
             } else {
                 double h = isfinite(x) && isfinite(z) ? width * s * o : 0, v = u[i] - w * given;
-                double gone = nu != nu && asked ? NAN : 0;
-                ((REAL *)call->out)[at] = (REAL)(h * v / call->temperature + gone);
+                ((REAL *)call->out)[at] = (REAL)(h * v / call->temperature);
                 if (call->grad_weight)
-                    ((REAL *)call->grad_weight)[at] = (REAL)((finite ? nu * h * v : 0) - given * (l + width * s) + gone);
-                if (call->grad_lower) ((REAL *)call->grad_lower)[at] = (REAL)(o * v + gone);
-                if (call->grad_upper) ((REAL *)call->grad_upper)[at] = (REAL)(s * v + gone);
+                    ((REAL *)call->grad_weight)[at] = (REAL)((finite ? nu * h * v : 0) - given * (l + width * s));
+                if (call->grad_lower) ((REAL *)call->grad_lower)[at] = (REAL)(o * v);
+                if (call->grad_upper) ((REAL *)call->grad_upper)[at] = (REAL)(s * v);
             }
             if (pass == 1 && i == g->n - 1) given = mass > 0 && !(call->at_most && nu == 0) ? pull / mass : 0;
         }
-    if (call->grad_k) call->grad_k[index] = nu != nu && asked ? NAN : given;
+    if (call->grad_k) call->grad_k[index] = given;
 }
 
 FN void NAME(weighted_backward)(const struct weighted *call, int64_t index, int count, struct budget_space *space) {

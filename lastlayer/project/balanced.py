@@ -34,6 +34,8 @@ _TOLERANCE = 1e-11  # of a column's sum, relative to its capacity
 _ACCEPTED = 1e-6  # columns that are further off than this mean that there is no solution
 _AGREEMENT = 1e-5  # how far the two totals may be apart: float32 capacities do not add up exactly
 _DENSE = 1024  # the smaller side up to which Newton's system is solved directly
+_SMALL = 1e-290  # of sums of y (1 - y): what has less does not move
+_LOST = 2e-16  # of such sums: their rounding
 _INNER = 500  # bounds the conjugate gradients
 _INNER_TOLERANCE = 1e-13
 
@@ -481,38 +483,45 @@ def _mean(mu: Tensor, shard: ClassShard | None) -> Tensor:
     return added / n.clamp(min=1)
 
 
-def _system(h: Tensor, v: Tensor, w: Tensor, bound: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+def _system(
+    h: Tensor, v: Tensor, w: Tensor, bound: Tensor, shard: ClassShard | None, lost: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Solve ``r a + h b = v``, ``h' a + c b = w`` for a ``(..., rows, 1)`` and b ``(..., 1, columns)``.
 
     r and c are the row and column sums of h; b is 0 where a column is not bound. If all are bound, (1, -1) solves the
-    homogeneous system, and b has mean 0.
+    homogeneous system, and b has mean 0. What only a part `lost` of the largest sum holds to others then stays where it
+    is: two such columns would make the system singular, and where they are to go is lost in rounding.
     """
     r, c = reduce(h, "sum", shard), h.sum(-2, keepdim=True)
-    over_r = torch.where(r > 0, 1 / r.where(r > 0, 1), 0)
-    kept = bound & (c > 0)
+    least = _SMALL if lost else 0.0
+    over_r = torch.where(r > least, 1 / r.where(r > least, 1), 0)
+    kept, closed = bound & (c > least), bound.all(-1, keepdim=True)
     held, w = torch.where(kept, h, 0), torch.where(kept, w, 0)
     right = w - (held * (over_r * v)).sum(-2, keepdim=True)
     if shard is not None or min(h.shape[-2:]) > _DENSE:
         b = _conjugate_gradients(held, over_r, torch.where(kept, c, 1), right, shard)
     elif h.shape[-1] <= h.shape[-2]:
-        b = _laplacian_solve((h * over_r).mT @ h, kept, bound.all(-1, keepdim=True), right.mT).mT
+        b = _laplacian_solve((h * over_r).mT @ h, kept.mT, lost * c.mT, closed, right.mT).mT
     else:  # the same with the roles of rows and columns exchanged
         over_c = torch.where(kept, 1 / c.where(kept, 1), 0)
         links = (held * over_c) @ held.mT
         leak = (h - held).sum(-1, keepdim=True)
-        a = _laplacian_solve(links, r > 0, bound.all(-1, keepdim=True), v - held @ (over_c * w).mT, leak)
+        a = _laplacian_solve(links, r > least, lost * r, closed, v - held @ (over_c * w).mT, leak)
         b = over_c * (w - (held * a).sum(-2, keepdim=True))
     return over_r * (v - reduce(held * b, "sum", shard)), b
 
 
-def _laplacian_solve(links: Tensor, kept: Tensor, closed: Tensor, right: Tensor, leak: Tensor | float = 0.0) -> Tensor:
+def _laplacian_solve(
+    links: Tensor, kept: Tensor, lost: Tensor, closed: Tensor, right: Tensor, leak: Tensor | float = 0.0
+) -> Tensor:
     """Solve ``(D - links) s = right`` on the kept nodes, D being such that rows of a closed system sum to 0.
 
-    The diagonal is added up from the links, not subtracted: it stays exact where links are many orders apart.
+    The diagonal is added up from the links, not subtracted: it stays exact where links are many orders apart. Nodes of
+    a closed system whose links to others add up to less than the largest of `lost` stay where they are.
     """
-    kept = kept.reshape(*links.shape[:-1], 1)
     links = links - torch.diag_embed(links.diagonal(dim1=-2, dim2=-1))
     degree = links.sum(-1, keepdim=True) + leak
+    kept = kept & ~(closed & (degree < lost.amax(-2, keepdim=True)))
     both = kept & kept.mT
     gauge = torch.where(closed & both, degree.mean((-2, -1), keepdim=True) / links.shape[-1], 0)
     degree = torch.where(kept & (degree > 0), degree * (1 + 1e-14), 1)
@@ -576,16 +585,16 @@ class _Duals(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        h, bound, finite = _curvature(ctx)
+        h, bound, finite, unsolved = _curvature(ctx)
         grad_nu = reduce(grads[0], "sum", ctx.shard)
         grad_mu = torch.where(finite, grads[1], 0)
         # A matrix without a solution that is not used has no part in the gradient of what it shares.
         used = (grad_nu != 0).any(-2, keepdim=True) | (reduce((grads[1] != 0).to(h.dtype), "max", ctx.shard) > 0)
-        h = torch.where(used, h, 0)
         if not ctx.at_most:
             grad_mu = grad_mu + _share_of_mean(grad_nu, grad_mu, finite, ctx.shard)
-        a, b = _system(h, grad_nu, grad_mu, bound, ctx.shard)
-        return -h * (a + b), None, a, b, None, None
+        a, b = _system(h, grad_nu, grad_mu, bound, ctx.shard, _LOST)
+        grad_x, a, b = (torch.where(unsolved & used, torch.nan, found) for found in (-h * (a + b), a, b))
+        return grad_x, None, a, b, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -604,12 +613,13 @@ class _DualsForwardMode(_Duals):
     @staticmethod
     @nestable
     def jvp(ctx: Any, x_t: Tensor | None, _: Any, sums_t: Tensor | None, limits_t: Tensor | None, *__: Any) -> Any:
-        h, bound, finite = _curvature(ctx)
+        h, bound, finite, unsolved = _curvature(ctx)
+        h = torch.where(unsolved, torch.nan, h)
         v, w = h.new_zeros(*h.shape[:-1], 1), h.new_zeros(*h.shape[:-2], 1, h.shape[-1])
         if x_t is not None:
             v, w = v - reduce(h * x_t, "sum", ctx.shard), w - (h * x_t).sum(-2, keepdim=True)
         v, w = v if sums_t is None else v + sums_t, w if limits_t is None else w + limits_t
-        nu_t, mu_t = _system(h, v, w, bound, ctx.shard)
+        nu_t, mu_t = _system(h, v, w, bound, ctx.shard, _LOST)
         if ctx.at_most:
             return nu_t, mu_t, None
         mean = _mean(torch.where(finite, mu_t, torch.inf), ctx.shard)
@@ -641,7 +651,7 @@ class _FoundDuals(torch.autograd.Function):
         h = z.sigmoid() * (-z).sigmoid()
         bound = torch.ones_like(mu, dtype=torch.bool)
         grad_nu, grad_mu = grads
-        a, b = _system(h, grad_nu, grad_mu + _share_of_mean(grad_nu, grad_mu, bound, None), bound, None)
+        a, b = _system(h, grad_nu, grad_mu + _share_of_mean(grad_nu, grad_mu, bound, None), bound, None, _LOST)
         return (-h * (a + b) / ctx.temperature).to(logits.dtype), a, b, None, None, None
 
 
@@ -664,7 +674,7 @@ class _Assignment(torch.autograd.Function):
         h = z.sigmoid() * (-z).sigmoid()
         pull = h * grad.double()
         bound = torch.ones_like(mu, dtype=torch.bool)
-        a, b = _system(h, pull.sum(-1, keepdim=True), pull.sum(-2, keepdim=True), bound, None)
+        a, b = _system(h, pull.sum(-1, keepdim=True), pull.sum(-2, keepdim=True), bound, None, _LOST)
         grad_x = (pull - h * (a + b)) / ctx.temperature
         return grad_x.to(logits.dtype), a, b, None, None, None, None
 
@@ -683,13 +693,17 @@ def _plain_gradients(ctx: Any, logits: Tensor, sums: Tensor, limits: Tensor, *gr
     return [next(found) if asked else None for asked in ctx.needs_input_grad[:3]]
 
 
-def _curvature(ctx: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``y (1 - y)``, which columns are at their capacity, and which mu are finite."""
+def _curvature(ctx: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``y (1 - y)``, which columns are at their capacity, which mu are finite, and which matrices are unsolved.
+
+    Those have a ``y (1 - y)`` of 0.
+    """
     x, nu, mu, fixed = ctx.saved_tensors
     z = _points(x, nu, mu, fixed)
-    h = torch.where(fixed == 0, z.sigmoid() * (-z).sigmoid(), 0)
+    unsolved = nu.isnan().any(-2, keepdim=True)
+    h = torch.where((fixed == 0) & ~unsolved, z.sigmoid() * (-z).sigmoid(), 0)
     bound = mu < 0 if ctx.at_most else torch.ones_like(mu, dtype=torch.bool)
-    return torch.where(nu.isnan(), nu, h), bound, mu.isfinite()
+    return h, bound, mu.isfinite(), unsolved
 
 
 class LMLBalanced(FunctionModule):

@@ -462,7 +462,7 @@ def _plain_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of logits and k, in differentiable operations."""
     x = scores(logits, mask, temperature)
-    z = points(x, center, delta)
+    z = torch.where(delta.isnan(), 0, points(x, center, delta))  # what is nan has derivatives that are nan
     live = x.isfinite() & delta.isfinite()
     given = torch.zeros_like(delta) if grad_delta is None else grad_delta
     if grad_out is None:
@@ -484,8 +484,8 @@ def _plain_backward(
 
 
 def _product(given: Tensor, inverse: Tensor) -> Tensor:
-    """Multiply by ``1 / sum h``, which overflows across a wide gap; 0 stays 0."""
-    return torch.where(given == 0, 0, given * torch.where(given == 0, 0, inverse))
+    """Multiply by ``1 / sum h``, which overflows across a wide gap; 0 stays 0, but has a derivative where it can."""
+    return given * torch.where((given == 0) & ~inverse.isfinite(), 0, inverse)
 
 
 class _Projection(FunctionModule):

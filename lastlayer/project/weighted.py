@@ -316,12 +316,13 @@ class _Threshold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        share, nu, *by, slope = _slopes(ctx)
+        share, nu, *by, slope, unsolved = _slopes(ctx)
         grad = reduce(grads[0], "sum", ctx.shard)
-        given = torch.where(grad == 0, 0, grad / slope)
-        grad_x = torch.where(grad == 0, 0, -grad * share)
+        given, grad_x = grad / slope, -grad * share
         by_weight, by_lower, by_upper = by
-        return grad_x, grad_x * nu - given * by_weight, -given * by_lower, -given * by_upper, given, None, None
+        found = grad_x, grad_x * nu - given * by_weight, -given * by_lower, -given * by_upper, given
+        broken = unsolved & (grad != 0)
+        return *(torch.where(broken, torch.nan, gradient) for gradient in found), None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -340,7 +341,7 @@ class _ThresholdForwardMode(_Threshold):
     @staticmethod
     @nestable
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        share, nu, *by, slope = _slopes(ctx)
+        share, nu, *by, slope, unsolved = _slopes(ctx)
         x_t, weight_t, *others_t, k_t = tangents[:5]
         moved = added = torch.zeros_like(share)
         moved = moved if x_t is None else moved + share * x_t
@@ -349,7 +350,7 @@ class _ThresholdForwardMode(_Threshold):
             added = added if tangent is None else added + change * tangent
         straight, missing = (-part for part in reduce([moved, added], "sum", ctx.shard))
         missing = missing if k_t is None else missing + k_t
-        return straight + torch.where(missing == 0, 0, missing / slope)
+        return torch.where(unsolved, torch.nan, straight + missing / slope)
 
 
 class _Values(torch.autograd.Function):
@@ -398,14 +399,17 @@ def _plain_gradients(
 def _slopes(ctx: Any) -> tuple[Tensor, ...]:
     """Return the share of x in the slope of the sum, nu, and the derivatives in weight, lower, upper and nu.
 
+    Then come the rows without a solution, which have no derivatives here, not even of what is bad in them.
+
     That in the weight is at fixed points: what moves them is the share of x. The share is a quotient of numbers that
     may underflow where a row is decided, and is taken relative to the largest.
     """
     *given, nu = ctx.saved_tensors
-    terms = Terms(*given)
+    unsolved = nu.isnan()
+    terms = Terms(*(torch.where(unsolved, 0, value) for value in given))
     finite = nu.isfinite()
     nu_or_0 = torch.where(finite, nu, 0)
-    z = torch.where(nu.isnan(), 0, terms.x + terms.weight * nu_or_0)
+    z = terms.x + terms.weight * nu_or_0
     y, other, width = z.sigmoid(), (-z).sigmoid(), terms.upper - terms.lower
     log_h = torch.where(finite & terms.x.isfinite(), F.logsigmoid(z) + F.logsigmoid(-z), -torch.inf)
     pulls = (terms.weight != 0) & (width > 0)  # others have no share, but a derivative of it
@@ -414,8 +418,7 @@ def _slopes(ctx: Any) -> tuple[Tensor, ...]:
     by_x = terms.weight * width * torch.where(log_h - peak < _HUGE, log_h - peak, -torch.inf).exp()
     slope = reduce(terms.weight * by_x, "sum", ctx.shard)
     slope = torch.where(finite & (slope > 0), slope, torch.inf)
-    slope = torch.where(nu.isnan(), nu, slope)
     by_weight = terms.lower + width * y
     whole = slope * peak.exp()
     whole = torch.where(whole < _SMALL, torch.inf, whole)  # where derivatives overflow there are none
-    return by_x / slope, nu_or_0, by_weight, terms.weight * other, terms.weight * y, whole
+    return by_x / slope, nu_or_0, by_weight, terms.weight * other, terms.weight * y, whole, unsolved

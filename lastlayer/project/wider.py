@@ -179,7 +179,7 @@ def _check_reach(op: str, kind: str, k: Any, n: int, given: Wider, masked: bool,
     if shard is not None or any(isinstance(v, bool) or not isinstance(v, numbers.Real) for v in values):
         return
     size, weight, lower, upper = (float(v) for v in values)
-    least, most = n * weight * lower, n * weight * upper
+    least, most = n * weight * lower + 0.0, n * weight * upper + 0.0  # no -0
     if weight < 0:
         least, most = most, least
     if masked:  # fewer classes may take part

@@ -83,6 +83,24 @@ def test_derivatives(shape, at_most):
     assert torch.autograd.gradgradcheck(lambda x, k, c: function(x, k, c)[0], (x, k, c), fast_mode=True)
 
 
+@pytest.mark.parametrize("at_most", [False, True])
+def test_a_gradient_of_0_has_a_derivative(at_most):
+    """`torch.autograd.functional` differentiates gradients where what comes from above is 0."""
+
+    def run(x, c):
+        limits = c if at_most else c * 4.8 / c.sum()
+        return ll.lml_balanced(x, 1.2, limits, at_most=at_most), *ll.lml_balanced_duals(x, 1.2, limits, at_most=at_most)
+
+    inputs, along = (matrix(4, 3), capacities(3, 5.0)), (matrix(4, 3, seed=1), capacities(3, 1.0, 2))
+    torch.testing.assert_close(torch.autograd.functional.jvp(run, inputs, along), torch.func.jvp(run, inputs, along))
+
+    def total(x, c):
+        return sum(part.square().sum() for part in run(x, c))
+
+    found, expected = (getattr(torch.autograd.functional, name)(total, inputs, along)[1] for name in ("hvp", "vhp"))
+    torch.testing.assert_close(found, expected)
+
+
 def test_backward_is_that_of_an_unrolled_search():
     x, c = matrix(12, 6), capacities(6, 12 * 1.5)
     weight = matrix(12, 6, seed=3)
@@ -228,6 +246,24 @@ def test_the_sharpest_logits_have_a_solution_too(at_most):
         assert (over if at_most else over.abs()).max() <= 1e-5
 
 
+@pytest.mark.parametrize("columns", [4, 9])
+def test_the_sharpest_logits_have_a_gradient_too(columns):
+    """With whole sums: beside pairs that are open, rows and columns hang together by 1e-100 of a pair."""
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        x = (3000 * torch.randn(7, columns, generator=generator, dtype=DOUBLE)).requires_grad_()
+        k = torch.randint(1, columns, (7,), generator=generator)
+        upstream = torch.randn(7, columns, generator=generator, dtype=DOUBLE)
+        y = ll.lml_balanced(x, k)
+        if y.isnan().any():  # the search has not found the solution
+            continue
+        (grad,) = torch.autograd.grad(y, x, upstream)
+        slope = (y * (1 - y)).detach()
+        assert (grad.abs() <= 20 * slope.max() + 1e-12).all()
+        for dim in (0, 1):  # the sums of rows and columns stay
+            assert grad.sum(dim).abs().max() <= 1e-12
+
+
 def test_what_has_no_solution_is_nan_and_nothing_else():
     x = torch.stack([matrix(3, 4), matrix(3, 4, seed=1)])
     k = torch.tensor([[1.0, 1.0, 9.0], [1.0, 1.0, 2.0]])
@@ -262,6 +298,12 @@ def test_a_matrix_without_a_solution_that_is_not_used_spoils_no_gradient(at_most
         torch.testing.assert_close(found[0][0], expected[0])
         torch.testing.assert_close(found[1][0], expected[1])
         torch.testing.assert_close(found[2], expected[2])
+        again = torch.autograd.grad(part(*alone).square().sum(), alone, create_graph=True)
+        expected = torch.autograd.grad(again[2].square().sum(), alone)
+        again = torch.autograd.grad(part(*both)[0].square().sum(), both, create_graph=True)
+        found = torch.autograd.grad(again[2].square().sum(), both)
+        torch.testing.assert_close(found[2], expected[2])
+        torch.testing.assert_close(found[0][0], expected[0])
         (spoilt,) = torch.autograd.grad(part(*both)[1].sum(), both[:1])
         assert spoilt[0].eq(0).all()
         assert spoilt[1].isnan().any()

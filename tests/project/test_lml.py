@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import accuracy
 import pytest
@@ -184,6 +185,43 @@ def test_derivatives(function):
     assert gradcheck(lambda t: function(ruled_out, 2.0, temperature=t).clamp(min=-1e3), temperature)
     mask = torch.tensor([True, True, True, True, False])
     assert gradcheck(lambda x: function(x, 2.0, mask=mask, temperature=0.5).clamp(min=-1e3), x)
+
+
+@pytest.mark.parametrize("function", [*PROJECTIONS, partial(ll.lml_loss, target=torch.tensor([4, 0]))])
+def test_a_gradient_of_0_has_a_derivative(function):
+    """`torch.autograd.functional` differentiates gradients where what comes from above is 0."""
+
+    def run(x, k):
+        return function(x, k=k)
+
+    inputs = normal(2, 5), torch.tensor([1.2, 2.5], dtype=torch.float64)
+    along = normal(2, 5), torch.tensor([1.0, -0.5], dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.functional.jvp(run, inputs, along), jvp(run, inputs, along))
+
+    def total(x, k):
+        return run(x, k).square().sum()
+
+    found, expected = (getattr(torch.autograd.functional, name)(total, inputs, along)[1] for name in ("hvp", "vhp"))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+@pytest.mark.parametrize("function", PROJECTIONS[:3])
+def test_a_row_without_a_solution_that_is_not_used_spoils_no_gradient(function, impl):
+    """Nor one that is differentiated again."""
+    x, k, scale = (
+        normal(3, 5),
+        torch.tensor([1.2, -9.0, 2.0], dtype=torch.float64),
+        torch.tensor(0.7, dtype=torch.float64),
+    )
+
+    def gradients(rows):
+        leaf = scale.clone().requires_grad_()
+        y = function(leaf * x[rows], k[rows] * leaf, impl=impl)
+        (once,) = torch.autograd.grad((y if len(rows) == 2 else y[::2]).square().sum(), leaf, create_graph=True)
+        return once, *torch.autograd.grad(once, leaf)
+
+    torch.testing.assert_close(gradients([0, 1, 2]), gradients([0, 2]))
 
 
 @pytest.mark.parametrize("impl", ["torch", "auto"])

@@ -283,6 +283,54 @@ def test_a_row_without_a_solution_that_is_not_used_spoils_no_gradient(function, 
     torch.testing.assert_close(alone[1], beside[1][used])
 
 
+BAD = [
+    ("x", torch.nan), ("k", torch.nan), ("k", 99.0), ("weight", torch.nan), ("weight", torch.inf), ("lower", torch.nan),
+    ("lower", -torch.inf), ("lower", 2.0), ("upper", torch.inf), ("upper", -1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_what_is_bad_in_a_row_that_is_not_used_spoils_no_gradient(impl, name, value):
+    """Not even where its class is free, and where the gradient is differentiated again."""
+    weight = torch.tensor([1.0, 0.7, 0.0, 1.3], dtype=DOUBLE).expand(3, 4).clone()
+    terms = {"x": draw(3, 4), "k": torch.ones(3, dtype=DOUBLE), "weight": weight}
+    terms |= {"lower": torch.full((3, 4), 0.1, dtype=DOUBLE), "upper": torch.full((3, 4), 0.9, dtype=DOUBLE)}
+    terms[name][(1, 2) if name != "k" else 1] = value
+
+    def gradients(function, rows):
+        parts = {term: value[rows].clone().requires_grad_() for term, value in terms.items()}
+        y = function(parts["x"], parts["k"], **dict(list(parts.items())[2:]), impl=impl)
+        kept = y if len(rows) == 2 else y[::2]
+        once = torch.autograd.grad(kept.square().sum(), parts.values(), create_graph=True)
+        again = torch.autograd.grad(sum(g.square().sum() for g in once), parts.values())
+        return [gradient.sum(0) for gradient in (*once, *again)]  # that of what all rows share
+
+    for function in (ll.lml, ll.lml_at_most, ll.lml_threshold):
+        torch.testing.assert_close(gradients(function, [0, 1, 2]), gradients(function, [0, 2]))
+    y = ll.lml(terms["x"].requires_grad_(), terms["k"], weight=weight, lower=terms["lower"], impl=impl)
+    if y.isnan().any():  # what is used is nan
+        assert torch.autograd.grad(y.sum(), terms["x"])[0][1].isnan().all()
+
+
+@pytest.mark.parametrize("function", [ll.lml, ll.log_lml, ll.lml_threshold, ll.lml_at_most])
+def test_a_gradient_of_0_has_a_derivative(function):
+    """`torch.autograd.functional` differentiates gradients where what comes from above is 0."""
+
+    def run(x, k, weight, upper):
+        return function(x, k, weight=weight, upper=upper)
+
+    inputs = draw(2, 4), torch.tensor([0.7, 1.5], dtype=DOUBLE), 0.5 + uniform(4, seed=1), 0.6 + uniform(4, seed=2)
+    along = draw(2, 4, seed=3), draw(2, seed=4), draw(4, seed=5), draw(4, seed=6)
+    torch.testing.assert_close(torch.autograd.functional.jvp(run, inputs, along), torch.func.jvp(run, inputs, along))
+
+    def total(*inputs):
+        return run(*inputs).square().sum()
+
+    found, expected = (getattr(torch.autograd.functional, name)(total, inputs, along)[1] for name in ("hvp", "vhp"))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gap", [40.0, 100.0, 1e4])
 def test_a_decided_row_is_as_exact_as_without_weights(gap, impl):
@@ -385,6 +433,7 @@ def test_masked_and_free_classes():
         ({"groups": torch.tensor([0, -1, 0, 0]), "group_limit": 1}, ValueError, "`groups` must be at least 0, got -1"),
         ({"weight": 0.2}, ValueError, "`k` must be between 0 and 0.8, which is what 4 classes can add up to, got 1"),
         ({"upper": 0.2, "lower": 0.1}, ValueError, "`k` must be between 0.4 and 0.8"),
+        ({"weight": -0.2}, ValueError, "`k` must be between -0.8 and 0, which is"),
         (
             {"groups": torch.zeros(4, dtype=torch.long), "group_limit": -1},
             ValueError,
