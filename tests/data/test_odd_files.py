@@ -2,6 +2,7 @@
 
 import io
 import json
+import lzma
 import sys
 import zipfile
 
@@ -292,6 +293,17 @@ def test_json_arrays(tmp_path, indent):
     assert read(file).texts == data.texts
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.xz", "a"])
+def test_json_array_in_one_long_line(tmp_path, name):
+    rng = np.random.default_rng(0)  # random letters stay long when they are compressed
+    rows = [{"text": rng.bytes(500).hex(), "labels": ["a"] * (i % 2)} for i in range(1000)]
+    text = json.dumps(rows)
+    (tmp_path / name).write_bytes(lzma.compress(text.encode()) if name.endswith("xz") else text.encode())
+    assert read(tmp_path / name).texts == [row["text"] for row in rows]
+    write(tmp_path / "b", "\n".join(json.dumps(row) for row in [{"text": "x" * 300_000}, *rows]))
+    assert len(read(tmp_path / "b")) == 1001
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -300,6 +312,8 @@ def test_json_arrays(tmp_path, indent):
         ('[\n{"text": "a"},\n{"text": }]', "line 3: must be a JSON array of objects"),
         ('[{"text": "a"}', "line 1: the JSON array must end with ]"),
         ("[" * 100_000, "must be a JSON array of objects"),
+        ('[{"text": "a"}]\n[{"text": "b"}]\n', 'line 2: the JSON array must be the whole file, got \'[{"text": "b"}]'),
+        ('[{"text": "a"}]' + " " * 300_000 + "x", "line 1: the JSON array must be the whole file, got 'x' behind it."),
     ],
 )
 def test_wrong_json_arrays(tmp_path, text, message):
