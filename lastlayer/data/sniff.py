@@ -50,6 +50,7 @@ class _Sniffer:
         self.path, self.names, self.options, self.soft = path, names, options, soft
         self.cells, self.header, self.named = cells, header, header or not cells
         self.lower = [name.strip().lower() for name in names]
+        self.places = [_places(names), _places(self.lower)]
         self.values = [self._column(sample, i) for i in range(len(names))]
         self.taken: dict[str, tuple[int, ...]] = {}
         self.guessed: set[str] = set()
@@ -142,11 +143,12 @@ class _Sniffer:
     def _find(self, name: str) -> int | None:
         name = name.strip()
         if self.named:
-            for known, wanted in ((self.names, name), (self.lower, name.lower())):
-                if known.count(wanted) > 1:
-                    raise DataError(f"{self.path}: has {known.count(wanted)} columns named {name!r}. Use a number.")
-                if wanted in known:
-                    return known.index(wanted)
+            for known, wanted in zip(self.places, (name, name.lower()), strict=True):
+                found = known.get(wanted, [])
+                if len(found) > 1:
+                    raise DataError(f"{self.path}: has {len(found)} columns named {name!r}. Use a number.")
+                if found:
+                    return found[0]
         if self.cells and name.isascii() and name.isdigit() and len(name) < 9 and int(name) < len(self.names):
             return int(name)
         return None
@@ -157,7 +159,7 @@ class _Sniffer:
         return ", ".join(self.names[:20]) + (", ..." if len(self.names) > 20 else "")
 
     def _by_name(self, role: str) -> int | None:
-        free = {i for i in range(len(self.names)) if not any(i in places for places in self.taken.values())}
+        free = set(self._free())
         for word in WORDS[role]:
             if word in self.lower and self.lower.index(word) in free:
                 if self.lower.count(word) > 1:
@@ -179,7 +181,8 @@ class _Sniffer:
         self.taken.setdefault(role, (place,))
 
     def _free(self) -> list[int]:
-        return [i for i in range(len(self.names)) if not any(i in places for places in self.taken.values())]
+        used = {i for places in self.taken.values() for i in places}
+        return [i for i in range(len(self.names)) if i not in used]
 
     def _choose_labels(self) -> tuple[Form, int]:
         if "label" in self.taken:
@@ -312,6 +315,14 @@ class _Sniffer:
         if "lists" not in self.guessed:
             self.guessed.add("separator" if any((separator or " ") in c for c in cells) else "unseen separator")
         return separator
+
+
+def _places(names: Sequence[str]) -> dict[str, list[int]]:
+    """Return where each name is; tables may have thousands of columns."""
+    out: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        out.setdefault(name, []).append(i)
+    return out
 
 
 def named_character(text: str) -> str:
