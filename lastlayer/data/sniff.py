@@ -255,14 +255,14 @@ class _Sniffer:
 
     def _choose_numbers(self) -> None:
         """Take all columns of numbers as features, where the labels were named."""
-        if not self.cells:
-            return
         if self.taken.get("text"):
             return
         numeric = [i for i in self._free() if self.values[i] and all(_is_number(v) for v in self.values[i])]
         if numeric and self.options.get("label_column") is not None:
             self.taken["vector"] = tuple(numeric)
             self.guessed.add("vector")
+            return
+        if not self.cells:  # a text may still come
             return
         hint = "Name the text (--text-column)"
         if numeric or "label" in self.guessed:
@@ -333,7 +333,7 @@ def named_character(text: str) -> str:
 
 def _is_number(value: Any) -> bool:
     try:
-        return math.isfinite(float(value))
+        return not isinstance(value, bool) and math.isfinite(float(value))
     except (TypeError, ValueError):
         return False
 
