@@ -366,7 +366,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         return X, y
 
     def _config(self, **changes: Any) -> Config:
-        k = self.k if isinstance(self.k, str) else float(self.k)
+        k = float(self.k) if isinstance(self.k, numbers.Real) else self.k  # what is no number is refused by Config
         widths: Any = self.hidden
         widths = tuple(widths) if isinstance(widths, Sequence | np.ndarray) and not isinstance(widths, str) else widths
         return Config(
@@ -396,8 +396,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             self.classes_ = np.arange(y.shape[1]) if self.multilabel_ else np.unique(y)
         if len(self.classes_) == 0:
             raise ValueError("LabelSetClassifier: `y` must hold at least one label.")
-        if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise ValueError(f"LabelSetClassifier: `threshold` must be a probability or None, got {self.threshold}.")
+        level = self.threshold
+        if level is not None and not (isinstance(level, numbers.Real) and 0 <= level <= 1):
+            raise ValueError(f"LabelSetClassifier: `threshold` must be a probability or None, got {level!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         labels = replace(self._labels(y), weights=weights)
         config = self._config(seed=seed)
@@ -543,7 +544,14 @@ def _target(y: Any) -> Any:
     nested = isinstance(rows, list | tuple) or (
         isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1
     )
-    if nested and len(rows) and all(_is_row(row) for row in rows):
+    lists = [_is_row(row) for row in rows] if nested else []
+    if any(lists) and not all(lists):
+        wrong = lists.index(False)
+        raise ValueError(
+            f"LabelSetClassifier: `y` must be a list of labels in every row, got {rows[wrong]!r} in row {wrong}. A row "
+            "without any is an empty list."
+        )
+    if any(lists):
         y = [row.tolist() if isinstance(row, np.ndarray) else row for row in rows]
         equal = len({len(row) for row in y}) == 1 and not any(isinstance(row, set | frozenset) for row in y)
         numeric = all(isinstance(v, numbers.Real) for row in y for v in row)

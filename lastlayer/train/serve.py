@@ -137,8 +137,8 @@ class TrainedModel:
     """A trained model: what :func:`lastlayer.load` returns.
 
     Rows are given as a list of texts, a NumPy array or CSR matrix of features, or :class:`~lastlayer.data.LabelData`,
-    and must be of the kind that the model was trained on. A table of pandas is read by the names of the columns that were
-    the features, in any order, if it has them all. Any number of rows may be given; they are scored in batches.
+    and must be of the kind that the model was trained on. A table of pandas is read by the names of the columns that
+    were the features, in any order, if it has them all. Any number of rows may be given; they are scored in batches.
 
     Attributes:
         labels: The names of the labels, in the order of the columns of `predict_proba`.
