@@ -11,6 +11,9 @@ from lastlayer.data.fields import PART_WORDS, TEXT, TRUE_FALSE, WORDS, ZERO_ONE,
 from lastlayer.data.labels import WHOLE, Ambiguous, guess_separator, list_in
 from lastlayer.data.source import DataError
 
+_MISSING = ("", "nan", "na", "n/a", "none", "null", "?")  # in a column of numbers
+_INDEX = re.compile(r"(unnamed: \d+|__index_level_\d+__)?")  # the name of the column of row numbers that pandas writes
+
 
 def sniff_fields(
     path: Any,
@@ -241,7 +244,7 @@ class _Sniffer:
         if not self.named:
             return self._guess_columns()
         free = [i for i in self._free() if self.values[i] and all(isinstance(v, str) for v in self.values[i])]
-        free = [i for i in free if not all(_is_number(v) for v in self.values[i])]
+        free = [i for i in free if not _is_numeric(self.values[i])]
         known = [i for i in free if set(re.split(r"[^a-z]+", self.lower[i])) & set(TEXT)]
         ranked = sorted(known or free, key=lambda i: -_length(self.values[i]))
         if len(ranked) > 1 and _length(self.values[ranked[0]]) < 2 * _length(self.values[ranked[1]]):
@@ -257,7 +260,7 @@ class _Sniffer:
         """Take all columns of numbers as features, where the labels were named."""
         if self.taken.get("text"):
             return
-        numeric = [i for i in self._free() if self.values[i] and all(_is_number(v) for v in self.values[i])]
+        numeric = [i for i in self._free() if _is_numeric(self.values[i]) and not _INDEX.fullmatch(self.lower[i])]
         if numeric and self.options.get("label_column") is not None:
             self.taken["vector"] = tuple(numeric)
             self.guessed.add("vector")
@@ -336,6 +339,12 @@ def _is_number(value: Any) -> bool:
         return not isinstance(value, bool) and math.isfinite(float(value))
     except (TypeError, ValueError):
         return False
+
+
+def _is_numeric(values: list[Any]) -> bool:
+    """Whether these are numbers, some of which may be missing."""
+    there = [v for v in values if str(v).strip().lower() not in _MISSING]
+    return bool(there) and all(map(_is_number, there))
 
 
 def _is_vector(cell: Any) -> bool:

@@ -101,6 +101,23 @@ def test_numbers_are_features_where_the_labels_are_named(tmp_path):
     np.testing.assert_array_equal(data.features, [[2], [3]])
 
 
+@pytest.mark.parametrize("gap", ["", "nan", "NA", "?"])
+def test_a_column_of_numbers_with_gaps_is_no_text(tmp_path, gap):
+    body = "".join(f"{i}.5,{i % 3 if i != 4 else gap},{'ab'[i % 2]}\n" for i in range(9))
+    file = write(tmp_path / "a.csv", f"f1,f2,kind\n{body}")
+    assert f"line 6: a feature must be a finite number, not '{gap}'" in refusal(file, label_column="kind")
+    assert read(file, label_column="kind", on_error="skip").features.shape == (8, 2)
+    assert read(file, label_column="kind", vector_column="f1").features.shape == (9, 1)
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
+def test_row_numbers_of_pandas_are_no_feature(tmp_path, name):
+    file = write(tmp_path / "a.csv", f"{name},f1,kind\n0,0.5,a\n1,1.5,b\n")
+    assert read(file, label_column="kind").features.tolist() == [[0.5], [1.5]]
+    if name:
+        assert read(file, label_column="kind", vector_column=f"{name},f1").features.shape == (2, 2)
+
+
 # Headers, separators and quotes
 
 
