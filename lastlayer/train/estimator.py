@@ -172,8 +172,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             sample_weight: One number per row, at least 0; None for 1. Minibatches weigh the terms of the loss, so that
                 a weight of 2 is not exactly that of two equal rows.
             row_weight: The same, by the name that `fit_linear` has for it.
-            groups: One value per row (author, project, ...); None for none. Rows of one group are held out together, so
-                that the loss is chosen, and probabilities are calibrated, for rows of new groups.
+            groups: One value per row (author, project, ...), or None. Rows of one group are held out together, so that
+                the loss is chosen, and probabilities are calibrated, for rows of new groups. A row whose value is None,
+                nan or empty stands alone.
 
         Returns:
             Itself.
@@ -194,7 +195,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
                 raise ValueError(
                     f"LabelSetClassifier: `groups` must have one value per row, {X.shape[0]}, got {len(groups)}."
                 )
-            labels = replace(labels, groups=[str(group) for group in groups])
+            names = ["" if group is None or group != group else str(group) for group in groups]
+            labels = replace(labels, groups=names)
         if self._is_exact() and self._config().takes_tree(labels.n_labels):
             self._grow(X, labels)
         elif self._is_exact():
@@ -211,12 +213,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
 
     def _grow(self, X: Any, labels: LabelData) -> None:
         """Fit label trees, which calibrate their probabilities themselves."""
-        from lastlayer.train.fit_tree import settings_of
+        from lastlayer.train.fit_tree import groups_of, settings_of
 
         settings = settings_of(self._config(seed=self.seed_), self.resolved_)
         given = self.tree if isinstance(self.tree, LabelTree) else None
         x = self.features_.transform(X)
-        options: dict[str, Any] = {"hierarchy": given, "row_weight": labels.weights, "groups": labels.groups}
+        options: dict[str, Any] = {"hierarchy": given, "row_weight": labels.weights, "groups": groups_of(labels)}
         self.tree_ = LinearTree.fit(x, labels, settings, **options)
         self.loss_, self.n_iter_ = settings.loss, 1
 
