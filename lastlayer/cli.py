@@ -23,7 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status: 0, or 2 with one line on the error stream."""
     try:
         top = parser()
-        arguments = top.parse_args(argv)
+        given = list(sys.argv[1:] if argv is None else argv)
+        # argparse does not leave options to a subcommand that takes all the rest.
+        passed = given[1:] if given[:1] == ["bench"] and not {"-h", "--help"} & set(given) else []
+        arguments = top.parse_args(given[: len(given) - len(passed)])
+        if passed:
+            arguments.arguments = passed
         if arguments.command is None:
             top.print_help()
             return 0

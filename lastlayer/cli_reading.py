@@ -87,6 +87,12 @@ def asked(arguments: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
+def flags(arguments: argparse.Namespace) -> list[str]:
+    """Return the flags of reading as they were given, for a command that reads the same rows."""
+    given = {name: getattr(arguments, f"reader_{name}", None) for name in OPTIONS}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+
 def training_parts(arguments: argparse.Namespace, images: str = "") -> dict[str, Any]:
     """Read the rows of ``train`` and ``tune``: the data, ``--valid`` and ``--test``, which are read like the data.
 

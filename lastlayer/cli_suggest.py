@@ -50,10 +50,9 @@ def fill(made: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from lastlayer.data import DataError
-
     _check_options(arguments)
-    out = Path(arguments.out or f"{Path(arguments.data).name.split('.')[0] or 'data'}-suggestions")
+    name = "" if arguments.data == "-" else Path(arguments.data).name.split(".")[0]
+    out = Path(arguments.out or f"{name or 'data'}-suggestions")
     least, ticked = _accept(arguments.accept)
     if ticked is None:
         _keep_ticks(out / "suggestions.csv")
@@ -79,14 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.accept is None:
             if page is not None:
                 print(f"next: open {page}, tick, and save the corrected file")
-            table = out / "suggestions.csv"
-            again = shlex.join(["lastlayer", "suggest", arguments.data, "--accept", str(table)])
-            print(f"or: tick the column accept of {table}, then: {again}")
+            if path != "-":
+                table = str(out / "suggestions.csv")
+                print(f"or: tick the column accept of {table}, then: {_again(arguments, table)}")
             return 0
     from lastlayer.data.rewrite import rewrite
 
-    if path == "-":
-        raise DataError("standard input cannot be read a second time. Save it to a file to correct it.")
     made = rewrite(path, out / "corrected", data, _changes(accepted))
     print(f"corrected: {made} ({len(accepted)} labels changed)")
     return 0
@@ -102,6 +99,14 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--observed must be above 0 and at most 1, got {arguments.observed}.")
     if arguments.balanced and (arguments.n is None or arguments.kind != "missing"):
         raise UsageError("--balanced must be given with -n and --kind missing.")
+    if arguments.data == "-" and arguments.accept is not None:
+        raise UsageError("--accept needs a file: standard input cannot be read a second time. Save it to one.")
+
+
+def _again(arguments: argparse.Namespace, table: str) -> str:
+    """Return the command that corrects the file, which has to read its rows the same way."""
+    out = ["--out", arguments.out] if arguments.out else []
+    return shlex.join(["lastlayer", "suggest", arguments.data, *reading.flags(arguments), *out, "--accept", table])
 
 
 def _rows(arguments: argparse.Namespace) -> tuple[str, Any, Any]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -384,6 +385,23 @@ def test_bench_outside_of_a_checkout(capsys, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:  # other tests may have loaded it
         monkeypatch.delitem(sys.modules, name)
     assert "in a checkout of the repository" in error_of(capsys, ["bench"])
+
+
+def test_bench_takes_options(monkeypatch):
+    seen = []
+    module = SimpleNamespace(main=lambda arguments: seen.append(arguments))
+    monkeypatch.setitem(sys.modules, "benchmarks", SimpleNamespace(run=module))
+    monkeypatch.setitem(sys.modules, "benchmarks.run", module)
+    assert main(["bench", "--rows", "lml/1k", "--json", "a b.json"]) == 0
+    assert main(["bench"]) == 0
+    assert seen == [["--rows", "lml/1k", "--json", "a b.json"], []]
+
+
+def test_wrong_losses_are_refused_before_anything_is_trained(trained, tmp_path, capsys):
+    for argv in (["tune", trained[1], "--trials", "2"], ["demo"]):
+        line = error_of(capsys, [*argv, "--losses", "lml,nope", "--out", str(tmp_path / "new")])
+        assert "`loss` must be one of" in line
+        assert not (tmp_path / "new").exists()
 
 
 def test_svm_files_keep_their_numbering(tmp_path, capsys):

@@ -1,9 +1,11 @@
 """``lastlayer suggest``: from a file or a run to suggestions, and to a corrected file; and ``train --folds``."""
 
 import csv
+import io
 import json
 import math
 import os
+import shlex
 import shutil
 
 import pytest
@@ -72,6 +74,31 @@ def test_finds_what_was_hidden_and_planted_and_writes_a_corrected_file(rows, tmp
     assert "has changed since. Suggest again." in capsys.readouterr().err
     assert main(["suggest", str(path), "--accept", "1.5"]) == 2
     assert main(["suggest", str(path), "--accept", "none.csv"]) == 2
+
+
+def test_the_command_that_is_printed_reads_the_rows_the_same_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"word{i % 4} one{i % 3}\t{['a;b', 'c', 'a;b - c'][i % 3]}" for i in range(60)]
+    (tmp_path / "my rows.tsv").write_text("\n".join(["text\tlabels", *lines, ""]))
+    assert main(["suggest", "my rows.tsv", "--label-separator", "-", "--out", "found", "-n", "4", "--folds", "2"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].partition("then: lastlayer ")[2]
+    assert main(shlex.split(command)) == 0
+    assert (tmp_path / "found" / "corrected.tsv").exists()
+
+
+def test_rows_of_standard_input_are_not_corrected(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"word{i % 4}\t{'ab'[i % 2]}\n" for i in range(40))
+    for accept in ([], ["--accept", "0.5"]):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"text\tlabels\n{rows}".encode())))
+        assert main(["suggest", "-", "--folds", "2", *accept]) == (2 if accept else 0)
+        out, err = capsys.readouterr()
+        assert "--accept" not in out
+        if accept:
+            assert "error: --accept needs a file: standard input cannot be read a second time." in err
+            assert err.count("\n") == 1  # before any model is trained
+        else:
+            assert os.listdir() == ["data-suggestions"]
 
 
 def test_folds_that_cannot_be_filled_and_words_that_come_once_are_refused_first(tmp_path, monkeypatch, capsys):

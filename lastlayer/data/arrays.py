@@ -282,7 +282,8 @@ def _parquet_table(
     records = [] if first is None else first.to_pylist()
     fields = sniff_fields(path, names, records[:200], options, cells=False, header=False, soft=soft)
     if not fields.text and not fields.vector:
-        raise DataError(f"{path}: must have a text or vector column, has {names[:12]}.")
+        hint = "Name it, or name the label columns (--label-column) and the other numbers become features."
+        raise DataError(f"{path}: must have a text or vector column, has {names[:12]}. {hint}")
     table, number = Table(fields.label_names), 0
     while records:
         for item in records:

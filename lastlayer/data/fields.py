@@ -152,9 +152,9 @@ class Fields:
             group = None if self.group is None else record[self.group]
             weight = None if self.weight is None else weight_of(record[self.weight])
         else:
-            name = _name("id", self._role(record, "id", self.id))
+            name = self._name(record, "id", self.id)
             part = part_of(self._role(record, "split", self.split))
-            group = _name("group", self._role(record, "group", self.group))
+            group = self._name(record, "group", self.group)
             weight = self._role(record, "weight", self.weight)
             weight = None if weight is None else weight_of(weight)
         return Row(line, text, None, None, dense, labels, name, part, group, weight, number)
@@ -167,6 +167,15 @@ class Fields:
             return self._get(record, place)
         # A key that the first records of a file do not have may still come.
         return next((record[w] for w in self.lazy.get(role, ()) if w in record), None)
+
+    def _name(self, record: Any, role: str, place: int | None) -> str | None:
+        value = self._role(record, role, place)
+        if value is None:
+            return None if place is None else ""  # as an empty cell
+        text = str(value)
+        if is_torn(text):
+            raise ValueError(f"{role} must be whole Unicode text, without half of a surrogate pair")
+        return text
 
     def _text(self, record: Any, line: int, note: Callable[[int, str], None]) -> str | None:
         if self.cells and len(self.text) == 1:
@@ -249,15 +258,6 @@ def numbers_of(value: Any) -> list[float]:
     if not all(math.isfinite(v) and abs(v) <= 3.4e38 for v in out):
         raise ValueError("vector must be a list of finite numbers")
     return out
-
-
-def _name(what: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    text = str(value)
-    if is_torn(text):
-        raise ValueError(f"{what} must be whole Unicode text, without half of a surrogate pair")
-    return text
 
 
 def _bit(name: str, value: Any) -> bool:

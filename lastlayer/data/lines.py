@@ -164,3 +164,12 @@ def head(source: Source, limits: Limits, encoding: str | None, most: int = 200) 
     except DataError:  # a compressed file ends in the middle of a stream here; the lines so far are whole
         return first
     return first[:-1] if len(raw) == PEEK else first
+
+
+def opening(source: Source, limits: Limits, encoding: str | None = None) -> str:
+    """Return how a text file begins, for a first line that `head` leaves out because it is longer than what it sees."""
+    try:
+        parts = pieces(Source(source.path, content=source.start()), limits, encoding)
+        return next((text for part in parts if (text := part.lstrip())), "")
+    except DataError:
+        return ""

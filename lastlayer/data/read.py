@@ -14,7 +14,7 @@ from lastlayer.data.arrays import from_matrices, read_folder, read_npy, read_npz
 from lastlayer.data.builder import Row, Table
 from lastlayer.data.fields import LABELS, TEXT
 from lastlayer.data.labeldata import LabelData
-from lastlayer.data.lines import OnError, Problems, encoding_of, head
+from lastlayer.data.lines import OnError, Problems, encoding_of, head, opening
 from lastlayer.data.source import DataError, Limits, Source
 from lastlayer.data.svm import SvmRows, parse, svm_rows
 from lastlayer.data.text import TextRows, text_rows
@@ -244,7 +244,7 @@ def sniff(
         if start.startswith(mark):
             return binary
     sample = [line for line in head(source, limits or Limits(), encoding) if line.strip()]
-    first = sample[0].lstrip() if sample else ""
+    first = sample[0].lstrip() if sample else opening(source, limits or Limits(), encoding)
     if kind is not None:
         return "json" if first.startswith("[") else "jsonl"
     if (guess := _sniff_lines(sample, first)) is not None:
@@ -255,7 +255,7 @@ def sniff(
         header = {c.strip().lower() for c in first.replace(";", ",").split(",")}
         if header & {*TEXT, *LABELS} or not (like or source.suffix == ".txt"):
             return "csv"
-    if source.suffix == ".txt" or (like and sample):
+    if source.suffix == ".txt" or (like and first):
         return "txt"
     raise DataError(
         f"{source}: cannot tell its format from its name or first lines. Use `format` ({', '.join(FORMATS)})."

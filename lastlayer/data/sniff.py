@@ -11,6 +11,9 @@ from lastlayer.data.fields import PART_WORDS, TEXT, TRUE_FALSE, WORDS, ZERO_ONE,
 from lastlayer.data.labels import WHOLE, Ambiguous, guess_separator, list_in
 from lastlayer.data.source import DataError
 
+_MISSING = ("", "nan", "na", "n/a", "none", "null", "?")  # in a column of numbers
+_INDEX = re.compile(r"(unnamed: \d+|__index_level_\d+__)?")  # the name of the column of row numbers that pandas writes
+
 
 def sniff_fields(
     path: Any,
@@ -50,6 +53,7 @@ class _Sniffer:
         self.path, self.names, self.options, self.soft = path, names, options, soft
         self.cells, self.header, self.named = cells, header, header or not cells
         self.lower = [name.strip().lower() for name in names]
+        self.places = [_places(names), _places(self.lower)]
         self.values = [self._column(sample, i) for i in range(len(names))]
         self.taken: dict[str, tuple[int, ...]] = {}
         self.guessed: set[str] = set()
@@ -142,11 +146,12 @@ class _Sniffer:
     def _find(self, name: str) -> int | None:
         name = name.strip()
         if self.named:
-            for known, wanted in ((self.names, name), (self.lower, name.lower())):
-                if known.count(wanted) > 1:
-                    raise DataError(f"{self.path}: has {known.count(wanted)} columns named {name!r}. Use a number.")
-                if wanted in known:
-                    return known.index(wanted)
+            for known, wanted in zip(self.places, (name, name.lower()), strict=True):
+                found = known.get(wanted, [])
+                if len(found) > 1:
+                    raise DataError(f"{self.path}: has {len(found)} columns named {name!r}. Use a number.")
+                if found:
+                    return found[0]
         if self.cells and name.isascii() and name.isdigit() and len(name) < 9 and int(name) < len(self.names):
             return int(name)
         return None
@@ -157,7 +162,7 @@ class _Sniffer:
         return ", ".join(self.names[:20]) + (", ..." if len(self.names) > 20 else "")
 
     def _by_name(self, role: str) -> int | None:
-        free = {i for i in range(len(self.names)) if not any(i in places for places in self.taken.values())}
+        free = set(self._free())
         for word in WORDS[role]:
             if word in self.lower and self.lower.index(word) in free:
                 if self.lower.count(word) > 1:
@@ -179,7 +184,8 @@ class _Sniffer:
         self.taken.setdefault(role, (place,))
 
     def _free(self) -> list[int]:
-        return [i for i in range(len(self.names)) if not any(i in places for places in self.taken.values())]
+        used = {i for places in self.taken.values() for i in places}
+        return [i for i in range(len(self.names)) if i not in used]
 
     def _choose_labels(self) -> tuple[Form, int]:
         if "label" in self.taken:
@@ -238,7 +244,7 @@ class _Sniffer:
         if not self.named:
             return self._guess_columns()
         free = [i for i in self._free() if self.values[i] and all(isinstance(v, str) for v in self.values[i])]
-        free = [i for i in free if not all(_is_number(v) for v in self.values[i])]
+        free = [i for i in free if not _is_numeric(self.values[i])]
         known = [i for i in free if set(re.split(r"[^a-z]+", self.lower[i])) & set(TEXT)]
         ranked = sorted(known or free, key=lambda i: -_length(self.values[i]))
         if len(ranked) > 1 and _length(self.values[ranked[0]]) < 2 * _length(self.values[ranked[1]]):
@@ -252,14 +258,14 @@ class _Sniffer:
 
     def _choose_numbers(self) -> None:
         """Take all columns of numbers as features, where the labels were named."""
-        if not self.cells:
-            return
         if self.taken.get("text"):
             return
-        numeric = [i for i in self._free() if self.values[i] and all(_is_number(v) for v in self.values[i])]
+        numeric = [i for i in self._free() if _is_numeric(self.values[i]) and not _INDEX.fullmatch(self.lower[i])]
         if numeric and self.options.get("label_column") is not None:
             self.taken["vector"] = tuple(numeric)
             self.guessed.add("vector")
+            return
+        if not self.cells:  # a text may still come
             return
         hint = "Name the text (--text-column)"
         if numeric or "label" in self.guessed:
@@ -314,6 +320,14 @@ class _Sniffer:
         return separator
 
 
+def _places(names: Sequence[str]) -> dict[str, list[int]]:
+    """Return where each name is; tables may have thousands of columns."""
+    out: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        out.setdefault(name, []).append(i)
+    return out
+
+
 def named_character(text: str) -> str:
     """Return the character that a flag means: "tab", "space", "comma" and so on, or the character itself."""
     known = {"tab": "\t", "\\t": "\t", "space": " ", "comma": ",", "semicolon": ";", "pipe": "|"}
@@ -322,9 +336,15 @@ def named_character(text: str) -> str:
 
 def _is_number(value: Any) -> bool:
     try:
-        return math.isfinite(float(value))
+        return not isinstance(value, bool) and math.isfinite(float(value))
     except (TypeError, ValueError):
         return False
+
+
+def _is_numeric(values: list[Any]) -> bool:
+    """Whether these are numbers, some of which may be missing."""
+    there = [v for v in values if str(v).strip().lower() not in _MISSING]
+    return bool(there) and all(map(_is_number, there))
 
 
 def _is_vector(cell: Any) -> bool:

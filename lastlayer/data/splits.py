@@ -15,6 +15,7 @@ FEW_LABELS = 100_000  # up to here "auto" keeps labels in proportion
 _MANY_ITEMS = 20_000  # from here a heap finds the next label faster than a scan
 _MOST_PAIRS = 100_000_000
 _PASSES, _MOVES = 10, 20_000  # of the refinement, and of each pass
+_OFF = 0.1  # of its rows by which a part may miss its size for the sake of labels
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -31,7 +32,8 @@ def split_rows(
 
     Without `stratify`, a hash of a row's group, id, text or features decides its part, whatever the other rows are: a
     file that grows keeps its split. With it, every label has about the given share of its rows in every part (iterative
-    stratification; Sechidis, Tsoumakas and Vlahavas 2011).
+    stratification; Sechidis, Tsoumakas and Vlahavas 2011). Labels of a single row would all go to the largest part: if
+    that makes a part a tenth too small or too large, they do not count, and so on with two rows and more.
 
     Args:
         data: The rows.
@@ -133,8 +135,26 @@ def _stratified(
         pair_row, pair = _pairs(op, data)
         row, item = np.concatenate([row, pair_row]), np.concatenate([item, n_items + pair])
         n_items += int(pair.max(initial=-1)) + 1
-    part = _assign(unit[row], item, n_items, np.bincount(unit, minlength=n_units), fractions, seed)
+    holder, size = unit[row], np.bincount(unit, minlength=n_units)
+    part, least = _assign(holder, item, n_items, size, fractions, seed), 2
+    if not _fits(part, size, fractions):
+        of_item = np.bincount(np.unique(holder * n_items + item) % max(n_items, 1), minlength=n_items)
+    while len(item) and not _fits(part, size, fractions):
+        kept = of_item[item] >= least
+        holder, item, least = holder[kept], item[kept], 2 * least - 1
+        part = _assign(holder, item, n_items, size, fractions, seed)
     return np.asarray(part[unit])
+
+
+def _fits(part: np.ndarray, size: np.ndarray, fractions: Sequence[float]) -> bool:
+    """Whether each part has about as many rows as it should.
+
+    The rarest labels come first, and the part that gets most of them is the largest one: where they are many, it would
+    take nearly all rows.
+    """
+    wanted = size.sum() * np.asarray(fractions, np.float64)
+    off = np.abs(np.bincount(part, size, minlength=len(wanted)) - wanted)
+    return bool((off <= np.maximum(_OFF * wanted, size.max(initial=0))).all())
 
 
 def _units(data: LabelData, groups: Sequence[Any] | None) -> tuple[np.ndarray, int]:

@@ -194,6 +194,10 @@ def _json_items(source: Source, limits: Limits, problems: Problems, encoding: st
             problems.report(source, line, "must be a JSON object", raw)
         line += buffer.count("\n", at, end)
         number, at = number + 1, end
+    at += 1
+    if skip(""):
+        got = shorten(buffer[at : at + 60])
+        raise DataError(f"{source}, line {line}: the JSON array must be the whole file, got {got} behind it.")
 
 
 # Cells

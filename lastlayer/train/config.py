@@ -33,7 +33,7 @@ _RULES = {
     "k": ("a positive number", 1e-9, math.inf, ("auto", "predicted")),
     "observed": ("a number from 0 to below 1", 0.0, 1.0, ("auto",)),
     "C": ("a positive number", 1e-300, math.inf, ("auto",)),
-    "tree": ("a number of trees", 1, 1000, ("auto", "off")),
+    "tree": ("a whole number of trees", 1, 1000, ("auto", "off")),
     "lr": ("a positive number", 1e-300, math.inf, ("auto",)),
     "weight_decay": ("a number of at least 0", 0.0, math.inf, ("auto",)),
 }
@@ -433,7 +433,7 @@ def _number_or_word(name: str, value: Any) -> str:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not (low <= number < high):
+    if not (low <= number < high) or (name == "tree" and number % 1):
         raise ConfigError(f"`{name}` must be {rule} or {' or '.join(words)}, got {value!r}.")
     return repr(number)
 

@@ -90,8 +90,8 @@ def demo(
 
     parts, runs = load_sample(), []
     a_loss = 1 + (len(factors) if len(factors) > 1 else 0)
-    for i, loss in enumerate(losses):
-        config = Config(loss=loss, labels="incomplete", keep=keep, epochs=epochs, seed=seed)
+    configs = [Config(loss=loss, labels="incomplete", keep=keep, epochs=epochs, seed=seed) for loss in losses]
+    for i, (loss, config) in enumerate(zip(losses, configs, strict=True)):
         default = float(config.settled(sparse=True).lr)
         options = [dataclasses.replace(config, lr=f"{factor * default:g}") for factor in factors]
 

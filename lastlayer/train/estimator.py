@@ -172,8 +172,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             sample_weight: One number per row, at least 0; None for 1. Minibatches weigh the terms of the loss, so that
                 a weight of 2 is not exactly that of two equal rows.
             row_weight: The same, by the name that `fit_linear` has for it.
-            groups: One value per row (author, project, ...); None for none. Rows of one group are held out together, so
-                that the loss is chosen, and probabilities are calibrated, for rows of new groups.
+            groups: One value per row (author, project, ...), or None. Rows of one group are held out together, so that
+                the loss is chosen, and probabilities are calibrated, for rows of new groups. A row whose value is None,
+                nan or empty stands alone.
 
         Returns:
             Itself.
@@ -194,7 +195,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
                 raise ValueError(
                     f"LabelSetClassifier: `groups` must have one value per row, {X.shape[0]}, got {len(groups)}."
                 )
-            labels = replace(labels, groups=[str(group) for group in groups])
+            names = ["" if group is None or group != group else str(group) for group in groups]
+            labels = replace(labels, groups=names)
         if self._is_exact() and self._config().takes_tree(labels.n_labels):
             self._grow(X, labels)
         elif self._is_exact():
@@ -211,12 +213,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
 
     def _grow(self, X: Any, labels: LabelData) -> None:
         """Fit label trees, which calibrate their probabilities themselves."""
-        from lastlayer.train.fit_tree import settings_of
+        from lastlayer.train.fit_tree import groups_of, settings_of
 
         settings = settings_of(self._config(seed=self.seed_), self.resolved_)
         given = self.tree if isinstance(self.tree, LabelTree) else None
         x = self.features_.transform(X)
-        options: dict[str, Any] = {"hierarchy": given, "row_weight": labels.weights, "groups": labels.groups}
+        options: dict[str, Any] = {"hierarchy": given, "row_weight": labels.weights, "groups": groups_of(labels)}
         self.tree_ = LinearTree.fit(x, labels, settings, **options)
         self.loss_, self.n_iter_ = settings.loss, 1
 
@@ -366,7 +368,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         return X, y
 
     def _config(self, **changes: Any) -> Config:
-        k = self.k if isinstance(self.k, str) else float(self.k)
+        k = float(self.k) if isinstance(self.k, numbers.Real) else self.k  # what is no number is refused by Config
         widths: Any = self.hidden
         widths = tuple(widths) if isinstance(widths, Sequence | np.ndarray) and not isinstance(widths, str) else widths
         return Config(
@@ -396,8 +398,9 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             self.classes_ = np.arange(y.shape[1]) if self.multilabel_ else np.unique(y)
         if len(self.classes_) == 0:
             raise ValueError("LabelSetClassifier: `y` must hold at least one label.")
-        if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise ValueError(f"LabelSetClassifier: `threshold` must be a probability or None, got {self.threshold}.")
+        level = self.threshold
+        if level is not None and not (isinstance(level, numbers.Real) and 0 <= level <= 1):
+            raise ValueError(f"LabelSetClassifier: `threshold` must be a probability or None, got {level!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         labels = replace(self._labels(y), weights=weights)
         config = self._config(seed=seed)
@@ -543,7 +546,14 @@ def _target(y: Any) -> Any:
     nested = isinstance(rows, list | tuple) or (
         isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1
     )
-    if nested and len(rows) and all(_is_row(row) for row in rows):
+    lists = [_is_row(row) for row in rows] if nested else []
+    if any(lists) and not all(lists):
+        wrong = lists.index(False)
+        raise ValueError(
+            f"LabelSetClassifier: `y` must be a list of labels in every row, got {rows[wrong]!r} in row {wrong}. A row "
+            "without any is an empty list."
+        )
+    if any(lists):
         y = [row.tolist() if isinstance(row, np.ndarray) else row for row in rows]
         equal = len({len(row) for row in y}) == 1 and not any(isinstance(row, set | frozenset) for row in y)
         numeric = all(isinstance(v, numbers.Real) for row in y for v in row)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 
+from lastlayer.data import LabelData
 from lastlayer.train.choose import Pool
 from lastlayer.train.config import Config
 from lastlayer.train.engine import Fitted, Job
@@ -30,6 +31,11 @@ def settings_of(config: Config, resolved: Resolved) -> TreeSettings:
     return settings
 
 
+def groups_of(labels: LabelData) -> list[Any] | None:
+    """Return the group of each row for `LinearTree.fit`, where a row with an empty name is a group of its own."""
+    return None if labels.groups is None else [name or row for row, name in enumerate(labels.groups)]
+
+
 def fit(job: Job) -> Fitted:
     """Fit label trees to the training rows, and to the validation rows unless they tune thresholds."""
     config = job.config
@@ -43,7 +49,7 @@ def fit(job: Job) -> Fitted:
         settings_of(config, job.resolved),
         hierarchy=hierarchy,
         row_weight=labels.weights,
-        groups=None if labels.groups is None else np.array(labels.groups),
+        groups=groups_of(labels),
     )
     loss = next(ours for ours, theirs in SOLVED.items() if theirs == tree.settings.loss)
     resolved = replace(job.resolved, loss=loss, probability="sigmoid", temperature=1.0)

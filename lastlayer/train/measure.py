@@ -235,11 +235,11 @@ def _per_label(y: Tensor, hot: Tensor, each: Tensor) -> dict[str, Any]:
     """Precision and recall of each label at 0.5, and the threshold that makes its F1 largest on these rows."""
     said = y >= 0.5
     right, support = (said & hot).sum(0).double(), hot.sum(0)
-    order = y.argsort(0, descending=True)
+    ordered, order = y.sort(0, descending=True)
     gained = hot.gather(0, order).cumsum(0).double()
     f1 = 2 * gained / (torch.arange(1, len(y) + 1)[:, None] + support)
-    best = f1.argmax(0)
-    threshold = y.gather(0, order).gather(0, best[None])[0]
+    f1[:-1][ordered[:-1] == ordered[1:]] = -1  # a threshold takes all rows of a score, or none
+    threshold = ordered.gather(0, f1.argmax(0)[None])[0]
     return {
         "support": support.tolist(),
         "precision": (right / said.sum(0)).tolist(),  # nan, null in JSON, where it is never predicted

@@ -137,7 +137,8 @@ class TrainedModel:
     """A trained model: what :func:`lastlayer.load` returns.
 
     Rows are given as a list of texts, a NumPy array or CSR matrix of features, or :class:`~lastlayer.data.LabelData`,
-    and must be of the kind that the model was trained on. Any number of rows may be given; they are scored in batches.
+    and must be of the kind that the model was trained on. A table of pandas is read by the names of the columns that
+    were the features, in any order, if it has them all. Any number of rows may be given; they are scored in batches.
 
     Attributes:
         labels: The names of the labels, in the order of the columns of `predict_proba`.
@@ -236,8 +237,16 @@ class TrainedModel:
     def matrix(self, rows: Any) -> Any:
         """Return the features of rows, a float32 array or CSR matrix."""
         if not isinstance(rows, LabelData):
-            rows = _table(rows)
+            rows = _table(self._in_order(rows))
         return self.features(rows) if len(rows) else np.zeros((0, self.features.n_features), np.float32)
+
+    def _in_order(self, rows: Any) -> Any:
+        """Return the columns of a table that the run knows by name, in its order; anything else as it is."""
+        options = self.reader.get("options")
+        names = options.get("vector_column") if isinstance(options, dict) else None
+        if isinstance(names, list) and set(names) <= set(getattr(rows, "columns", ())):
+            return rows[names]
+        return rows
 
     def batches(self, x: Any, size: int | None = None) -> Iterator[Batch]:
         """Yield the predictions for rows of features, `size` rows at a time."""

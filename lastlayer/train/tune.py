@@ -68,6 +68,8 @@ def tune(
     folder = Path(out)
     if config.loss == "auto":  # the search is over settings of minibatches
         config = dataclasses.replace(config, loss=losses[0] if losses else "lml")
+    for loss in losses:  # those that cannot be are refused before the first trial
+        dataclasses.replace(config, loss=loss)
     parts = prepare(parts, dataclasses.replace(config, keep=1.0, single_positive=False))
     if "valid" not in parts:
         raise RunError("tune: needs validation rows; `valid_fraction` is 0.")

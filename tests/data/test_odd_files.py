@@ -2,6 +2,7 @@
 
 import io
 import json
+import lzma
 import sys
 import zipfile
 
@@ -98,6 +99,23 @@ def test_numbers_are_features_where_the_labels_are_named(tmp_path):
     assert names(data) == [["sad"], ["happy"]]
     data = read(file, label_column="happy,sad", vector_column="f2")
     np.testing.assert_array_equal(data.features, [[2], [3]])
+
+
+@pytest.mark.parametrize("gap", ["", "nan", "NA", "?"])
+def test_a_column_of_numbers_with_gaps_is_no_text(tmp_path, gap):
+    body = "".join(f"{i}.5,{i % 3 if i != 4 else gap},{'ab'[i % 2]}\n" for i in range(9))
+    file = write(tmp_path / "a.csv", f"f1,f2,kind\n{body}")
+    assert f"line 6: a feature must be a finite number, not '{gap}'" in refusal(file, label_column="kind")
+    assert read(file, label_column="kind", on_error="skip").features.shape == (8, 2)
+    assert read(file, label_column="kind", vector_column="f1").features.shape == (9, 1)
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
+def test_row_numbers_of_pandas_are_no_feature(tmp_path, name):
+    file = write(tmp_path / "a.csv", f"{name},f1,kind\n0,0.5,a\n1,1.5,b\n")
+    assert read(file, label_column="kind").features.tolist() == [[0.5], [1.5]]
+    if name:
+        assert read(file, label_column="kind", vector_column=f"{name},f1").features.shape == (2, 2)
 
 
 # Headers, separators and quotes
@@ -292,6 +310,17 @@ def test_json_arrays(tmp_path, indent):
     assert read(file).texts == data.texts
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.xz", "a"])
+def test_json_array_in_one_long_line(tmp_path, name):
+    rng = np.random.default_rng(0)  # random letters stay long when they are compressed
+    rows = [{"text": rng.bytes(500).hex(), "labels": ["a"] * (i % 2)} for i in range(1000)]
+    text = json.dumps(rows)
+    (tmp_path / name).write_bytes(lzma.compress(text.encode()) if name.endswith("xz") else text.encode())
+    assert read(tmp_path / name).texts == [row["text"] for row in rows]
+    write(tmp_path / "b", "\n".join(json.dumps(row) for row in [{"text": "x" * 300_000}, *rows]))
+    assert len(read(tmp_path / "b")) == 1001
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -300,6 +329,8 @@ def test_json_arrays(tmp_path, indent):
         ('[\n{"text": "a"},\n{"text": }]', "line 3: must be a JSON array of objects"),
         ('[{"text": "a"}', "line 1: the JSON array must end with ]"),
         ("[" * 100_000, "must be a JSON array of objects"),
+        ('[{"text": "a"}]\n[{"text": "b"}]\n', 'line 2: the JSON array must be the whole file, got \'[{"text": "b"}]'),
+        ('[{"text": "a"}]' + " " * 300_000 + "x", "line 1: the JSON array must be the whole file, got 'x' behind it."),
     ],
 )
 def test_wrong_json_arrays(tmp_path, text, message):

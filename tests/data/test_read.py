@@ -431,3 +431,36 @@ def test_parquet_keeps_parts_and_forgets_columns_that_are_missing(tmp_path):
     pq.write_table(pa.table({"body": ["new"]}), tmp_path / "c.parquet")
     with pytest.raises(DataError, match="has no column 'text', where the run's training rows"):
         read(tmp_path / "c.parquet", like=parts["train"].source)
+
+
+def test_parquet_columns_of_numbers_are_features_where_labels_are_named(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    columns = {"f1": [1.0, 2.5], "f2": [3, 4], "sunny": [True, False], "a": [0, 1], "b": [1, 1]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"must have a text or vector column.* the other numbers become features\."):
+        read(tmp_path / "a.parquet")
+    data = read(tmp_path / "a.parquet", label_column="a,b")
+    assert data.features.tolist() == [[1, 3], [2.5, 4]]
+    assert [data.names(0), data.names(1)] == [["b"], ["a", "b"]]
+    assert "not used: 'sunny'" in data.source["how"]
+    pq.write_table(pa.table({"f2": [5, 6], "f1": [7, 8]}), tmp_path / "b.parquet")
+    assert read(tmp_path / "b.parquet", like=data.source).features.tolist() == [[7, 5], [8, 6]]
+    pq.write_table(pa.table({"f2": [5, 6]}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match="has no column 'f1'"):
+        read(tmp_path / "c.parquet", like=data.source)
+
+
+def test_null_is_an_empty_cell_of_ids_and_groups(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [{"text": f"row {i}", "labels": ["a"], "id": i or None, "group": "g" if i > 1 else None} for i in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    del rows[0]["group"], rows[0]["id"]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name in ("a.parquet", "a.jsonl", "b.jsonl"):
+        data = read(tmp_path / name)
+        assert (data.ids, data.groups) == (["", "1", "2", "3"], ["", "", "g", "g"])

@@ -86,6 +86,20 @@ def test_every_label_and_the_sizes_are_in_proportion():
     assert all((np.diff(p.row_numbers()) > 0).all() for p in parts)
 
 
+@pytest.mark.parametrize(
+    ("rows", "labels", "per_row"), [(200, 5000, 5), (80, 400, 5), (80, 20_000, 400), (600, 2000, 8)]
+)
+def test_rare_labels_do_not_empty_the_small_parts(rows, labels, per_row):
+    rng = np.random.default_rng(0)
+    lists = [rng.choice(labels, per_row, replace=False).tolist() + ["all"] * (i % 2) for i in range(rows)]
+    data = LabelData.from_lists(lists)
+    parts = split_rows(data, [0.64, 0.16, 0.2], stratify=True)
+    for part, share in zip(parts, (0.64, 0.16, 0.2), strict=True):
+        assert abs(len(part) - share * rows) <= max(0.1 * share * rows, 1)
+        common = part.label_counts()[data.label_names.index("all")]
+        assert abs(common - share * rows / 2) <= 0.05 * rows  # labels that can be in proportion are
+
+
 def test_equal_label_sets_are_spread():
     data = LabelData.from_lists([["a", "b"], ["a"], ["b"], []] * 25)
     fold = fold_rows(data, 5, seed=1)

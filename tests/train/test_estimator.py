@@ -179,6 +179,9 @@ def test_global_random_state_is_left_alone():
     [({"loss": "nope"}, "`loss` must be one of"), ({"k": 99.0}, "`k` must be at most the number of labels"),
      ({"k": -1}, "`k` must be a positive number"), ({"epochs": 0}, "`epochs` must be a whole number"),
      ({"labels": "some"}, "`labels` must be one of"), ({"threshold": 3.0}, "`threshold` must be a probability"),
+     ({"threshold": "0.5"}, "`threshold` must be a probability or None, got '0.5'"),
+     ({"k": None}, "`k` must be a positive number or auto or predicted, got None"),
+     ({"tree": 2.5}, "`tree` must be a whole number of trees or auto or off, got '2.5'"),
      ({"threshold": float("nan")}, "`threshold` must be a probability"), ({"hidden": None}, "`hidden` must be a list"),
          ({"loss": "lml", "loss_options": {"nope": 1}}, "`loss_options` of lml must be")],
 )  # fmt: skip
@@ -246,6 +249,16 @@ def test_lists_in_a_column_of_a_table():
     expected = LabelSetClassifier(random_state=0).fit(X, lists)
     np.testing.assert_array_equal(model.predict_proba(X), expected.predict_proba(X))
     assert model.score(X, pandas.Series(lists)) == expected.score(X, lists)
+
+
+def test_a_row_that_is_no_list_of_labels_is_named():
+    X, _ = make(60)
+    for y, got in (([["a"], None] * 30, "None in row 1"), (["b"] + [["a"]] * 59, "'b' in row 0")):
+        for given in (y, np.array(y, dtype=object)):
+            with pytest.raises(
+                ValueError, match=f"`y` must be a list of labels in every row, got {got}. A row without"
+            ):
+                LabelSetClassifier().fit(X, given)
 
 
 def test_numbers_of_a_call_are_checked():

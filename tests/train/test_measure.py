@@ -26,6 +26,15 @@ def test_resampled_map_is_that_of_repeated_rows():
         assert value == pytest.approx(float(each.nanmean()), abs=1e-6)
 
 
+def test_best_threshold_takes_all_rows_of_a_score():
+    y = torch.tensor([[0.3] * 10 + [0.2]]).T.repeat(1, 2)
+    hot = torch.zeros(11, 2, dtype=torch.bool)
+    hot[[0, 1, 10], 0] = True  # the first two of the tied rows alone would have an F1 of 0.8
+    hot[[8, 9, 10], 1] = True
+    found = measure._per_label(y, hot, mean_average_precision(y, hot, average="none"))["threshold"]
+    assert found == pytest.approx([0.2, 0.2])  # F1 6 / 14, against 4 / 13 at 0.3
+
+
 def _weighted_and_repeated():
     """The rows with weights of 0 to 3, some without labels or without a known word, and the same rows repeated."""
     data = make_rows(150, seed=5)

@@ -11,7 +11,7 @@ import torch
 from train_tools import make_rows
 
 import lastlayer as ll
-from lastlayer.data import LabelData
+from lastlayer.data import LabelData, read_parts
 from lastlayer.runs import RunError
 from lastlayer.train import Config, train
 from lastlayer.train.export import export
@@ -70,6 +70,18 @@ def test_features_are_rows(tmp_path):
         model.predict(x[0])
     with pytest.raises(ValueError, match="was trained on features, the rows are texts"):
         model.predict(["a text"])
+
+
+def test_columns_of_a_table_are_found_by_name(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    rng = np.random.default_rng(0)
+    table = pandas.DataFrame(rng.normal(size=(120, 3)), columns=["u", "v", "w"])
+    table.assign(labels=np.where(table["u"] > 0, "up", "down")).to_csv(tmp_path / "a.csv", index=False)
+    train(read_parts(tmp_path / "a.csv", label_column="labels"), Config(**FAST), tmp_path / "run")
+    model = ll.load(tmp_path / "run")
+    expected = model.predict_proba(table.to_numpy())
+    for given in (table, table[["w", "u", "v"]], table.assign(z=1)[["z", "w", "v", "u"]]):
+        np.testing.assert_array_equal(model.predict_proba(given), expected)
 
 
 def test_messages(run):

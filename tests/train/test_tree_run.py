@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -171,3 +172,26 @@ def test_the_estimator_fits_trees():
     assert model.score(x, y) > 0.95
     assert model.predict_proba(x).shape == (200, 6)
     assert (model.predict(x).sum(1) >= 1).mean() > 0.9
+
+
+def test_rows_without_a_group_stand_alone():
+    data = make_rows(300)
+    x = np.random.default_rng(0).normal(size=(300, 8)).astype(np.float32)
+    lists = [data.names(i) for i in range(300)]
+    p = {}
+    for name, groups in (
+        ("alone", [f"g{i:03d}" for i in range(300)]),
+        ("none", [None] * 300),
+        ("nan", [float("nan")] * 300),
+        ("", [""] * 300),
+    ):
+        p[name] = LabelSetClassifier(tree=1, random_state=0).fit(x, lists, groups=groups).predict_proba(x)
+        np.testing.assert_array_equal(p[name], p["alone"])
+
+
+def test_empty_groups_of_a_run_stand_alone(tmp_path):
+    p, data, config = [], make_rows(300), Config(tree="1", valid_fraction=0, test_fraction=0, bootstrap=0)
+    for name, groups in (("alone", [f"g{i:03d}" for i in range(300)]), ("empty", [""] * 300)):
+        run = train({"train": replace(data, groups=groups)}, config, tmp_path / name)
+        p.append(ll.load(run.path).predict_proba(data))
+    np.testing.assert_array_equal(*p)

@@ -78,6 +78,8 @@ def check_rows(op: str, x: Any, n_features: int | None = None) -> Any:
         raise ValueError(f"{op}: `x` must have fewer than 2^31 - 1 rows and columns, got shape {x.shape}.")
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     if sparse:
+        if x.format in ("csr", "csc"):
+            _check_compressed(op, x)
         given, x = x, sp.csr_matrix(x, dtype=dtype)
         if not x.has_canonical_format:
             x = x.copy() if x.data is getattr(given, "data", None) else x
@@ -93,6 +95,20 @@ def check_rows(op: str, x: Any, n_features: int | None = None) -> Any:
             "Replace such values or leave these rows out."
         )
     return x
+
+
+def _check_compressed(op: str, x: Any) -> None:
+    """Refuse places outside of the matrix, which SciPy does not look for and compiled code would read and write."""
+    start, count = x.indptr, x.shape[x.format == "csr"]
+    there = min(len(x.indices), len(x.data))
+    if start[0] != 0 or start[-1] > there or (start[1:] < start[:-1]).any():
+        raise ValueError(f"{op}: `x` must have an `indptr` that rises from 0 to {there} at most. Check its parts.")
+    index = x.indices[: start[-1]]
+    low, high = (int(index.min()), int(index.max())) if len(index) else (0, -1)
+    if low < 0 or high >= count:
+        raise ValueError(
+            f"{op}: `x` must have indices from 0 to {count - 1}, got {min(low, 0) or high}. Check its shape."
+        )
 
 
 def _not_finite(values: np.ndarray, size: int = 1 << 20) -> int | None:

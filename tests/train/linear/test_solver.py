@@ -239,9 +239,20 @@ def test_no_rows_no_labels_no_features():
     assert found.intercept[0] > 0  # (three rows against one)
 
 
+def broken(x, part, value):
+    """Rows with one wrong number, as a wrong shape or a damaged file makes them; SciPy does not look for it."""
+    x = x.copy()
+    getattr(x, part)[5] = value
+    return x
+
+
 WRONG = {
     "not finite": (lambda x, y: {"x": x * np.nan}, "`x` must be finite, got nan in row 0, column"),
     "infinite": (lambda x, y: {"x": np.where(np.arange(40) == 3, np.inf, x.toarray())}, "got inf in row 0, column 3"),
+    "column": (lambda x, y: {"x": broken(x, "indices", x.shape[1])}, "`x` must have indices from 0 to 39, got 40"),
+    "column below 0": (lambda x, y: {"x": broken(x, "indices", -3)}, "`x` must have indices from 0 to 39, got -3"),
+    "row": (lambda x, y: {"x": broken(x.tocsc(), "indices", 60)}, "`x` must have indices from 0 to 59, got 60"),
+    "ends": (lambda x, y: {"x": broken(x, "indptr", 10**6)}, "`x` must have an `indptr` that rises from 0 to"),
     "one dimension": (lambda x, y: {"x": np.zeros(4)}, "two dimensions, got ndarray of shape"),
     "C": (lambda x, y: {"C": 0}, "`C` must be positive and finite, got 0.0"),
     "C nan": (lambda x, y: {"C": np.nan}, "`C` must be positive and finite, got nan"),
