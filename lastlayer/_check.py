@@ -6,6 +6,7 @@ tracing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -111,7 +113,8 @@ def cardinality_of_all(op: str, k: Any, n: int, limit: float) -> float:
 
 
 def _broadcasts(shape: torch.Size, batch: torch.Size) -> bool:
-    return len(shape) <= len(batch) and all(s in (1, b) for s, b in zip(reversed(shape), reversed(batch), strict=False))
+    missing = len(batch) - len(shape)
+    return missing >= 0 and all(s in (1, b) for s, b in zip(shape, batch[missing:], strict=True))
 
 
 def on_device(op: str, name: str, value: Tensor, scores: Tensor) -> None:
@@ -189,6 +192,11 @@ def work_dtype(x: Tensor) -> torch.dtype:
 def autocast(device: torch.device) -> bool:
     """Whether autocast is on for a device."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Switch autocast off, if it is on: that takes as long as a launch."""
+    return torch.autocast(device.type, enabled=False) if autocast(device) else contextlib.nullcontext()
 
 
 def weights(op: str, name: str, value: Any, x: Tensor, shape: torch.Size, advice: str) -> Tensor | None:
@@ -384,6 +392,7 @@ _pytree.register_pytree_node(
     serialized_type_name="lastlayer.LabelLists",
     flatten_with_keys_fn=lambda lists: ([(_pytree.GetAttrKey("index"), lists.index)], None),
 )
+register_pytree_flatten_spec(LabelLists, lambda lists, _: [lists.index])  # graphs of torch 2.6 need one of their own
 
 
 def target(

@@ -28,7 +28,7 @@ def best_cuts(x: Tensor, hit: Tensor, known: Tensor, objective: Objective, wante
     taken = torch.arange(x.shape[-1] + 1, device=x.device)
     upper = F.pad(x, (1, 0), value=torch.inf)  # the last score that is taken
     lower = F.pad(x, (0, 1), value=-torch.inf)  # the first that is not
-    is_cut = (taken <= n_can) & (upper > lower)
+    is_cut = (taken <= n_can) & ((upper > lower) | (taken == 0))  # nothing is above infinity, not even infinity
     if objective == "f1":
         merit = 2 * right.double() / (taken + total).clamp(min=1)
     elif objective == "precision":  # the longest list that is good enough; to take nothing is the last resort

@@ -59,7 +59,8 @@ def by_log_sum(log_p: Tensor, levels: Levels) -> Tensor:
 def by_log_negation(log_p: Tensor, levels: Levels) -> Tensor:
     """The logarithm of `by_negation`; where P is below the precision of the dtype it is the sum."""
     eps = torch.finfo(log_p.dtype).eps
-    below_zero = log_p + (log_p.clamp(max=-eps) - log_p).detach()
+    fixed = log_p.detach()
+    below_zero = log_p + torch.where(fixed > -eps, -eps - fixed, 0)  # -inf stays: the class has no part in the product
     stay = _climb(_log1mexp(below_zero), levels, _sum)
     inner = torch.where(stay < 0, _log1mexp(torch.where(stay < 0, stay, -1)), -torch.inf)
     total = _climb(log_p, levels, _log_sum)

@@ -353,6 +353,18 @@ def test_losses_under_autocast_are_float32_as_those_of_torch(name):
     torch.testing.assert_close(loss.double(), call(name), rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"linear_lml_loss"}))  # that one is a layer, too
+def test_float32_stays_float32_under_autocast(name):
+    def single(t: Tensor) -> Tensor:
+        return t.float() if t.is_floating_point() else t
+
+    alone = call(name, single)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = call(name, single)
+    for a, e in zip(tensors(inside), tensors(alone), strict=True):
+        torch.testing.assert_close(a, e, equal_nan=True, rtol=1e-6, atol=1e-7)
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('ddp')}/store", rank=0, world_size=1)

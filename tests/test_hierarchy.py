@@ -105,6 +105,17 @@ def test_small_probabilities_are_not_lost():
         torch.testing.assert_close(node, torch.tensor([*log, -500 + math.log(2), -900, -500 + math.log(2)]))
 
 
+@pytest.mark.parametrize("recalibrate", [True, False])
+@pytest.mark.parametrize("rule", ["sum", "negation"])
+def test_a_class_without_a_probability_takes_none_from_the_others(rule, recalibrate):
+    p = torch.tensor([[0.5, 0.5, 0.0, 0.25], [0.0, 1e-6, 0.0, 1e-6], [0.0, 1.0, 0.0, 0.5]], dtype=torch.float64)
+    log = p.log().requires_grad_()
+    node = BINARY.log_probabilities(log, rule, recalibrate=recalibrate)
+    torch.testing.assert_close(node.exp(), BINARY.probabilities(p, rule, recalibrate=recalibrate))
+    (grad,) = torch.autograd.grad(torch.where(node > -math.inf, node, 0).sum(), log)
+    assert not grad.isnan().any()
+
+
 def test_batch_shapes_and_half_precision():
     assert BINARY.probabilities(torch.rand(2, 3, 4)).shape == (2, 3, 7)
     assert BINARY.probabilities(torch.rand(0, 4)).shape == (0, 7)

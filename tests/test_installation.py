@@ -1,6 +1,8 @@
+import importlib.util
 import sys
 import types
 
+import pytest
 import torch
 
 import lastlayer as ll
@@ -33,6 +35,23 @@ def test_tells_the_instruction_set(monkeypatch):
 def test_tells_why_the_gpu_kernels_are_not_in_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ll.show_config().triton.startswith("not in use: ")
+
+
+def test_an_old_triton_is_as_good_as_none(monkeypatch):
+    """Its compiler refuses some of the kernels, or crashes."""
+    monkeypatch.setattr(triton, "VERSION", (3, 4))
+    monkeypatch.setattr(triton, "FOUND", False)
+    assert ll.show_config().triton == "not in use: triton 3.4 is installed, and the kernels need 3.6 or newer"
+    with pytest.raises(RuntimeError, match=r"triton 3\.4 is installed"):
+        ll.lml(torch.zeros(4), 2, impl="triton")
+
+
+def test_reads_the_version_of_triton_without_importing_it(monkeypatch, tmp_path):
+    (tmp_path / "__init__.py").write_text('"""isort:skip_file"""\n__version__ = \'3.10.1\'\n')
+    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    for given, found in ((None, None), (spec, (3, 10)), (types.SimpleNamespace(origin=None), triton.OLDEST)):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, given=given: given)
+        assert triton._version() == found
 
 
 def test_tells_the_gpu_and_what_was_compiled_for_it(monkeypatch, tmp_path):

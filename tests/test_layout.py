@@ -47,6 +47,19 @@ def sources(part: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
+def test_types_of_operators_are_those_that_torch_2_6_reads():
+    """It takes `List` for a list, without looking it up, and an operator that it refuses is an import that fails."""
+    found = 0
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            calls = [one.func for one in getattr(node, "decorator_list", ()) if isinstance(one, ast.Call)]
+            if isinstance(node, ast.FunctionDef) and any(getattr(call, "id", "") == "operator" for call in calls):
+                types = [one.annotation for one in node.args.args] + [node.returns]
+                found += len(types)
+                assert not any("list[" in ast.unparse(one) for one in types), f"{path}: {node.name}"
+    assert found > 30
+
+
 @pytest.mark.parametrize("stage", sorted(MAY_IMPORT))
 def test_stages_import_only_what_comes_before(stage):
     for path in sources(stage):

@@ -53,7 +53,7 @@ def whole(
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> Tensor:
         if is_compiling():
-            given = dict(zip(in_place, args, strict=False))
+            given = dict(zip(in_place[: len(args)], args))  # noqa: B905 - torch 2.6 knows no `strict`
             once = len(given) == len(args) and all(n in names and n not in given for n in options)
             given.update(options)
             if once and all(given[n] is not None or n in may_be_none for n in given):
@@ -139,13 +139,18 @@ def tempered(op: str, x: Tensor, temperature: float | Tensor, shard: ClassShard 
         x = x.to(_check.work_dtype(x))
         rows = _check.temperatures(op, spread(divisor, shard), x.shape[:-1], x.dtype)
         return divided(x, rows.unsqueeze(-1)), 1.0
-    if torch.compiler.is_compiling() and not exporting():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second, spent when compiling
-
-        # An operator would be compiled again for each number; a look whether this one is 1 would fix it, too.
-        if not statically_known_true(divisor == 1):
-            return x.to(_check.work_dtype(x)) / divisor, 1.0
+    if torch.compiler.is_compiling() and not exporting() and not _known_to_be_1(divisor):
+        return x.to(_check.work_dtype(x)) / divisor, 1.0  # an operator would be compiled again for each number
     return x, float(divisor)
+
+
+def _known_to_be_1(number: float) -> bool:
+    """Whether the compiler knows that a number is 1; to ask whether it is 1 would fix a number that varies."""
+    if not hasattr(torch.compiler, "is_exporting"):  # the compiler of torch 2.6 cannot say
+        return number == 1
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second, spent when compiling
+
+    return bool(statically_known_true(number == 1))
 
 
 def _unchanged(out: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def _sure(x: Tensor, k: float | Tensor, n: int, kind: str, *, loops: bool) -> tu
     center = torch.where(solvable, middle - first, beyond)
     # A gap beyond that is made narrower from both sides: the solution stays where it is, and nothing underflows.
     spare = (half + 2.5 * math.log(torch.finfo(x.dtype).eps)).clamp(min=0)
-    depth = torch.maximum(torch.minimum(x - middle, spare), -spare) - (x - center)
+    depth = torch.maximum(torch.minimum(x - middle, spare), -spare).detach() - (x - center)
     held = depth.clamp(max=math.log(torch.finfo(x.dtype).max / 1e6)).exp()  # so that its product with any s is finite
     s, delta, none = _last(held, k, _searched(held, k, solvable, loops=loops))
     delta = torch.where(solvable, delta, none - torch.inf * beyond)
@@ -121,7 +121,8 @@ def _sure(x: Tensor, k: float | Tensor, n: int, kind: str, *, loops: bool) -> tu
         return x.new_empty(0), center, delta
     z = points(x, center, delta)
     z = torch.where(x == -torch.inf, z.detach(), z)
-    return z.clamp(max=0) - (1 + (-z.abs()).exp()).log(), center, delta
+    below = torch.minimum(z, z.new_zeros(()))  # its gradient at 0 is 1/2, that of the logarithm of y
+    return below - (1 + (-z.abs()).exp()).log(), center, delta
 
 
 def _neighbours(x: Tensor, k: float | Tensor, n: int) -> tuple[Tensor, Tensor]:

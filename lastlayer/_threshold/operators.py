@@ -15,7 +15,7 @@ _library = torch.library.Library("lastlayer", "FRAGMENT")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def operator(name: str) -> Callable[[Function], Function]:
+def operator(name: str, *tags: torch.Tag) -> Callable[[Function], Function]:
     """Register a function as an operator.
 
     `torch.library.custom_op` does the same with more Python at every call, and imports the compiler at the first, which
@@ -25,7 +25,7 @@ def operator(name: str) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         schema = torch.library.infer_schema(function, mutates_args=())
-        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _library.impl(name, function, "CompositeExplicitAutograd")
         return function
 

@@ -4,12 +4,13 @@ Within the operator a function runs as it does without the compiler, with its ch
 the CPU, where the kernels are compiled C, this is the way of all losses and projections that have such a kernel.
 """
 
+# ruff: noqa: UP006, UP035 - torch 2.6 reads `List`, and not `list`, in the types of an operator
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, List, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -174,12 +175,12 @@ def _gradients(out: Tensor, inputs: list[Tensor], upstream: Tensor | None = None
 
 
 @operator("whole")
-def _whole(name: str, form: str, numbers: Tensor, tensors: list[Tensor], shape: str) -> Tensor:
+def _whole(name: str, form: str, numbers: Tensor, tensors: List[Tensor], shape: str) -> Tensor:
     return _call(name, form, numbers, tensors, [], lambda out, _: out.contiguous())
 
 
 @fake("whole")
-def _(name: str, form: str, numbers: Tensor, tensors: list[Tensor], shape: str) -> Tensor:
+def _(name: str, form: str, numbers: Tensor, tensors: List[Tensor], shape: str) -> Tensor:
     return _empty(form, tensors[0], shape)
 
 
@@ -192,7 +193,7 @@ def _empty(form: str, x: Tensor, shape: str) -> Tensor:
 
 
 @operator("whole_ahead")
-def _ahead(name: str, form: str, numbers: Tensor, tensors: list[Tensor], wanted: list[int]) -> list[Tensor]:
+def _ahead(name: str, form: str, numbers: Tensor, tensors: List[Tensor], wanted: List[int]) -> List[Tensor]:
     def finish(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
         return [out.detach(), *_gradients(out, inputs)]
 
@@ -200,14 +201,14 @@ def _ahead(name: str, form: str, numbers: Tensor, tensors: list[Tensor], wanted:
 
 
 @fake("whole_ahead")
-def _(name: str, form: str, numbers: Tensor, tensors: list[Tensor], wanted: list[int]) -> list[Tensor]:
+def _(name: str, form: str, numbers: Tensor, tensors: List[Tensor], wanted: List[int]) -> List[Tensor]:
     return [_empty(form, tensors[0], "number"), *(_empty(form, tensors[i], "like") for i in wanted)]
 
 
 @operator("whole_backward")
 def _backward(
-    name: str, form: str, numbers: Tensor, tensors: list[Tensor], wanted: list[int], upstream: Tensor
-) -> list[Tensor]:
+    name: str, form: str, numbers: Tensor, tensors: List[Tensor], wanted: List[int], upstream: Tensor
+) -> List[Tensor]:
     def finish(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
         return _gradients(out, inputs, upstream)
 
@@ -216,8 +217,8 @@ def _backward(
 
 @fake("whole_backward")
 def _(
-    name: str, form: str, numbers: Tensor, tensors: list[Tensor], wanted: list[int], upstream: Tensor
-) -> list[Tensor]:
+    name: str, form: str, numbers: Tensor, tensors: List[Tensor], wanted: List[int], upstream: Tensor
+) -> List[Tensor]:
     return [_empty(form, tensors[i], "like") for i in wanted]
 
 

@@ -30,7 +30,8 @@ def attentive_pool(
 
     Args:
         logits: The scores of the instances, shape ``(*batch, n_instances, n_classes)``, or with modalities
-            ``(*batch, n_instances, n_modalities, n_classes)``; ``-inf`` rules a class out.
+            ``(*batch, n_instances, n_modalities, n_classes)``; ``-inf`` is a probability of 0, and rules a class out
+            that has it in all instances.
         attention_logits: The scores :math:`a` of the weights over the instances, of a shape that broadcasts to that of
             `logits`: zeros give the mean of the probabilities.
         mask: True where there is an instance, shape ``(*batch, n_instances)``, or with modalities
@@ -59,11 +60,12 @@ def attentive_pool(
     if modality_logits is not None:
         weight = weight + _weight(op, "modality_logits", modality_logits, wide, there, -2)
     weight, wide = weight.flatten(-1 - inner, -2), wide.flatten(-1 - inner, -2)
+    absent = torch.zeros_like(wide, dtype=torch.bool) if there is None else ~there.flatten(-1 - inner, -2)
+    none = (absent | (wide == -torch.inf)).all(-2, keepdim=True)  # the class is ruled out, or there is no instance
+    wide = torch.where(absent | none, 0, wide)  # a constant, so that no gradient is nan
     log_w = weight.log_softmax(-2)
     pooled = [torch.logsumexp(log_w + F.logsigmoid(sign * wide), -2) for sign in (1, -1)]
-    bag = pooled[0] - pooled[1]
-    if there is not None:
-        bag = torch.where(there.flatten(-1 - inner, -2).any(-2), bag, -torch.inf)
+    bag = torch.where(none.squeeze(-2), -torch.inf, pooled[0] - pooled[1])
     return bag.to(logits.dtype)
 
 

@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from lastlayer import _check
 from lastlayer._check import Reduction, Target
 from lastlayer._renamed import old_attribute, renamed
+from lastlayer.loss import _rows
 from lastlayer.loss.multilabel import binary_loss, multihot_softmax_loss
 from lastlayer.loss.reciprocal import reciprocal_point_loss, squared_distances
+
+
+def _probabilities(logits: Tensor, features: Tensor) -> Tensor:
+    """Return the softmax in the dtype of the features; under autocast, where torch's is too, in that of the logits."""
+    p = logits.softmax(-1)
+    return p if _check.autocast(p.device) else p.to(features.dtype)
 
 
 class PrototypeHead(nn.Module):
@@ -68,11 +75,18 @@ class PrototypeHead(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits, shape ``(*batch, n_classes)``: ``-d``, or ``d- - d+``."""
         if self.absent is None:
-            return (-squared_distances(features, self.weight) / self.width).to(features.dtype)
+            return self._logits(features).to(features.dtype)
         # |w- - f|^2 - |w+ - f|^2 without the squares of f, which would cancel.
         gap = self.weight - self.absent
         shift = self.absent.square().sum(-1) - self.weight.square().sum(-1)
         return (2 * features @ gap.T + shift) / self.width
+
+    def _logits(self, features: Tensor) -> Tensor:
+        """Return the logits; distances in float32 at least: half precision keeps 8 bits of what may be thousands."""
+        if self.absent is not None:
+            logits: Tensor = self(features)
+            return logits
+        return -squared_distances(features, self.weight) / self.width
 
     def loss(
         self,
@@ -84,12 +98,13 @@ class PrototypeHead(nn.Module):
     ) -> Tensor:
         """Return the cross-entropy, or with ``multilabel=True`` :func:`~lastlayer.binary_loss`."""
         function = binary_loss if self.multilabel else multihot_softmax_loss
-        return function(self(features), target, sample_weight=sample_weight, reduction=reduction)
+        loss = function(self._logits(features), target, sample_weight=sample_weight, reduction=reduction)
+        return _rows.leave("PrototypeHead.loss", loss, "none", None, features.dtype)
 
     def predict(self, features: Tensor) -> Tensor:
         """Return probabilities, shape ``(*batch, n_classes)``."""
-        logits: Tensor = self(features)
-        return logits.sigmoid() if self.multilabel else logits.softmax(-1)
+        logits = self._logits(features)
+        return logits.sigmoid() if self.multilabel else _probabilities(logits, features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any) -> None:
         if f"{prefix}gamma" in state_dict:  # the name of the widths in 0.1
@@ -149,7 +164,11 @@ class ReciprocalPointHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits, shape ``(*batch, n_classes)``."""
-        return (self.scale * squared_distances(features, self.points).mean(-1)).to(features.dtype)
+        return self._logits(features).to(features.dtype)
+
+    def _logits(self, features: Tensor) -> Tensor:
+        """Return the logits in float32 at least."""
+        return self.scale * squared_distances(features, self.points).mean(-1)
 
     def loss(
         self,
@@ -173,8 +192,7 @@ class ReciprocalPointHead(nn.Module):
 
     def predict(self, features: Tensor) -> Tensor:
         """Return probabilities of the known classes, shape ``(*batch, n_classes)``."""
-        logits: Tensor = self(features)
-        return logits.softmax(-1)
+        return _probabilities(self._logits(features), features)
 
     def known_score(self, features: Tensor) -> Tensor:
         """Return the largest distance, shape ``batch``: the larger, the more likely a known class."""

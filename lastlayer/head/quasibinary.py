@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lastlayer import _check
 from lastlayer._check import Reduction, Target
 from lastlayer.loss import _rows
-from lastlayer.loss.quasibinary import batch_log_normalizer, row_loss
+from lastlayer.loss.quasibinary import batch_log_normalizer, of_weight, row_loss
 from lastlayer.shard import all_ranks
 
 
@@ -85,12 +85,12 @@ class QuasibinaryHead(nn.Module):
             loss = row_loss(x, labels, live, stored)
             return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
         rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
+        x, live = of_weight(x, live, rows)
         log_c, known = batch_log_normalizer(x, labels, live, all_ranks() if self.sync else None, rows)
         self._track(log_c.detach(), known)
         log_q = torch.where(live, x - stored, -torch.inf)
-        silent = (log_q.clamp(max=0).exp() + log_q.clamp(min=0)).sum(
-            -1
-        )  # linear above 1, so that large logits stay finite
+        # Linear above 1, so that large logits stay finite; the gradient at 1 is that of the line alone.
+        silent = (torch.where(log_q < 0, log_q, 0).exp() + _rows.above_0(log_q)).sum(-1)
         loss = torch.where(known, row_loss(x, labels, live, log_c), silent)
         return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 

@@ -73,7 +73,18 @@ def share(labels: Labels, live: Tensor, dtype: torch.dtype) -> Tensor:
     """Return how much of a label each entry is: 1, 0 or, for soft targets, a number between."""
     if labels.dense is None or not soft(labels):
         return labels.positive().to(dtype)
-    return torch.where(live, labels.dense, 0).to(dtype).clamp(0, 1)
+    return from_0_to_1(torch.where(live, labels.dense, 0).to(dtype))
+
+
+def from_0_to_1(part: Tensor) -> Tensor:
+    """Clamp the shares of soft labels; their gradient is 1 at both ends too, where newer versions of torch have 0."""
+    held = part.clamp(0, 1)
+    return torch.where(part == held, part, held)
+
+
+def above_0(x: Tensor) -> Tensor:
+    """Clamp to 0 or more, with a gradient of 1 at 0, where newer versions of torch have 0."""
+    return torch.where(x < 0, 0, x)
 
 
 def mixed(labels: Labels, live: Tensor, if_positive: Tensor, if_negative: Tensor) -> Tensor:
@@ -93,7 +104,7 @@ def label_factors(labels: Labels, live: Tensor, dtype: torch.dtype, weight: Tens
     """Return what the terms of labels are multiplied by, of the shape of the logits: weights, shares of soft labels."""
     factors = [] if weight is None else [weight.expand(live.shape)]
     if labels.dense is not None and soft(labels):
-        factors.append(labels.dense.to(dtype).clamp(0, 1))
+        factors.append(from_0_to_1(labels.dense.to(dtype)))
     return factors
 
 

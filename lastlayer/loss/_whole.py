@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._threshold.dispatch import whole
-from lastlayer._threshold.whole import Shape, compiling, packed, run
+from lastlayer._threshold.whole import Call, Shape, compiling, packed, run
 from lastlayer.loss import _rows
 
 P = ParamSpec("P")
@@ -28,7 +28,7 @@ def _of_logits(name: str, given: dict[str, Any]) -> Tensor | None:
         return None
     # In float32, so that the upstream gradient meets the whole one, and not what half precision has left of it.
     logits, *others = call.tensors
-    call = call._replace(tensors=[logits.float(), *others])
+    call = Call(call.form, [logits.float(), *others], call.numbers)
     reduced = given.get("reduction", "mean") != "none"
     each: Shape = "classes" if given.get("per") == "class" else "rows"
     loss = run(name, call, "number" if reduced else each, ahead=reduced)

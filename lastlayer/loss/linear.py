@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -160,7 +159,7 @@ def linear_lml_loss(
     limit, scan, turn = _largest_rank(k), None, 0
     if negatives is None:  # a GPU computes the first logits while the host looks at the labels
         holds = torch.is_grad_enabled() and weight.requires_grad
-        with torch.no_grad(), _without_autocast(features.device):
+        with torch.no_grad(), _check.without_autocast(features.device):
             layer = Layer(features, weight, bias, dtype, divisor, mask)
             if holds and least == 0 and shard is None and sample_weight is None and reduction != "none":
                 turn = _rows_of_a_turn(layer, limit, k)
@@ -233,11 +232,6 @@ def _dot_dtype(features: Tensor) -> torch.dtype:
     if _check.autocast(features.device) and features.dtype != torch.float64:
         return torch.get_autocast_dtype(features.device.type)
     return features.dtype
-
-
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Switch autocast off, if it is on: that takes as long as a launch."""
-    return torch.autocast(device.type, enabled=False) if _check.autocast(device) else contextlib.nullcontext()
 
 
 def _index_lists(labels: Labels, wanted: Callable[[Tensor], Tensor]) -> Tensor:
@@ -481,7 +475,7 @@ class _LinearLML(torch.autograd.Function):
             return lambda: begun[0].add(upstream, blocks - 1)
 
         by_kernels = layer.kernels is not None and options["shard"] is None
-        with _without_autocast(features.device):
+        with _check.without_autocast(features.device):
             scan.run(index)
             settle = functools.partial(_settle_by_kernels, meanwhile=meanwhile) if by_kernels else _settle
             found = settle(layer, scan, k, leave=leave, **options)
@@ -530,7 +524,7 @@ class _InTurns(torch.autograd.Function):
         known, layer = options.pop("known"), Layer(features, weight, bias, scan.layer.dtype, temperature)
         ctx.save_for_backward(features, weight, bias, k, index, known)
         ctx.again = (layer.dtype, temperature, wanted, options, reduction)
-        with _without_autocast(features.device):
+        with _check.without_autocast(features.device):
             loss, count, ctx.found = _in_turns(layer, scan, k, index, known, wanted, reduction, **options)
             result, contributes, _ = _left(layer, loss, count, known, reduction, dtype)
         ctx.mark_non_differentiable(contributes)
@@ -544,7 +538,7 @@ class _InTurns(torch.autograd.Function):
         features, weight, bias, k, index, known = ctx.saved_tensors
         dtype, temperature, wanted, options, reduction = ctx.again
         found, ctx.found = ctx.found, None
-        with torch.no_grad(), _without_autocast(features.device):
+        with torch.no_grad(), _check.without_autocast(features.device):
             layer = Layer(features, weight, bias, dtype, temperature)
             if found is None:  # a second backward pass
                 first = _first_rows(layer, options["turn"])
@@ -680,7 +674,7 @@ def _first_derivatives(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     features, weight, bias, mask, scale, index, *saved = ctx.saved_tensors
     center, delta, log_mass, labels, pull, toward, share, undecided, marked = saved
     temperature = ctx.temperature if scale is None else scale
-    with torch.no_grad(), _without_autocast(features.device):
+    with torch.no_grad(), _check.without_autocast(features.device):
         layer = Layer(features, weight, bias, ctx.dtype, temperature, mask)
         wants_features, wants_weight, wants_bias, wants_k, wants_temperature = ctx.needs_input_grad[:5]
         wanted = _Wanted(wants_features, wants_weight, wants_bias, wants_temperature)

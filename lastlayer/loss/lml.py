@@ -434,7 +434,7 @@ def _with_broken_rows(loss: Tensor, delta: Tensor) -> Tensor:
 
 def _shares(dense: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return how much of each class is a label, from 0 to 1, and where that is known."""
-    return dense.to(dtype).clamp(0, 1), ~(dense < 0)  # nan is kept, and shows
+    return _rows.from_0_to_1(dense.to(dtype)), ~(dense < 0)  # nan is kept, and shows
 
 
 def _times(share: Tensor, value: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def quasibinary_loss(
 
 def _plain(x: Tensor, labels: Labels, weight: Tensor | None, shard: ClassShard | None) -> Tensor:
     """Return one loss per row by differentiable operations."""
-    x, live = _rows.taking_part(x, labels)
+    x, live = of_weight(*_rows.taking_part(x, labels), weight)
     # A constant added to the batch changes nothing: about the largest score the logarithms keep their digits.
     peak = reduce(torch.where(live, x, -torch.inf).detach().reshape(1, -1), "max", shard).reshape(())
     x = torch.where(live, x - torch.where(peak.isfinite(), peak, 0), 0)
@@ -117,9 +117,11 @@ def _at_once(x: Tensor, labels: Labels, weight: Tensor | None) -> Tensor | None:
         if sums is None:
             return None
         peaks, count = sums.extra.unbind(-1)
-        peak = torch.where(sums.counts, peaks, -torch.inf).max()
+        kept = None if weight is None else weight != 0
+        there = sums.counts if kept is None else sums.counts & kept
+        peak = torch.where(there, peaks, -torch.inf).max()
         peak = torch.where(peak.isfinite(), peak, 0)
-        mass = torch.where(sums.counts, (peaks - peak + sums.loss).exp(), 0)
+        mass = torch.where(there, (peaks - peak + sums.loss).exp(), 0)
         if weight is not None:
             mass, count = mass * weight, count * weight
         whole, count = mass.sum(), count.sum()
@@ -128,11 +130,15 @@ def _at_once(x: Tensor, labels: Labels, weight: Tensor | None) -> Tensor | None:
         found = run("quasibinary", fixed, labels, (), first=peak, second=log_c, gradient=wanted)
         if found is None:
             return None
-        loss = torch.where(known, found.loss, 0)
+        here = known if kept is None else known & kept
+        loss = torch.where(here, found.loss, 0)
         if not wanted:
             return loss
         term = sums.out * torch.where(known, mass / whole, 0).unsqueeze(-1)
         grad, part = found.out * known, found.extra.squeeze(-1) * known
+        if kept is not None:  # scores that are nan or infinite must not reach the other rows
+            term, grad = (torch.where(kept.unsqueeze(-1), value, 0) for value in (term, grad))
+            part = torch.where(kept, part, 0)
     return with_shared_term(x, loss, grad, part, term, lambda x: _plain(x, labels, weight, None))
 
 
@@ -150,6 +156,14 @@ def _given_normalizer(x: Tensor, labels: Labels, peak: Tensor, log_c: Tensor) ->
     if found is None:
         return None
     return found.loss + found.extra.squeeze(-1) * (log_c - fixed).nan_to_num()  # 0, also where both are infinite
+
+
+def of_weight(x: Tensor, live: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the scores, and the entries that take part, without rows of weight 0: these may hold any number."""
+    if weight is None:
+        return x, live
+    live = live & (weight != 0).expand(x.shape[:-1]).unsqueeze(-1)
+    return torch.where(live, x, 0), live
 
 
 def batch_log_normalizer(
@@ -176,7 +190,7 @@ def batch_log_normalizer(
 def row_loss(x: Tensor, labels: Labels, live: Tensor, log_c: Tensor) -> Tensor:
     """Return one loss per row, of this rank's classes, for a normaliser of shape ``()``."""
     log_q = torch.where(live, x - log_c, 0)
-    above = log_q.clamp(min=0).sum(-1)
+    above = _rows.above_0(log_q).sum(-1)
     return above - _rows.over_positives(labels, live, lambda q: q, log_q)
 
 

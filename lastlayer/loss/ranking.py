@@ -171,7 +171,7 @@ def _hinges(picked: Tensor, negatives: Tensor, margin: float) -> Tensor:
 
 
 def _ramp(t: Tensor, start: float, flat: float) -> Tensor:
-    return (1 - t).clamp(min=0) - flat * (_check.variable(start, t) - t).clamp(min=0)
+    return _rows.above_0(1 - t) - flat * _rows.above_0(_check.variable(start, t) - t)
 
 
 def _weights(

@@ -75,7 +75,8 @@ def squared_distances(features: Tensor, points: Tensor) -> Tensor:
     """Return ``|f - p|^2`` for features ``(*batch, d)`` and points ``(*many, d)``, shape ``(*batch, *many)``."""
     dtype = torch.promote_types(_check.work_dtype(features), _check.work_dtype(points))
     f, p = features.to(dtype), points.to(dtype)
-    product = f @ p.flatten(0, -2).T
+    with _check.without_autocast(f.device):  # what is left of large squares needs all their digits
+        product = f @ p.flatten(0, -2).T
     square = f.square().sum(-1, keepdim=True) - 2 * product + p.flatten(0, -2).square().sum(-1)
-    distances: Tensor = square.clamp(min=0).unflatten(-1, points.shape[:-1])  # rounding may leave less than 0
+    distances: Tensor = _rows.above_0(square).unflatten(-1, points.shape[:-1])  # rounding may leave less than 0
     return distances

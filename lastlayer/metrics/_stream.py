@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lastlayer import _check
@@ -71,6 +72,31 @@ class Stream(Metric):
         for name, value in values.items():
             setattr(self, f"{name}_{self._suffix}", self._state(name) + value)
 
+    def sync(
+        self,
+        dist_sync_fn: Callable[..., Any] | None = None,
+        process_group: Any = None,
+        should_sync: bool = True,
+        distributed_available: Callable[..., bool] | None = None,
+    ) -> None:
+        """Join the states of all processes, as torchmetrics does; a process may have had no rows."""
+        if should_sync and not self._is_synced and dist.is_available() and dist.is_initialized():
+            self._begin_lists(process_group or self.process_group)
+        super().sync(dist_sync_fn, process_group, should_sync, distributed_available)
+
+    def _begin_lists(self, group: Any) -> None:
+        """Give lists without a tensor one of no rows, of the form that the other processes have: they are gathered."""
+        lists = {name: getattr(self, name) for name, default in self._defaults.items() if isinstance(default, list)}
+        if not lists:
+            return
+        firsts = {name: value[0] for name, value in lists.items() if isinstance(value, list) and value}
+        forms: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(forms, {name: (x.shape[1:], x.dtype) for name, x in firsts.items()}, group=group)
+        for name in lists.keys() - firsts.keys():
+            shape, dtype = next((form[name] for form in forms if name in form), (None, None))
+            if shape is not None:
+                setattr(self, name, [torch.empty(0, *shape, dtype=dtype, device=self.device)])
+
     def _same_classes(self, scores: Tensor, n_classes: int) -> None:
         op = type(self).__name__
         scores = _check.logits(op, scores, "scores")
@@ -85,7 +111,7 @@ class Stream(Metric):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 shown.append(f"{name}=tensor of shape {tuple(value.shape)}")
-            elif name in defaults and value != defaults[name].default:
+            elif name in defaults and repr(value) != repr(defaults[name].default):  # an array has no one truth value
                 shown.append(f"{name}={value!r}")
         return ", ".join(shown)
 

@@ -90,7 +90,8 @@ def _pair(op: str, prediction: Any, target: Any) -> tuple[Tensor, Tensor]:
 
 
 def _matrix_angle(a: Tensor, b: Tensor) -> Tensor:
-    turn = a.mT @ b
+    with _check.without_autocast(a.device):
+        turn = a.mT @ b
     axis = torch.stack(
         [turn[..., 2, 1] - turn[..., 1, 2], turn[..., 0, 2] - turn[..., 2, 0], turn[..., 1, 0] - turn[..., 0, 1]], -1
     )  # 2 sin(angle) times the axis
@@ -110,7 +111,7 @@ def _vector_angle(a: Tensor, b: Tensor) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.where(length > 0, x / length, 0)
+    return torch.where(length == 0, 0, x / length)  # nan shows
 
 
 def _reduced(op: str, angle: Tensor, degrees: bool, reduction: Any) -> Tensor:

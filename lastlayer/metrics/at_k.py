@@ -420,7 +420,8 @@ def _at_k(
         )
     if reduction == "none":
         rows, cuts = row_gains(op, kind, scores, target, k, indices, shard, **more)
-        result = _sums.settle_each(rows, empty).view(*scores.shape[:-1], -1)
+        result = _sums.settle_each(rows, empty)
+        result = result.view(*scores.shape[:-1], result.shape[-1])
         return (result if cuts.several else result.squeeze(-1)).to(_check.work_dtype(scores))
     sums, cuts = gather_sums(op, kind, scores, target, k, average, indices, shard, **more)
     result = settle(kind, sums, average, empty)

@@ -79,6 +79,7 @@ class _AtK(Stream):
             return
         op, rule = type(self).__name__, "classes below n_classes"
         for name, value in (("indices", indices), ("target", target)):
+            value = value.index if isinstance(value, _check.LabelLists) else value
             if isinstance(value, Tensor):
                 _check.below(op, name, value, self.n_classes, rule, "Classes count from 0.")
 
@@ -217,11 +218,13 @@ class _Ranked(Stream):
         self._sum("positive", self.n_classes or 1, bins)
         self._sum("total", self.n_classes or 1, bins)
 
-    def _keep(self, scores: Tensor, target: Target) -> None:
-        """Store scores and a dense target of the same shape: lists of indices may differ in length."""
+    def _keep(self, scores: Tensor, target: Target, items: bool = False) -> None:
+        """Store rows of scores, or `items` of one problem, and a dense target: batches may differ in shape and form."""
         op = type(self).__name__
         scores = _check.logits(op, scores, "scores").detach()
         labels = _check.target(op, target, scores)
+        if not items:
+            scores, labels = _ranking.matrix(scores), _ranking.flat(labels)
         known = labels.known()
         dense = labels.positive().to(torch.int8)
         self._state("scores").append(scores)
@@ -353,14 +356,13 @@ class AUROC(_Ranked):
 
     def update(self, scores: Tensor, target: Target) -> None:
         """Add rows."""
-        if isinstance(scores, Tensor) and (
-            scores.ndim == 1 or (self.thresholds is not None and self.n_classes is None)
-        ):
+        single = isinstance(scores, Tensor) and scores.ndim == 1
+        if single or (isinstance(scores, Tensor) and self.thresholds is not None and self.n_classes is None):
             target = openset.items(type(self).__name__, scores, target)
             if self.thresholds is not None:
                 scores, target = scores.reshape(-1, 1), target.reshape(-1, 1)
         if self.thresholds is None:
-            self._keep(scores, target)
+            self._keep(scores, target, items=single)
         else:
             self._count(scores, target)
 
@@ -447,6 +449,7 @@ class MeanMaxConfidence(Stream):
     def update(self, scores: Tensor, target: Target | None = None) -> None:
         """Add rows; `target` is not used, and is there for collections, which pass the same arguments to all."""
         del target
+        scores = _check.logits(type(self).__name__, scores, "scores")
         rows = torch.tensor(scores[..., :1].numel(), device=scores.device)
         self._add(peak=openset.mean_max_confidence(scores).double() * rows, rows=rows)
 

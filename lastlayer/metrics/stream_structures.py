@@ -206,8 +206,8 @@ class RotationError(Stream):
     """Streaming form of :func:`~lastlayer.metrics.rotation_error`: the mean or the median angle.
 
     The mean keeps two numbers. The median keeps one number per rotation and is exact; with `bins` it counts angles
-    in that many bins of equal width on [0, pi] and is right to half a bin, however many rotations there are. For the
-    share of rotations within an angle, average ``rotation_error(a, b) < limit``.
+    in that many bins of equal width on [0, pi] and is right to half a bin, however many rotations there are; an angle
+    of nan counts as pi there. For the share of rotations within an angle, average ``rotation_error(a, b) < limit``.
 
     Args:
         reduction: ``"mean"`` or ``"median"``.
@@ -261,7 +261,7 @@ class RotationError(Stream):
         elif self.bins is None:
             self._state("angles").append(matches)
         else:
-            place = (matches * (self.bins / math.pi)).long().clamp(max=self.bins - 1)
+            place = (matches.nan_to_num(math.pi) * (self.bins / math.pi)).long().clamp(max=self.bins - 1)
             self._add(counts=torch.bincount(place, minlength=self.bins))
 
     def compute(self) -> Tensor:
@@ -351,10 +351,11 @@ class LabelSetErrorsMetric(Stream):
 
     def analysis(self) -> errors.LabelSetErrors:
         """Return the analysis of the rows of all processes so far; every process must call it."""
-        if not len(self._state("scores")):
-            raise ValueError(f"{type(self).__name__}: `analysis` must be called after `update`, got no rows.")
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
-            return self._found()
+            found = self._found() if len(self._state("scores")) else None
+        if found is None:
+            raise ValueError(f"{type(self).__name__}: `analysis` must be called after `update`, got no rows.")
+        return found
 
     def _found(self) -> errors.LabelSetErrors:
         scores, target, said = (self._joined(name) for name in ("scores", "target", "said"))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lastlayer import _check
 from lastlayer._threshold.autograd import mapped, nestable
 from lastlayer.project.lml import lml_threshold
 
@@ -221,7 +222,8 @@ def _multiply(level: Tensor, spectrum: Tensor, longest: int) -> Tensor:
     if size <= _DIRECT:
         a, b = split(level)
         windows = F.pad(b, (size - 1, length - size)).unfold(-1, size, 1)
-        return (windows @ a.flip(-1).unsqueeze(-1)).squeeze(-1)
+        with _check.without_autocast(level.device):
+            return (windows @ a.flip(-1).unsqueeze(-1)).squeeze(-1)
     a, b = _split_spectrum(spectrum)
     product: Tensor = torch.fft.irfft(a * b, _fast_size(2 * size - 1))[..., :length]
     return product
@@ -233,7 +235,8 @@ def _correlate(outer: Tensor, level: Tensor, spectrum: Tensor) -> Tensor:
     if size <= _DIRECT:
         a, b = split(level)
         windows = F.pad(outer, (0, 2 * size - 1 - outer.shape[-1])).unfold(-1, size, 1)
-        both = windows @ torch.stack([b, a], -1).to(outer.dtype)
+        with _check.without_autocast(level.device):
+            both = windows @ torch.stack([b, a], -1).to(outer.dtype)
         return torch.cat(both.unbind(-1), -2)
     points = _fast_size(2 * size - 1)
     a, b = _split_spectrum(spectrum)

@@ -673,7 +673,7 @@ def _plain_gradients(ctx: Any, logits: Tensor, sums: Tensor, limits: Tensor, *gr
     """Return the gradients of logits, k and capacity in differentiable operations, from that of y or of both duals."""
     with torch.enable_grad():
         logits, sums, limits = apart(logits, sums, limits)
-        inputs = zip((logits, sums, limits), ctx.needs_input_grad, strict=False)
+        inputs = zip((logits, sums, limits), ctx.needs_input_grad[:3], strict=True)
         wanted = [value for value, asked in inputs if asked]
         x = logits.double() / ctx.temperature
         live = torch.ones_like(x, dtype=torch.bool)

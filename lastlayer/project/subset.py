@@ -14,6 +14,7 @@ from lastlayer._module import FunctionModule
 from lastlayer._ranked import exporting
 from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu, projected
 from lastlayer._threshold.dispatch import transformed
+from lastlayer._threshold.operators import fake, operator
 from lastlayer._threshold.whole import whole_projection
 from lastlayer.project._symmetric import Tree, balance, log_counts, split, tilt
 
@@ -59,12 +60,12 @@ def _sample(x: Tensor, k: int, generator: torch.Generator | None = None) -> Tens
 
 
 # One operator for the compiler, which would make a graph for each depth of the tree. A draw is not to be repeated.
-@torch.library.custom_op("lastlayer::sample_subset", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@operator("sample_subset", torch.Tag.nondeterministic_seeded)
 def _sample_op(x: Tensor, k: int) -> Tensor:
     return _sample(x, k)
 
 
-@_sample_op.register_fake
+@fake("sample_subset")
 def _(x: Tensor, k: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], k), dtype=torch.int64)
 

@@ -385,7 +385,7 @@ def _plain_gradients(
     """Return the gradients of logits, k, weight, lower and upper in differentiable operations."""
     with torch.enable_grad():
         logits, k, *given = apart(logits, k, *given)
-        inputs = zip([logits, k, *given], ctx.needs_input_grad, strict=False)
+        inputs = zip((logits, k, *given), ctx.needs_input_grad[:5], strict=True)
         wanted = [value for value, asked in inputs if asked and value is not None]
         x = scores(logits.double(), mask, ctx.temperature)
         terms = in_one_shape(x, k, (given[0], given[1], given[2]))

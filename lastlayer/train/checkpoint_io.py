@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,7 @@ class ShardedCheckpointIO(SafeCheckpointIO):
         alone = not dist.is_initialized()
 
         def save(group: Any) -> None:
-            dcp.save(parts, checkpoint_id=str(folder), process_group=group, no_dist=alone)
+            dcp.save(parts, checkpoint_id=str(folder), process_group=group, **_alone(dcp.save))
 
         try:
             with warnings.catch_warnings():
@@ -111,7 +113,7 @@ class ShardedCheckpointIO(SafeCheckpointIO):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(parts, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+                dcp.load(parts, checkpoint_id=str(folder), **_alone(dcp.load))
         except (CheckpointException, OSError, ValueError, KeyError, EOFError) as error:
             reason = " ".join(str(error).split())[:100]
             raise RunError(f"{folder}: damaged checkpoint: {type(error).__name__}: {reason}.") from None
@@ -167,6 +169,11 @@ class ShardedCheckpointIO(SafeCheckpointIO):
         value = torch.empty(shape, dtype=getattr(torch, state["dtype"]))
         parts[state[_MARK]] = self._rows(value, state["dim"])
         return value
+
+
+def _alone(call: Callable[..., Any]) -> dict[str, bool]:
+    """Return what tells a call of torch that there is one process; torch 2.6 sees it for itself."""
+    return {"no_dist": not dist.is_initialized()} if "no_dist" in inspect.signature(call).parameters else {}
 
 
 def _remove_others(path: Path, folder: Path) -> None:

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 
 from lastlayer._triton import ahead, loaded
 

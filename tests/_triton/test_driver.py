@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 
 from lastlayer._triton import driver
 

@@ -3,7 +3,6 @@
 `make test-triton` runs all of them, with other versions of Triton too, and CI calls it.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from tools import DEVICE, HUNG
+
+from lastlayer import _triton
 
 FILES = [Path(__file__).with_name(f"test_{name}.py") for name in ("lml", "weighted", "fused")]
 FILES.append(Path(__file__).parents[1] / "loss/test_linear.py")
@@ -21,7 +22,7 @@ SHARP = (
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a GPU: the tests of the kernels run on it")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(not _triton.FOUND, reason="no triton that is new enough")
 def test_kernels_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "ignore", *map(str, FILES)]
     command += ["-m", "kernels and not slow", "-k", SHARP]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 
 from lastlayer._triton import INTERPRETED, loaded
 from lastlayer._triton import launch as launcher

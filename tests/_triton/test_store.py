@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 from lastlayer._triton import INTERPRETED, store
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has other kernels")

@@ -137,6 +137,14 @@ def test_a_class_whose_scores_are_all_infinite_is_taken_where_that_is_best():
     assert (scores > thresholds).all(0).tolist() == [True, False]  # the second has no label
 
 
+def test_nothing_is_taken_beside_an_infinite_score_of_no_label():
+    """No threshold separates the two rows; the last resort is one that takes neither."""
+    scores, target = torch.tensor([[torch.inf], [0.25]]), torch.tensor([[0.0], [1.0]])
+    assert tune_thresholds(scores, target, objective="precision", value=0.9) == INF
+    assert tune_thresholds(scores, target, objective="recall", value=0.0) == INF
+    assert 0.25 > tune_thresholds(scores, target)  # noqa: SIM300  # both, for an F1 of 2/3
+
+
 def test_target_forms_agree():
     scores = torch.rand(12, 5)
     lists = torch.randint(-1, 5, (12, 2))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import lastlayer as ll
 from lastlayer.head import AttentivePoolHead, attentive_pool
 
 F64 = torch.float64
@@ -119,3 +120,23 @@ def test_messages():
         ValueError, match=r"must have the shape \(\*batch, n_instances, 2, in_features\), got \(5, 3, 4\)"
     ):
         AttentivePoolHead(4, 3, n_modalities=2).loss(torch.randn(5, 3, 4), torch.zeros(5, 3))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_class_that_is_ruled_out_has_no_gradient(masked):
+    """Also where only an absent instance has a score for it, and whatever the absent instance holds."""
+    x, a = torch.randn(2, 4, 3), torch.randn(2, 4, 3)
+    mask = torch.tensor([[True, True, True, False], [True] * 4]) if masked else None
+    expected = attentive_pool(x[..., :2], a[..., :2], mask)
+    x[..., 2] = -torch.inf
+    if masked:
+        x[0, 3] = torch.tensor([torch.nan, torch.inf, 0.5])
+    x.requires_grad_()
+    a.requires_grad_()
+    bag = attentive_pool(x, a, mask)
+    assert (bag[..., 2] == -torch.inf).all()
+    torch.testing.assert_close(bag[..., :2], expected)
+    for grad in torch.autograd.grad(ll.binary_loss(bag, torch.tensor([0, 1])), (x, a)):
+        assert grad.isfinite().all()
+        assert (grad[..., 2] == 0).all()
+    assert (attentive_pool(x[:, :0], a[:, :0]) == -torch.inf).all()  # no instance

@@ -1,5 +1,7 @@
 """Prototype and reciprocal-point heads: formulas, edges, and what they learn."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,3 +154,40 @@ def test_old_names_keep_working():
         assert torch.equal(PrototypeHead(3, 4, gamma=2.0).gamma, torch.full((4,), 2.0))
     with pytest.raises(TypeError, match="PrototypeHead: `gamma` is the old name of `width`"):
         PrototypeHead(3, 4, gamma=2.0, width=1.0)
+
+
+@pytest.mark.parametrize("head", [PrototypeHead(512, 4), ReciprocalPointHead(512, 4)])
+def test_small_distances_of_long_vectors_survive_autocast(head):
+    """They are what is left of the squares of lengths, 4,600 here: rounded to 8 bits, of 1.3 nothing is."""
+    points = 3 * torch.randn(4, 512)
+    parameter = head.weight if isinstance(head, PrototypeHead) else head.points
+    with torch.no_grad():
+        parameter.copy_(points.view_as(parameter))
+    features = points + 0.05 * torch.randn(4, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = head(features)
+        loss = head.loss(features, torch.arange(4))
+    assert logits.diagonal().abs().tolist() == pytest.approx([0.05**2 * 512] * 4, rel=0.3)
+    torch.testing.assert_close(logits, head(features))
+    torch.testing.assert_close(loss, head.loss(features, torch.arange(4)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("head", [PrototypeHead(512, 8), ReciprocalPointHead(512, 8)])
+def test_half_precision_is_that_of_features_and_not_of_distances(head, autocast):
+    """Distances are hundreds here, where bfloat16 has steps of 2; what counts is their differences."""
+    points = torch.randn(8, 512).bfloat16().float()
+    parameter = head.weight if isinstance(head, PrototypeHead) else head.points
+    with torch.no_grad():
+        parameter.copy_(points.view_as(parameter))
+    y = torch.arange(8)
+    features = (points + points.roll(1, 0)).bfloat16() / 2
+    exact = head.loss(features.float(), y, reduction="none")
+    other = head if autocast else copy.deepcopy(head).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss, p = other.loss(features, y, reduction="none"), other.predict(features)
+    assert loss.dtype == (torch.float32 if autocast else torch.bfloat16)
+    assert p.dtype == loss.dtype
+    assert other(features).dtype == torch.bfloat16
+    torch.testing.assert_close(loss.float(), exact, rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(p.float(), head.predict(features.float()), rtol=1e-2, atol=4e-3)

@@ -48,6 +48,15 @@ def test_batch_without_labels_pushes_down_and_leaves_the_average():
     assert huge.isfinite()
 
 
+def test_the_gradient_has_no_step_where_the_loss_becomes_linear():
+    head = QuasibinaryHead(1, 2)
+    with torch.no_grad():
+        head.linear.weight.zero_()
+        head.linear.bias.copy_(head.log_normalizer)
+    loss = head.loss(torch.zeros(3, 1), torch.full((3,), -1))
+    assert torch.autograd.grad(loss, head.linear.bias)[0].tolist() == [1.0, 1.0]
+
+
 def test_predictions_are_clipped():
     head = QuasibinaryHead(2, 2)
     p = head.predict(1e6 * torch.randn(50, 2))
@@ -63,6 +72,17 @@ def test_state_travels():
     features = torch.randn(2, 4)
     assert torch.equal(other.predict(features), head.predict(features))
     assert "momentum=0.1" in repr(head)
+
+
+def test_a_row_of_weight_0_may_hold_any_features():
+    torch.manual_seed(0)
+    head, alone = QuasibinaryHead(4, 3), QuasibinaryHead(4, 3)
+    alone.load_state_dict(head.state_dict())
+    features, y, weight = torch.randn(3, 4), torch.tensor([0, 2, 1]), torch.tensor([1.0, 0.0, 2.0])
+    features[1] *= 1e5
+    loss = head.loss(features, y, sample_weight=weight)
+    torch.testing.assert_close(loss, alone.loss(features[[0, 2]], y[[0, 2]], sample_weight=weight[[0, 2]]))
+    torch.testing.assert_close(head.log_normalizer, alone.log_normalizer)
 
 
 def test_classes_without_labels_get_low_confidence():

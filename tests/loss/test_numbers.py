@@ -52,6 +52,29 @@ def test_the_surrogate_of_a_well_fitted_batch_has_a_gradient(margin, metric):
         assert (grad[:, 0] < 0).any()
 
 
+SOFT = {
+    "binary_loss": ll.binary_loss,
+    "asymmetric_loss": lambda x, t: ll.asymmetric_loss(x, t, gamma_positive=0.0, gamma_negative=0.0),
+    "hill_loss": ll.hill_loss,
+}
+
+
+@pytest.mark.parametrize("name", SOFT)
+def test_targets_of_0_and_1_have_the_gradient_of_those_between(name):
+    """Soft labels that are learnt begin there. The gradient of `clamp` at its ends is 0 in newer versions of torch."""
+    x = torch.randn(3, 5, dtype=torch.float64)
+    hard = (torch.arange(15).reshape(3, 5) % 3 == 0).double().requires_grad_()
+    near = (0.5 + (1 - 2e-9) * (hard.detach() - 0.5)).requires_grad_()
+    gradients = [torch.autograd.grad(SOFT[name](x, target), target)[0] for target in (hard, near)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
+
+
+def test_the_gradient_of_a_quasibinary_probability_of_1_is_that_above():
+    x = torch.tensor([[2.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    loss = ll.quasibinary_loss(x, torch.tensor([[-1]]), log_normalizer=2.0)
+    assert torch.autograd.grad(loss, x)[0].tolist() == [[1.0, 0.0]]
+
+
 def test_truncated_entropy_of_a_label_that_is_ruled_out():
     loss = partial(ll.truncated_entropy_loss, reduction="none")
     logits = torch.tensor([[-INF, 1.0]], requires_grad=True)

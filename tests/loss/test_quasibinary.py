@@ -99,3 +99,27 @@ def test_a_nan_shows():
     x[1, 2] = torch.nan
     for dtype in (torch.float64, torch.float32):
         assert quasibinary_loss(x.to(dtype), torch.tensor([0, 1])).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("score", [torch.nan, torch.inf, 1e4])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_row_of_weight_0_may_hold_any_scores(dtype, score, reduction):
+    """Such as a row of padding: the others must not see it, neither in the normaliser nor in the gradient."""
+    z = torch.randn(4, 5, dtype=dtype)
+    y, weight = torch.tensor([0, 3, -1, 2]), torch.tensor([1.0, 0.0, 2.0, 0.5])
+    kept = [0, 2, 3]
+
+    def run(z, y, weight):
+        z = z.clone().requires_grad_()
+        loss = quasibinary_loss(z, y, sample_weight=weight, reduction=reduction)
+        grad = torch.autograd.grad(loss.sum(), z, create_graph=True)[0]
+        return loss.detach(), grad.detach(), torch.func.grad(lambda z: quasibinary_loss(z, y, sample_weight=weight))(z)
+
+    expected = run(z[kept], y[kept], weight[kept])
+    z[1, 2] = score
+    loss, *grads = run(z, y, weight)
+    torch.testing.assert_close(loss if reduction == "mean" else loss[kept], expected[0])
+    for grad, other in zip(grads, expected[1:], strict=True):
+        torch.testing.assert_close(grad[kept], other)
+        assert (grad[1] == 0).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import traceback
+import warnings
 from typing import Any
 
 import torch
@@ -78,6 +79,32 @@ def check_processes_merge(rank: int) -> None:
         torch.testing.assert_close(metric.compute(), whole)
 
 
+def check_a_process_may_have_no_rows(rank: int) -> None:
+    """Such as the last one of many, where rows are few: it computes what the others do."""
+    torch.manual_seed(6)
+    scores, target = torch.rand(20, N, dtype=torch.float64), (torch.rand(20, N) < 0.3).to(torch.int8)
+    errors, angles = ll.LabelSetErrorsMetric(), ll.RotationError()
+    found = ll.label_set_errors(scores, target)
+    for metric, whole in (
+        (ll.MeanAveragePrecision(average="none"), ll.mean_average_precision(scores, target, average="none").float()),
+        (ll.AUROC(), ll.auroc(scores, target).float()),
+        (errors, torch.tensor(found.value)),
+        (angles, ll.rotation_error(scores[:, :4], scores[:, 4:8], reduction="median").float()),
+        (ll.RecallAtK(2), ll.recall_at_k(scores, target, 2).float()),
+    ):
+        empty = metric.compute()
+        assert not empty if metric is errors else empty == 0
+        metric._computed = None  # what torchmetrics remembers until the next update
+        mine = [slice(0, 3), None, slice(3, 20)][rank]
+        if mine is not None:
+            pair = (scores[:, :4], scores[:, 4:8]) if metric is angles else (scores, target)
+            metric.update(*(x[mine] for x in pair))
+        value = metric.compute()
+        value = value["value"] if metric is errors else value
+        torch.testing.assert_close(value.float(), whole)
+    assert errors.analysis() == found
+
+
 def check_structures_merge(rank: int) -> None:
     """The same for medians and error analyses, which need the rows of all processes."""
     torch.manual_seed(5)
@@ -106,6 +133,9 @@ def run(rank: int, store: str, results: Any) -> None:
         check(rank)
         check_processes_merge(rank)
         check_structures_merge(rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchmetrics warns of a metric that was not updated
+            check_a_process_may_have_no_rows(rank)
     except Exception:
         failure = traceback.format_exc()
     results.put((rank, failure))

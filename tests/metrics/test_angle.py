@@ -80,6 +80,14 @@ def test_reductions_and_degrees():
     assert ll.rotation_error(torch.zeros(4), torch.tensor([1.0, 0, 0, 0])).item() == pytest.approx(math.pi)
 
 
+def test_what_is_not_a_number_has_no_angle():
+    nan, one = torch.full((4,), math.nan), torch.tensor([1.0, 0, 0, 0])
+    for a, b in ((nan, one), (one, nan), (torch.tensor([math.nan, 1.0, 0, 0]), one)):
+        assert ll.rotation_error(a, b).isnan()
+        assert ll.angular_error(a, b).isnan()
+    assert ll.rotation_error(torch.full((3, 3), math.nan), torch.eye(3)).isnan()
+
+
 def test_directions():
     u = torch.tensor([[1.0, 0, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]])
     v = torch.tensor([[2.0, 0, 0], [0, 3, 0], [-1, 0, 0], [1, 0, 0]])

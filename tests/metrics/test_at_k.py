@@ -470,3 +470,13 @@ def test_one_graph_holds_all_of_them():
     scores, target = torch.randn(8, 12), (torch.rand(8, 12) < 0.3).float()
     graph = torch.compile(all_of_them, backend="eager", fullgraph=True)
     torch.testing.assert_close(graph(scores, target), all_of_them(scores, target))
+
+
+@pytest.mark.parametrize("metric", AT_K)
+@pytest.mark.parametrize("k", [3, [1, 3]])
+def test_values_of_no_rows(metric, k):
+    for batch in ((0,), (0, 2), (2, 0)):
+        scores = torch.rand(*batch, 5)
+        each = metric(scores, scores > 0.5, k, reduction="none")
+        assert each.shape == (batch if k == 3 else (*batch, 2))
+        assert metric(scores, scores > 0.5, k).shape == (() if k == 3 else (2,))

@@ -3,6 +3,7 @@
 import importlib
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tools import DEVICE
@@ -237,6 +238,35 @@ def test_unknown_name():
     assert "RecallAtK" in dir(ll.metrics)
 
 
+def test_settings_that_differ_from_the_defaults_are_shown():
+    assert repr(ll.RecallAtK(3, empty="zero")) == "RecallAtK(k=3, empty='zero')"
+    assert repr(ll.PrecisionAtK(np.array([1, 5]))) == "PrecisionAtK(k=array([1, 5]))"
+    assert repr(ll.GraphRecallAtK(np.array([1, 5]), iou=0.5)) == "GraphRecallAtK(k=array([1, 5]))"
+    assert repr(ll.LabelSetErrorsMetric(names=np.array(["a", "b"]))).startswith("LabelSetErrorsMetric(names=array(")
+    assert repr(ll.PSPAtK(3, torch.ones(4))) == "PSPAtK(k=3, propensities=tensor of shape (4,))"
+
+
+@pytest.mark.parametrize("average", ["macro", "micro", "weighted", "none"])
+@pytest.mark.parametrize(
+    ("stream", "function"), [(ll.MeanAveragePrecision, ll.mean_average_precision), (ll.AUROC, ll.auroc)]
+)
+def test_batches_of_different_shapes(stream, function, average):
+    """Such as frames of videos of different lengths, or rows that come one by one."""
+    scores, target = torch.rand(22, 4), (torch.rand(22, 4) < 0.4).to(torch.int8)
+    target[2, 1] = -1
+    metric = stream(average=average)
+    metric.update(scores[:6].view(2, 3, 4), target[:6].view(2, 3, 4))
+    metric.update(scores[6:16].view(2, 5, 4), target[6:16].view(2, 5, 4))
+    metric.update(scores[:0].view(3, 0, 4), target[:0].view(3, 0, 4))
+    metric.update(scores[16:20], target[16:20])
+    rest = 20
+    if stream is ll.MeanAveragePrecision:  # one-dimensional scores are items of one problem for the other
+        metric.update(scores[20], target[20])
+        metric.update(scores[21], target[21])
+        rest = 22
+    torch.testing.assert_close(metric.compute(), function(scores[:rest], target[:rest], average=average))
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -286,6 +316,18 @@ def test_unknown_name():
             ),
             ValueError,
             "RecallAtK: `indices` must hold classes below n_classes=2, got 2.",
+        ),
+        (
+            lambda: ll.RecallAtK(1, average="macro", n_classes=2).update(
+                torch.rand(1, 2), ll.label_lists(torch.tensor([[0, 5]])), indices=torch.tensor([[0, 1]])
+            ),
+            ValueError,
+            "RecallAtK: `target` must hold classes below n_classes=2, got 5.",
+        ),
+        (
+            lambda: ll.MeanMaxConfidence().update([0.5]),
+            TypeError,
+            "MeanMaxConfidence: `scores` must be a tensor, got list. Use torch.as_tensor.",
         ),
     ],
 )

@@ -87,6 +87,16 @@ def test_the_angle_of_a_half_turn_is_in_the_last_bin():
     assert metric.compute().item() == pytest.approx(135.0)
 
 
+def test_an_angle_that_is_not_a_number_is_in_the_last_bin():
+    a, b = torch.tensor([[1.0, 0, 0, 0]]).expand(3, 4).clone(), torch.tensor([[1.0, 0, 0, 0]]).expand(3, 4)
+    a[1] = torch.nan
+    metric = ll.RotationError(bins=10)
+    metric.update(a, b)
+    assert metric.compute().item() == pytest.approx(math.pi / 20)
+    metric.update(a[[1, 1]], b[:2])
+    assert metric.compute().item() == pytest.approx(math.pi * 19 / 20)
+
+
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_angles_before_any_row():
     for metric in (ll.RotationError(), ll.RotationError("mean"), ll.RotationError(bins=5)):

@@ -606,6 +606,26 @@ def test_the_graph_for_exports_has_gradients(kind):
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+@pytest.mark.parametrize("k", [1, 2.5, 3])
+@pytest.mark.parametrize("kind", ["y", "log", "nu"])
+def test_the_graph_for_exports_has_gradients_where_scores_are_equal(kind, k):
+    """All of them, as those of an untrained layer, or those on either side of the threshold; and beside wide gaps."""
+    x = torch.tensor([[3.0] * 6, [1.0, 1, 1, 1, 0, 0], [5.0, 5, 5, 1, 1, 1], [60.0, 60, 60, -60, -60, -60]]).double()
+    upstream = normal(4, 6)[:, : 1 if kind == "nu" else 6]
+
+    def threshold(x):
+        _, center, delta = exported.project(x, k, "nu")
+        return delta - center
+
+    function = {"y": ll.lml, "log": ll.log_lml, "nu": lambda x, k: ll.lml_threshold(x, k).unsqueeze(-1)}[kind]
+    graph = threshold if kind == "nu" else lambda x: exported.project(x, k, kind)[0]
+    gradients = []
+    for run in (graph, lambda x: function(x, k)):
+        leaf = x.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(run(leaf), leaf, upstream)[0])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
 @pytest.mark.parametrize("kind", ["y", "log"])
 def test_the_graph_for_exports_at_the_ends(kind):
     function = {"y": ll.lml, "log": ll.log_lml}[kind]

@@ -298,3 +298,18 @@ def test_samples_compile_with_dynamic_shapes():
         assert found.shape == (5, 2)
         assert (found.sort(-1).values.diff(dim=-1) > 0).all()
         assert ((found >= 0) & (found < n)).all()
+
+
+@pytest.mark.parametrize("k", [6, 20])
+def test_autocast_changes_nothing(k):
+    """The polynomials are multiplied by matrix products, which autocast would round to 8 bits."""
+    x, chosen = torch.randn(4, 40), torch.arange(k).expand(4, k)
+    for function in (lambda x: subset_marginals(x, k), lambda x: subset_log_prob(x, k, chosen)):
+        found = []
+        for enabled in (False, True):
+            z = x.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                value = function(z)
+            found.append((value, *torch.autograd.grad((value * torch.linspace(-1, 1, value.shape[-1])).sum(), z)))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
