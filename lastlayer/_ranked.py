@@ -62,7 +62,7 @@ def to_onnx() -> bool:
 
 def readable(x: Tensor) -> bool:
     """Whether Python may branch on values of `x`: it is a plain tensor with storage, and nothing traces or maps."""
-    if torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, nn.Parameter):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or x.is_meta or type(x) not in (Tensor, nn.Parameter):
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and not torch._C._len_torch_dispatch_stack()
 

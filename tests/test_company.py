@@ -8,6 +8,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import io
 import pickle
 import pkgutil
 import re
@@ -426,6 +427,7 @@ def test_jit_traces_hold_for_other_values():
     for module in (ll.LML(2), ll.LMLAtMost(2), ll.CappedSoftmax(2), ll.CappedSparsemax(2), ll.SubsetMarginals(2)):
         traced = torch.jit.trace(module, X, check_trace=False)
         torch.testing.assert_close(traced(10 * X.flip(0)), module(10 * X.flip(0)))
+        torch.jit.save(traced, io.BytesIO())
 
 
 @pytest.mark.slow

@@ -164,6 +164,44 @@ def test_bad_input_has_the_same_error():
             compiled(function)(X)
 
 
+def test_a_call_that_the_function_refuses_is_not_taken():
+    """The operator has all arguments by name, and leaves out those that are None."""
+    for function in (
+        lambda x: ll.asymmetric_loss(x, HOT, 2.0),
+        lambda x: ll.lml(x, 2, k=3, weight=COST),
+        lambda x: ll.asymmetric_loss(x, HOT, clip=None),
+        lambda x: ll.asymmetric_loss(x, HOT, reduction=None),
+        lambda x: ll.lml(x, 2, weight=COST, dim=None),
+        lambda x: ll.asymmetric_loss(x, HOT, reduction="the mean"),
+        lambda x: ll.asymmetric_loss(x.to(torch.float8_e5m2), HOT),
+    ):
+        errors = []
+        for call in (function, torch.compile(function, backend="eager")):
+            torch._dynamo.reset()
+            with pytest.raises((TypeError, ValueError)) as raised:
+                call(X)
+            errors.append(str(raised.value))
+        assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
+def test_one_loss_per_class(dtype):
+    def run(x):
+        return ll.two_way_loss(x, HOT, per="class", reduction="none")
+
+    assert_same(compiled(run), run, X.to(dtype))
+
+
+def test_only_the_target_asks_for_a_gradient():
+    """Which `lml_loss` does not have: nothing within the operator can be differentiated."""
+    target = HOT.clone().requires_grad_()
+    for reduction in ("mean", "none"):
+        loss = compiled(lambda x, y, r=reduction: ll.lml_loss(x, y, 2, reduction=r))(X, target)
+        torch.testing.assert_close(loss, ll.lml_loss(X, HOT, 2, reduction=reduction))
+        (grad,) = torch.autograd.grad(loss.sum(), target)
+        assert not grad.any()
+
+
 @pytest.mark.slow
 def test_transforms_and_random_numbers_stay_outside():
     def per_row(x):

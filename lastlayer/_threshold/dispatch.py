@@ -36,17 +36,30 @@ _has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
-def whole(function: Callable[P, Tensor], by_operator: Callable[..., Tensor | None]) -> Callable[P, Tensor]:
-    """Let the compiler see ``by_operator(name, names, args, options)`` for a function, unless that is None."""
-    name, names = function.__name__, tuple(inspect.signature(function).parameters)
+def whole(
+    function: Callable[P, Tensor], by_operator: Callable[[str, dict[str, Any]], Tensor | None]
+) -> Callable[P, Tensor]:
+    """Let the compiler see ``by_operator(name, arguments)`` for a function, unless that is None.
+
+    The arguments are those that are not None, in the order of the signature. A call that does not fit the signature, or
+    has a None where that is not the default, goes to the function, which says so.
+    """
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    names = tuple(parameters)
+    in_place = tuple(n for n in names if parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY)
+    may_be_none = tuple(n for n in names if parameters[n].default is None)
     WHOLE[name] = function
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> Tensor:
         if is_compiling():
-            result = by_operator(name, names, args, options)
-            if result is not None:
-                return result
+            given = dict(zip(in_place[: len(args)], args))  # noqa: B905 - torch 2.6 knows no `strict`
+            once = len(given) == len(args) and all(n in names and n not in given for n in options)
+            given.update(options)
+            if once and all(given[n] is not None or n in may_be_none for n in given):
+                result = by_operator(name, {n: given[n] for n in names if given.get(n) is not None})
+                if result is not None:
+                    return result
         return function(*args, **options)
 
     return call

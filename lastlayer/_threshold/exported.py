@@ -103,7 +103,7 @@ def _sure(x: Tensor, k: float | Tensor, n: int, kind: str, *, loops: bool) -> tu
     high, low = upper / 2, lower / 2
     middle, half = high + low, high - low
     solvable = half < torch.inf
-    first = _first(k, n) if isinstance(k, Tensor) else _first_of_all(k, n)
+    first = _first(k, n) if isinstance(k, Tensor) else _first_of_all(k, n, loops=loops)
     k = k if isinstance(k, Tensor) else torch.full((), k, dtype=x.dtype, device=x.device)
     beyond = _beyond(upper, half, k)
     middle, half = torch.where(solvable, middle, 0), torch.where(solvable, half, 0)
@@ -160,12 +160,13 @@ def _first(k: Tensor, n: int) -> Tensor:
     return (lower + upper).clamp(-200, 200) / 2  # infinite at both ends, where it is not used
 
 
-def _first_of_all(k: float, n: int) -> float | Tensor:
+def _first_of_all(k: float, n: int, *, loops: bool) -> float | Tensor:
     """As `_first`, for one k: a number, or an operator or two where n is variable."""
     if not 0 < k < n:
         return 0.0  # not used
     known = math.log(k) + math.log(k - (math.ceil(k) - 1)) - math.log(math.floor(k) + 1 - k)
-    if isinstance(n, torch.SymInt):
+    # A strict export shows a variable n as a number; so does a branch for ``torch.onnx``, where the loop finds its way.
+    if isinstance(n, torch.SymInt) or (torch.compiler.is_dynamo_compiling() and not loops):
         return known / 2 - torch.full((), n - k).log() / 2
     return (known - math.log(n - k)) / 2
 

@@ -23,7 +23,7 @@ from lastlayer._threshold.operators import fake, operator
 
 P = ParamSpec("P")
 _Result = TypeVar("_Result")
-Shape = Literal["number", "rows", "like"]  # of the result: that of the rows, or of the first tensor
+Shape = Literal["number", "rows", "classes", "like"]  # of the result: "like" is that of the first tensor
 
 
 class Call(NamedTuple):
@@ -44,22 +44,15 @@ def compiling(*, anywhere: bool = False) -> bool:
     return fit and not (exporting() or transformed() or torch.jit.is_tracing())
 
 
-def packed(
-    names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any], *, anywhere: bool = False
-) -> Call | None:
-    """Return the arguments of a call; None where one of them is nothing for an operator."""
-    given = dict(zip(names[: len(args)], args))  # noqa: B905
-    given.update(options)
+def packed(given: dict[str, Any], *, anywhere: bool = False) -> Call | None:
+    """Return the arguments of a call, scores or features first; None where one of them is nothing for an operator."""
     call = Call([], [], [])
-    for name in names:
-        value = given.pop(name, None)
-        if value is None:  # which is the default of whatever can be None
-            continue
+    for name, value in given.items():
         kind = _put(call, value, anywhere)
         if not kind:
             return None
         call.form.append(name + kind)
-    if given or call.form[:1] != [f"{names[0]}:tensor"] or not call.tensors[0].is_floating_point():
+    if not (call.tensors and call.form[0].endswith(":tensor") and call.tensors[0].dtype in _check.FLOATS):
         return None  # the function will say what is wrong
     if _check.autocast(call.tensors[0].device):
         call.form.append(f"/{str(torch.get_autocast_dtype(call.tensors[0].device.type)).removeprefix('torch.')}")
@@ -71,7 +64,7 @@ def _put(call: Call, value: Any, anywhere: bool) -> str:
     if isinstance(value, bool):
         return "=yes" if value else "="
     if isinstance(value, str):
-        return f"/{value}"
+        return f"/{value}" if value.isidentifier() else ""
     if isinstance(value, (int, float)):
         call.numbers.append(value)
         return ":int" if isinstance(value, int) else ":float"
@@ -175,6 +168,8 @@ def _call(
 
 
 def _gradients(out: Tensor, inputs: list[Tensor], upstream: Tensor | None = None) -> list[Tensor]:
+    if not out.requires_grad:  # as where only the target, which has no gradient, asks for one
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
     found = torch.autograd.grad(out, inputs, upstream, allow_unused=True, materialize_grads=True)
     return [grad.contiguous() for grad in found]
 
@@ -193,7 +188,8 @@ def _empty(form: str, x: Tensor, shape: str) -> Tensor:
     if shape == "like":
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     cast = any(not name for name, _, _ in _read(form))  # a loss is then in float32
-    return x.new_empty(x.shape[:-1] if shape == "rows" else (), dtype=_check.work_dtype(x) if cast else x.dtype)
+    sizes = {"number": (), "rows": x.shape[:-1], "classes": x.shape[-1:]}[shape]
+    return x.new_empty(sizes, dtype=_check.work_dtype(x) if cast else x.dtype)
 
 
 @operator("whole_ahead")
@@ -273,11 +269,11 @@ def _placed(gradients: list[Tensor], places: list[int], n: int) -> list[Tensor |
 def whole_projection(*only_with: str) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
     """Let the compiler see a projection as one operator each way; if arguments are named, only with one of them."""
 
-    def by_operator(name: str, names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
-        ordinary = bool(only_with) and all(options.get(argument) is None for argument in only_with)
-        if ordinary or options.get("impl", "auto") != "auto" or not compiling():
+    def by_operator(name: str, given: dict[str, Any]) -> Tensor | None:
+        ordinary = bool(only_with) and not any(argument in given for argument in only_with)
+        if ordinary or given.get("impl", "auto") != "auto" or not compiling():
             return None
-        call = packed(names, args, options)
+        call = packed(given)
         return None if call is None else run(name, call, "like")
 
     return lambda function: whole(function, by_operator)

@@ -74,12 +74,13 @@ def reduced_at_once(
     **more: Any,
 ) -> Tensor | None:
     """As `at_once`, and reduce the losses of the rows: on a GPU by a kernel, so that there is one node of the graph."""
-    rows, n, mean = x.shape[:-1].numel(), x.shape[-1], end.reduction == "mean"
     direct = end.number and on_gpu(x) and compiled(x, labels.dense, labels.index, *more.values())
     kernels = fused(x) if direct else None
+    rows, n = x.shape[:-1].numel() if direct else 0, x.shape[-1]  # the number of rows would be fixed in an export
     if kernels is None or not (kernels.takes(name, rows, n, numbers) and kernels.sums(rows, n)):
         found = at_once(name, x, labels, numbers, plain, **more)
         return None if found is None else end.of(found.loss, found.counts)
+    mean = end.reduction == "mean"
 
     # Most often every row counts: the gradient is written for that, and then nothing is left to do. That of float16 is
     # not, since the upstream gradient may be there to keep it from underflow.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._threshold.dispatch import whole
-from lastlayer._threshold.whole import Call, compiling, packed, run
+from lastlayer._threshold.whole import Call, Shape, compiling, packed, run
 from lastlayer.loss import _rows
 
 P = ParamSpec("P")
@@ -20,17 +20,18 @@ def whole_loss(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     return whole(function, _of_logits)
 
 
-def _of_logits(name: str, names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
-    if options.get("impl", "auto") != "auto" or not options.get("exact", True) or not compiling():
+def _of_logits(name: str, given: dict[str, Any]) -> Tensor | None:
+    if given.get("impl", "auto") != "auto" or not given.get("exact", True) or not compiling():
         return None
-    call = packed(names, args, options)
+    call = packed(given)
     if call is None or call.tensors[0].dtype == torch.float64:
         return None
     # In float32, so that the upstream gradient meets the whole one, and not what half precision has left of it.
     logits, *others = call.tensors
     call = Call(call.form, [logits.float(), *others], call.numbers)
-    reduced = options.get("reduction", "mean") != "none"
-    loss = run(name, call, "number" if reduced else "rows", ahead=reduced)
+    reduced = given.get("reduction", "mean") != "none"
+    each: Shape = "classes" if given.get("per") == "class" else "rows"
+    loss = run(name, call, "number" if reduced else each, ahead=reduced)
     return _rows.leave(name, loss, "none", None, logits.dtype)
 
 
@@ -39,13 +40,13 @@ def whole_linear_loss(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
     return whole(function, _of_features)
 
 
-def _of_features(name: str, names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
-    if options.get("negatives") is not None or not compiling(anywhere=True):
+def _of_features(name: str, given: dict[str, Any]) -> Tensor | None:
+    if "negatives" in given or not compiling(anywhere=True):
         return None
-    call = packed(names, args, options, anywhere=True)
+    call = packed(given, anywhere=True)
     if call is None:
         return None
-    reduced = options.get("reduction", "mean") != "none"
+    reduced = given.get("reduction", "mean") != "none"
     # In float16 the upstream gradient keeps that of the weight from underflow, and has to be known.
     ahead = reduced and call.tensors[0].dtype != torch.float16
     return run(name, call, "number" if reduced else "rows", ahead=ahead)

@@ -11,7 +11,7 @@ from lastlayer import _check
 from lastlayer._module import FunctionModule
 from lastlayer._threshold.autograd import broken_rows, mapped, nestable
 from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu, projected
-from lastlayer._threshold.dispatch import Problem, enter
+from lastlayer._threshold.dispatch import Problem, enter, recorded, transformed
 from lastlayer._threshold.search import feasible, finite_part, kinds, scores, sizes
 from lastlayer._threshold.whole import whole_projection
 from lastlayer.shard import ClassShard, kth_largest, reduce
@@ -158,6 +158,8 @@ def _apply(
     x: Tensor, k: Any, mask: Tensor | None, temperature: float, shard: ClassShard | None, kind: Kind
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(y, center, delta)`` with ``tau = center + delta``; gradients flow into `y` and `delta`."""
+    if torch.jit.is_tracing() and not (recorded(x, k) or transformed()):
+        return _forward(x, k, mask, temperature, shard, kind)  # a trace with a Function cannot be saved
     # The compiler takes no Function that defines forward mode.
     function = _Capped if torch.compiler.is_compiling() else _CappedForwardMode
     result: tuple[Tensor, Tensor, Tensor] = function.apply(x, k, mask, temperature, shard, kind)

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import lastlayer as ll
 from lastlayer import Decoded, DecodeTopK, decode_threshold, decode_top_k, lml
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 
 def plain(row, k):
@@ -140,6 +140,15 @@ def test_without_values():
         assert decode_top_k(mode.from_tensor(scores), 3).index.shape == (20, 3)
     traced = make_fx(lambda s: decode_top_k(s, 3).index)(torch.randn(20, 7))
     assert torch.equal(traced(scores), decode_top_k(scores, 3).index)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_jit_traces_hold_for_ties_and_nan():
+    """The example has none of them."""
+    traced = torch.jit.trace(lambda s: decode_top_k(s, 3), torch.randn(4, 7), check_trace=False)
+    scores = torch.tensor([[0.0] * 7, [1, 2, NAN, 2, 0, 2, 2], [-INF, 1, -INF, NAN, -INF, -INF, -INF]])
+    for found, expected in zip(traced(scores), decode_top_k(scores, 3), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("module", [ll.DecodeTopK, ll.DecodeThreshold, ll.DecodeReject, ll.DecodeTree, ll.DecodeGraph])

@@ -557,6 +557,15 @@ def test_export():
     torch.testing.assert_close(program.module()(x[:3]), model(x[:3]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_any_number_of_classes(strict):
+    x, sizes = torch.randn(4, 12), {0: torch.export.Dim("rows"), 1: torch.export.Dim("n", min=4)}
+    program = torch.export.export(ll.LML(3), (x,), dynamic_shapes={"logits": sizes}, strict=strict)
+    for x in (torch.randn(5, 4), 30 * torch.randn(2, 70)):
+        torch.testing.assert_close(program.module()(x), ll.lml(x, 3))
+
+
 ENDS = torch.tensor(
     [
         [INF, 1, 0, -1, -2, -3],
