@@ -48,7 +48,7 @@ from lastlayer.shard import ClassShard, Thresholds, local_part, reduce, spread, 
 _WIDE_SUMS = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch adds a product of 16 bits to a sum of 32
 _CLASSES = 1 << 31  # of all ranks, at most; this rank does not know how many
 _AHEAD = 6  # blocks whose gradient a GPU begins with, at most, while the host ends the forward pass
-# Of a turn of rows: bytes of its logits, at most, its rows, at least, and what divides their number, found on an H200.
+# Of a turn of rows: bytes of its logits, at most, its rows, at least, what divides their number, and the most turns.
 # A turn reads and writes the gradient of the weight, which takes as long as the logits of some 300 rows, and rounds it
 # once more, so that few turns are as exact as one.
 _TURN, _FEWEST, _EVEN, _TURNS = 1 << 28, 512, 128, 4
@@ -567,11 +567,12 @@ def _rows_of_a_turn(layer: Layer, limit: int, k: float | Tensor) -> int:
     more rows, the last ones take turns: a few at a time have all their logits computed, and add their part to the
     gradients, so that none of these logits is computed again.
     """
-    turn = _TURN // (max(layer.n, 1) * layer.dtype.itemsize) // _EVEN * _EVEN
+    left = layer.rows - layer.features.shape[1]
+    turn = min(_TURN // (max(layer.n, 1) * layer.dtype.itemsize), left) // _EVEN * _EVEN
     ordinary = layer.wide and layer.dtype == torch.bfloat16 and layer.weight.is_contiguous()
     if not ordinary or (isinstance(k, Tensor) and k.requires_grad) or list_room(layer.n, limit) == 0:
         return 0
-    return turn if turn >= _FEWEST and 0 < layer.features.shape[1] <= layer.rows - turn else 0
+    return turn if turn >= _FEWEST and layer.features.shape[1] > 0 else 0
 
 
 def _first_rows(layer: Layer, turn: int) -> Layer:

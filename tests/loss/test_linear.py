@@ -739,8 +739,9 @@ def test_wide_blocks_in_the_memory_of_the_gradient(rows, n, monkeypatch):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("lost", [False, slow(True)])
+@pytest.mark.parametrize("turn", [4, 100])
 @pytest.mark.parametrize("options", [{"bias": True, "observed": 0.3}, slow({"reduction": "sum", "temperature": 2.0})])
-def test_rows_take_turns(lost, options, monkeypatch):
+def test_rows_take_turns(lost, turn, options, monkeypatch):
     """On a GPU, or with TRITON_INTERPRET=1. Each logit is computed once, and a second backward pass starts anew."""
     rows, n, computed, real = 22, 1040, [], _scan.Layer.logits
     features, weight = torch.randn(rows, SIZE, device=DEVICE), torch.randn(n, SIZE, device=DEVICE)
@@ -765,10 +766,11 @@ def test_rows_take_turns(lost, options, monkeypatch):
     plain, exact = run(whole, torch.bfloat16)[0], run(whole, torch.float64)[0]
     monkeypatch.setattr(_scan.Layer, "logits", watched)
     monkeypatch.setattr(linear, "PASSES", 1 if lost else linear.PASSES)
-    for name, value in {"_TURN": 4 * 2 * n, "_FEWEST": 4, "_EVEN": 1}.items():
+    for name, value in {"_TURN": turn * 2 * n, "_FEWEST": 4, "_EVEN": 1}.items():
         monkeypatch.setattr(linear, name, value)
     found = run(linear_lml_loss, torch.bfloat16, times=2)
-    first = SIZE + (rows - SIZE) % 4  # of which two rows do not fit in the memory of the gradient
+    turn = min(turn, rows - SIZE)
+    first = SIZE + (rows - SIZE) % turn  # of which SIZE rows fit in the memory of the gradient
     assert lost or 2 * rows * n <= sum(computed) <= 2 * (rows + first - SIZE) * n
     for gradients in found:
         for actual, one, right in zip(gradients, plain, exact, strict=True):
