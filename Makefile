@@ -6,12 +6,14 @@ JOBS ?= 2
 TORCH ?=
 # The versions of Triton to which the kernels are held, beside the one that is installed with everything else.
 TRITONS ?= 3.6.0 3.7.1
+# The oldest version of torch that is promised, and the newest that was tried; each brings CUDA, 4 to 6 GB.
+TORCHES ?= 2.6.0 2.15.0
 KERNELS = tests/_triton tests/fuzz tests/loss/test_linear.py
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Compiled modules are kept, whatever the environment says: many tests start the command line anew.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all test-long test-triton kernels check docs bench sanitize fuzz clean
+.PHONY: demo test test-all test-long test-triton test-torch kernels check docs bench sanitize fuzz clean
 
 demo: $(VENV)/.demo  ## the main job on data that ships with the package
 	$(BIN)/python -m lastlayer demo
@@ -30,6 +32,11 @@ test-triton: $(VENV)/.dev $(TRITONS:%=$(VENV)/triton/%)  ## the tests of the GPU
 	TRITON_INTERPRET=1 $(PYTEST) -m "kernels and not slow" $(KERNELS)
 	for version in $(TRITONS); do \
 		PYTHONPATH=$(VENV)/triton/$$version TRITON_INTERPRET=1 $(PYTEST) -m "kernels and not slow" $(KERNELS) || exit 1; \
+	done
+
+test-torch: $(TORCHES:%=$(VENV)/torch/%)  ## the tests with other versions of torch, in environments of their own
+	for version in $(TORCHES); do \
+		PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/torch/$$version/bin/python -m pytest -n $(JOBS) --dist worksteal || exit 1; \
 	done
 
 kernels: $(VENV)/.dev $(VENV)/triton/3.6.0  ## the GPU kernels that come with the package; no GPU is needed
@@ -80,6 +87,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.torch
 $(VENV)/triton/%: | $(BIN)/python  # the interpreter of Triton 3.6 needs an older numpy
 	$(INSTALL) --no-deps --target $@.part triton==$* "numpy<2.4"
 	mv $@.part $@
+
+$(VENV)/torch/%: pyproject.toml
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check torch==$* -e ".[test]" "setuptools>=77"
+	touch $@
 
 clean:
 	rm -rf $(VENV) build docs/_build *.egg-info

@@ -616,7 +616,7 @@ def check_resharding() -> None:
     torch.manual_seed(9)
     whole = ll.ShardedLinear(3, N)
     dcp.save({"head": layer.sharded_state()}, checkpoint_id=name[0])
-    pair = dist.new_group([0, 1])
+    pair, one = dist.new_group([0, 1]), dist.new_group([0])
     if dist.get_rank() < 2:
         half = ll.ShardedLinear(3, N, shard=ClassShard.split(N, pair))
         dcp.load({"head": half.sharded_state()}, checkpoint_id=name[0], process_group=pair)
@@ -625,7 +625,7 @@ def check_resharding() -> None:
         assert torch.equal(half.bias, whole.bias[mine])
     if dist.get_rank() == 0:
         alone = ll.ShardedLinear(3, N)
-        dcp.load({"head": alone.sharded_state()}, checkpoint_id=name[0], no_dist=True)
+        dcp.load({"head": alone.sharded_state()}, checkpoint_id=name[0], process_group=one)
         assert torch.equal(alone.weight, whole.weight)
     dist.barrier()
     if dist.get_rank() == 0:

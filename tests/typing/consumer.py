@@ -3,10 +3,10 @@
 # mypy: warn-unused-ignores
 
 from pathlib import Path
-from typing import assert_type
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import assert_type
 
 import lastlayer as ll
 from lastlayer import loss, metrics
