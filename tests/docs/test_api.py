@@ -38,6 +38,12 @@ def test_every_public_name_is_described_once_by_its_path():
     assert {path: counts[path] for path in paths() if counts[path] != 1} == {}
 
 
+def test_every_function_is_described_on_the_page_of_its_room():
+    described = set(reference.described().values())
+    missing = [path for path in paths() if path.rsplit(".", 1)[1].islower() and path not in described]
+    assert missing == [], "the page would hide them from who reads it; api.md alone lists them"
+
+
 def test_device_time_is_the_sum_over_the_results():
     results = [
         {"rows": []},
