@@ -1,9 +1,10 @@
-"""A router for a mixture of experts: exactly k experts per token, and no expert overloaded.
+"""A router for a mixture of experts: exactly k experts per token, and nearly even loads of the experts.
 
     python examples/router.py
 
-In training `lml_balanced` spreads the tokens of a batch evenly over the experts. Its column variables, kept as a moving
-average, are the bias for inference, when there is no batch to balance against.
+In training `lml_balanced_duals` finds a bias per expert with which the probabilities of a batch spread evenly over the
+experts. A moving average of these biases is used for inference, when there is no batch to balance against. Each token takes
+its `k` best experts, so loads are only nearly even: the program prints the largest one.
 """
 
 from __future__ import annotations

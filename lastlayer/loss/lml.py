@@ -724,7 +724,7 @@ class LMLLoss(FunctionModule):
         k: float | Tensor,
         *,
         observed: float = 0.0,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         weight: Tensor | None = None,
         pos_weight: float | Tensor | None = None,
         shard: ClassShard | None = None,

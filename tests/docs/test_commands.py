@@ -111,3 +111,10 @@ def test_installing_is_written_one_way():
             assert what in (".", '".[train,report]"', '".[text]"', '".[images]"', '".[mlflow]"'), (
                 f"{page.name}: pip install {what}"
             )
+
+
+def test_the_plan_is_as_printed(capsys):
+    page = (ROOT / "docs" / "shard.md").read_text("utf-8")
+    command = re.search(r"^\$ lastlayer (plan .*)$", page, re.M)[1]
+    assert run(shlex.split(command)) == 0
+    assert " ".join(capsys.readouterr().out.split()) in " ".join(page.split())

@@ -325,6 +325,7 @@ def test_module_is_the_function(loss):
     for name, parameter in inspect.signature(type(module)).parameters.items():
         assert name in function
         assert parameter.default == function[name].default
+        assert parameter.annotation == function[name].annotation, name
 
 
 # Weights of rows and of classes, soft labels
