@@ -128,7 +128,7 @@ def between(values: list[float]) -> str:
 
 
 def felt_in_short(results: Path = RESULTS) -> str:
-    """A table of the common calls on the wall, with first calls and lengths of rows that vary."""
+    """A table of the wall times of common calls, with first calls and lengths of rows that vary."""
     columns = [
         ("felt_cpu.json", "CPU", 256, 1000),
         ("felt_h200.json", "H200", 32, 100),
@@ -139,7 +139,7 @@ def felt_in_short(results: Path = RESULTS) -> str:
     heads = [f"{place}, {rows} x {n}" for _, place, rows, n in columns]
     out = [
         "",
-        "| on the wall | compared with | " + " | ".join(heads) + " |",
+        "| wall time | compared with | " + " | ".join(heads) + " |",
         "| --- | --- |" + " ---: |" * len(columns),
     ]
     for call in calls:
