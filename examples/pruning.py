@@ -1,7 +1,10 @@
-"""Prune a network to half and to 30 % of its multiply-adds, and learn which layers give up their units.
+"""Prune a network to half and to 30 % of its multiply-adds, and learn how many units each layer keeps.
 
-The mask of a layer is an `lml` of its units' importances with a real k, made sharper in every step. The ks are an `lml`
-with weights: a unit of a layer costs the connections that go with it (Ning et al., 2020: differentiable allocation).
+    python examples/pruning.py
+
+The mask of a layer is an `lml` of its units' importances with a real k. Its temperature falls in every step. The ks are
+an `lml` with weights: a unit of a layer costs the connections that go with it (Ning et al., 2020: differentiable
+allocation).
 """
 
 import torch
@@ -19,7 +22,7 @@ def multiply_adds(k: Tensor) -> Tensor:
 
 
 def units(shift: Tensor, budget: float) -> Tensor:
-    """Real numbers of units that cost the budget: its linear form about the last solution, a few times over."""
+    """Return real numbers of units that cost the budget, by a few solutions of its linear form about the last one."""
     share = torch.full((3,), budget**0.5)
     for _ in range(5):
         cost, price = torch.func.grad_and_value(lambda s: multiply_adds(s * UNITS))(share.detach())[::-1]

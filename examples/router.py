@@ -2,9 +2,9 @@
 
     python examples/router.py
 
-In training `lml_balanced_duals` finds a bias per expert with which the probabilities of a batch spread evenly over the
-experts. A moving average of these biases is used for inference, when there is no batch to balance against. Each token takes
-its `k` best experts, so loads are only nearly even: the program prints the largest one.
+In training `lml_balanced_duals` finds a bias per expert that spreads the probabilities of a batch evenly over the
+experts. A moving average of these biases is used for inference, when there is no batch to balance against. Each token
+takes its `k` best experts, so loads are only nearly even: the program prints the largest one.
 """
 
 from __future__ import annotations

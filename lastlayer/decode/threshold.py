@@ -34,7 +34,7 @@ def decode_threshold(
         threshold: One number, or a tensor that broadcasts to `scores`, such as one per class from
             :func:`tune_thresholds`. A score equal to it is not above it.
         at_most: The largest number of classes per row, which is then the width of the lists. Without it the width is
-            that of the longest list, for which a GPU must be waited for.
+            that of the longest list, and the call waits for the GPU to find it.
         at_least: The smallest number of classes per row, as far as the row has that many to choose from.
         mask: Boolean, True where a class may be chosen; broadcasts to the shape of `scores`.
         shard: This rank's slice, when the classes are split over processes; thresholds per class are its own.

@@ -40,7 +40,7 @@ def decode_top_k(
         scores: Shape ``(..., n_classes)``. ``-inf`` and nan are never chosen.
         k: A whole number; a tensor that broadcasts to the batch shape; or ``"auto"``.
         at_most: Limits a `k` that varies by row, and is then the width of the lists. Without it the width is that of
-            the longest list, for which a GPU must be waited for.
+            the longest list, and the call waits for the GPU to find it.
         mask: Boolean, True where a class may be chosen; broadcasts to the shape of `scores`.
         shard: This rank's slice, when the classes are split over processes. Every rank gets the same lists, of
             classes of all ranks; their scores then have no gradient.

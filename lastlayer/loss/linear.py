@@ -84,8 +84,8 @@ def linear_lml_loss(
     Memory beyond the arguments and their gradients is one block and some thousand numbers per row. If the weight needs
     a gradient, the memory for it is taken in the forward pass already: until the gradient is written there, it holds as
     many logits as fit (all of them if there are fewer rows than features), which are then not computed again.
-    With many more rows than features, in bfloat16 on a GPU, the rest of the rows take turns, each with up to 256 MB of
-    logits; a reduced loss has its gradients computed in the forward pass then.
+    With many more rows than features, in bfloat16 on a GPU, the other rows are processed in turns with up to 256 MB of
+    logits each. The gradients of a reduced loss are then computed in the forward pass.
 
     In float32, tensor cores of an H100 or H200 compute the logits from three bfloat16 parts of each number, faster and
     with a smaller error than torch's own products; if TF32 is allowed, torch computes them.

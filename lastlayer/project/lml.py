@@ -76,8 +76,8 @@ def lml(
             weight 0 is free. Broadcasts to the shape of `logits`; differentiable, like the bounds.
         lower: The least value of each class, 0 if left out. A class at ``-inf`` has it; one outside `mask` is 0.
         upper: The largest value of each class, 1 if left out. As for `k`, a bad number is an error, but the values of
-            tensors are not read: NaN, an infinite weight or bound, or `lower` above `upper` makes its row NaN. A `k`
-            that the sums miss by no more than 1e-6 of them is met by the bounds.
+            tensors are not read: NaN, an infinite weight or bound, or `lower` above `upper` makes its row NaN. If `k`
+            is out of reach by no more than 1e-6 of the sum, all classes are at their bounds.
         groups: The group of each class, an integer tensor ``(n_classes,)``; needs `group_limit`.
         group_limit: The largest sum within a group; a number, or one number per group.
         shard: This rank's slice, when the classes are split over processes.

@@ -80,7 +80,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         scale: ``"auto"`` (standardise dense, normalise sparse rows), ``"standard"``, ``"l2"`` or ``"none"``.
         threshold: ``predict`` returns labels that are at least this probable; by default those that `decide` tuned,
             or 0.5.
-        random_state: Of the order of rows, dropout and first weights.
+        random_state: The seed, or random state, for the order of rows, dropout and initial weights.
 
     Attributes:
         classes_: The labels: those of single labels and of lists, sorted; column numbers for an indicator.
