@@ -23,7 +23,8 @@ class Facts:
         weight: Whether it takes weights of classes.
         pos_weight: Whether it takes weights of classes for the terms of labels.
         sample_weight: Whether it takes weights of rows.
-        mean: The rows that the mean is over: those with a label, those with a known class, or all.
+        mean: The rows that the mean is over: those with a label, those with a label or, if `observed` is given, a known
+            class, those with a label and a class that is none, those with a known class, or all.
         by_row: Whether the loss of a row does not depend on the other rows.
         apart: In what it differs from ``loss(logits, target, [k], *, reduction)``, and why; empty if it does not.
     """
@@ -36,7 +37,7 @@ class Facts:
     weight: bool = False
     pos_weight: bool = False
     sample_weight: bool = True
-    mean: Literal["label", "known", "all"] = "known"
+    mean: Literal["label", "observed", "pair", "known", "all"] = "known"
     by_row: bool = True
     apart: str = ""
 
@@ -47,14 +48,14 @@ class Facts:
 
 
 LOSSES = {
-    "lml_loss": Facts("lml", k="real", weight=True, pos_weight=True, mean="label"),
+    "lml_loss": Facts("lml", k="real", weight=True, pos_weight=True, mean="observed"),
     "lml_fenchel_young_loss": Facts("lml", k="real", mean="all"),
     "linear_lml_loss": Facts(
         "linear",
         inputs=("features", "weight", "target"),
         k="real",
         soft=False,
-        mean="label",
+        mean="observed",
         apart="takes the features and the weight of the last layer, since it never holds the logits",
     ),
     "truncated_entropy_loss": Facts("topk", k="whole", weight=True, mean="label"),
@@ -70,7 +71,7 @@ LOSSES = {
     "asymmetric_loss": Facts("multilabel", weight=True, pos_weight=True),
     "multihot_softmax_loss": Facts("multilabel", weight=True, mean="label"),
     "binary_loss": Facts("multilabel", weight=True, pos_weight=True),
-    "warp_loss": Facts("ranking", shard=False, weight=True, mean="label"),
+    "warp_loss": Facts("ranking", shard=False, weight=True, mean="pair"),
     "rml_loss": Facts("ranking", shard=False),
     "quasibinary_loss": Facts("quasibinary", mean="all", by_row=False),
     "metric_surrogate_loss": Facts(
@@ -130,7 +131,13 @@ def markdown() -> str:
     """Return the table as Markdown, for the documentation."""
     heads = ("Loss", "`k`", "soft labels", "`weight`", "`pos_weight`", "`sample_weight`", "`shard`", "mean over")
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
-    over = {"label": "rows with a label", "known": "rows with a known class", "all": "all rows"}
+    over = {
+        "label": "rows with a label",
+        "observed": "rows with a label; with `observed` rows with a known class",
+        "pair": "rows with a label and a class that is none",
+        "known": "rows with a known class",
+        "all": "all rows",
+    }
     for name, facts in LOSSES.items():
         flags = (facts.soft and facts.lists, facts.weight, facts.pos_weight, facts.sample_weight, facts.shard)
         size = {"none": "", "real": "a number, or one per row", "whole": "a whole number"}[facts.k]

@@ -85,7 +85,7 @@ def compares_rows(name: str) -> bool:
 def over_every_row(name: str) -> bool:
     """Whether the mean is over all rows, and not only over those with a label. Lists leave no class unknown."""
     facts = _facts(name)
-    return facts is None or facts.mean != "label"
+    return facts is None or facts.mean in ("known", "all")
 
 
 def _facts(name: str) -> Any:

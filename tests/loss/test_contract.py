@@ -549,6 +549,18 @@ def test_the_table_has_every_loss_with_its_parameters():
         assert (facts.mean == "all") == loss.counts_all or not loss.labels
 
 
+@every(LABELS)
+def test_the_mean_is_over_the_rows_of_the_table(loss):
+    """Rows with a label and another class, with none, with nothing but labels, and with nothing known."""
+    x = torch.linspace(-1.0, 1.5, 20, device=DEVICE).view(4, 5).sin()
+    target = torch.tensor([[1.0, 1, 0, 0, 0], [0] * 5, [1] * 5, [-1] * 5], device=DEVICE)
+    kind = LOSS_FACTS[loss.name].mean
+    if kind == "observed":
+        kind = "known" if loss.options.get("observed") else "label"
+    rows = {"pair": 1, "label": 2, "known": 3, "all": 4}[kind]
+    torch.testing.assert_close(loss(x, target, reduction="sum"), rows * loss(x, target, reduction="mean"))
+
+
 def test_the_trainers_table_agrees():
     from lastlayer.train.losses import LOSSES as TRAINED
 
