@@ -213,6 +213,22 @@ def test_transforms_and_random_numbers_stay_outside():
     assert "whole" not in graphs[0].print_readable(print_output=False)
 
 
+@pytest.mark.parametrize("name", ["lml_loss", slow("lml_fenchel_young_loss"), slow("linear_lml_loss")])
+def test_a_row_without_a_solution_has_no_gradient_where_the_loss_is_not_used(name):
+    """Its gradient is nan, computed ahead of time, and the upstream gradient is 0."""
+    k = torch.where(K == 2, -1, K)
+
+    def run(x):
+        if name == "linear_lml_loss":
+            return loss.linear_lml_loss(x, X.flip(0), CLASS.clamp(max=4), k)
+        return getattr(loss, name)(x, CLASS, k)
+
+    x = X.clone().requires_grad_()
+    found = compiled(run)(x)
+    assert found.isnan()
+    assert torch.autograd.grad(torch.nan_to_num(found), x)[0].eq(0).all()
+
+
 @pytest.mark.parametrize("reduction", ["mean", slow("none")])
 def test_linear_lml_loss_of_many_classes(monkeypatch, reduction):
     """Blocks of classes, whose sizes and places depend on values and addresses."""

@@ -239,6 +239,11 @@ def differentiated(*gradients: Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and any(batched(g) for g in gradients if g is not None)
 
 
+def scaled(gradient: Tensor, upstream: Tensor) -> Tensor:
+    """Multiply a gradient that was computed ahead of time; an upstream gradient of 0 gives 0, also where it is nan."""
+    return torch.where(upstream == 0, 0, upstream * gradient)
+
+
 def batched(gradient: Tensor) -> bool:
     """Whether this is a batch of gradients that poses as one: ``torch.autograd.grad(..., is_grads_batched=True)``."""
     return type(gradient) is Tensor and not torch._C._has_storage(gradient)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lastlayer import _check, _native, _triton
 from lastlayer._check import LabelLists
 from lastlayer._ranked import exporting
-from lastlayer._threshold.dispatch import WHOLE, transformed, whole
+from lastlayer._threshold.dispatch import WHOLE, scaled, transformed, whole
 from lastlayer._threshold.operators import fake, operator
 
 P = ParamSpec("P")
@@ -235,7 +235,7 @@ class _Ahead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = [(grads[0] * gradient).to(gradient.dtype) for gradient in ctx.saved_tensors]
+        found = [scaled(gradient, grads[0]).to(gradient.dtype) for gradient in ctx.saved_tensors]
         return None, None, None, None, *_placed(found, ctx.wanted, ctx.inputs)
 
 

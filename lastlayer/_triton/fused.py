@@ -33,6 +33,7 @@ LONGEST = 16384  # classes of a row in registers
 MOST_CHOSEN = 16  # classes of a subset
 SUMMED = (1024, 4), (4096, 16)  # of them at a time, and warps
 SCALED = {"STEPS": 16, "BLOCK": 2048, "num_warps": 8}  # scores at a time whose gradient is scaled, if it must be
+OF_ROWS = (256, 2), (1024, 8)  # the same of one row, and warps
 STRIP = 256, 8  # rows and columns at a time of a loss of columns
 JOINED = 32, 16  # parts of that loss, and columns
 MANY = 2048  # rows that fill the chip if two warps take each
@@ -323,6 +324,15 @@ def scaled_(grad: Tensor, upstream: Tensor, factor: Tensor) -> Tensor:
     grid = (shapes.cdiv(grad.numel(), SCALED["STEPS"] * SCALED["BLOCK"]),)
     launch(batch_of.scaled, grid, grad, upstream, factor, grad.numel(), **SCALED)
     return grad
+
+
+def of_rows(grad: Tensor, upstream: Tensor) -> Tensor:
+    """Multiply the gradients of rows by one number each; 0 gives 0, also where they are nan."""
+    out, n = torch.empty_like(grad), grad.shape[-1]
+    block, warps = OF_ROWS[n > OF_ROWS[0][0]]
+    given = (grad, upstream.float().contiguous(), out, n)
+    launch(batch_of.of_rows, (grad.numel() // n,), *given, BLOCK=block, num_warps=warps)
+    return out
 
 
 def _summing(count: int) -> dict[str, Any]:

@@ -37,14 +37,29 @@ def reduced(loss_ptr, counts_ptr, total_ptr, factor_ptr, rows, over, MEAN: tl.co
 
 @triton.jit(do_not_specialize=["count"])
 def scaled(grad_ptr, up_ptr, factor_ptr, count, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply a stretch of the gradients by the factor of `reduced` and the upstream gradient, unless that is 1."""
+    """Multiply a stretch of the gradients by the factor of `reduced` and the upstream gradient, unless that is 1.
+
+    If it is 0 they are 0, also where they were nan.
+    """
     factor = tl.load(up_ptr).to(tl.float32) * tl.load(factor_ptr)
     if factor != 1:
         first = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK)
         for i in range(STEPS):
             at = first + i * BLOCK + tl.arange(0, BLOCK)
-            value = tl.load(grad_ptr + at, mask=at < count, other=0.0).to(tl.float32) * factor
+            value = tl.load(grad_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+            value = tl.where(factor == 0, 0.0, value * factor)
             tl.store(grad_ptr + at, value.to(grad_ptr.dtype.element_ty), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["n"])
+def of_rows(grad_ptr, up_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """Multiply the gradients of a row by its upstream gradient; if that is 0 they are 0, also where they were nan."""
+    row = tl.program_id(0).to(tl.int64)
+    up = tl.load(up_ptr + row)
+    for j in range(0, n, BLOCK):
+        cols = j + tl.arange(0, BLOCK)
+        value = tl.load(grad_ptr + (row * n + cols), mask=cols < n, other=0.0).to(tl.float32)
+        store_row(out_ptr, row, n, cols, tl.where(up == 0, 0.0, value * up))
 
 
 # numbers: for each row its largest score, the sum of the exponentials of the others less it, and of the shares.

@@ -481,7 +481,7 @@ def _over_sum(w_ptr, rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["total", "n"])
 def _scale(g_ptr, f_ptr, total, n, f_row, STEPS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
-    """Multiply a stretch of the rows by their factors, unless all of those are 1."""
+    """Multiply a stretch of the rows by their factors, unless all of those are 1; 0 times nan is 0."""
     first = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
     span = first // n + tl.arange(0, SPAN)  # the rows that the stretch may touch
     factors = tl.load(f_ptr + span * f_row, mask=span * n < total, other=1.0)
@@ -491,7 +491,8 @@ def _scale(g_ptr, f_ptr, total, n, f_row, STEPS: tl.constexpr, BLOCK: tl.constex
             inside = place < total
             factor = tl.load(f_ptr + (place // n) * f_row, mask=inside, other=1.0)
             g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32)
-            tl.store(g_ptr + place, (g * factor).to(g_ptr.dtype.element_ty), mask=inside)
+            g = tl.where(factor == 0, 0.0, g * factor)
+            tl.store(g_ptr + place, g.to(g_ptr.dtype.element_ty), mask=inside)
 
 
 class Target:
@@ -878,14 +879,15 @@ def _over(weight: Tensor, rows: int) -> Launch:
 
 
 def scale_rows_(grad: Tensor, factor: Tensor) -> Tensor:
-    """Multiply the rows of a contiguous tensor by one factor per row in place; a factor of 1 leaves its row alone."""
+    """Multiply the rows of a contiguous tensor by one factor per row in place.
+
+    A factor of 1 leaves its row alone, and one of 0 gives 0, also of nan.
+    """
     n = grad.shape[-1]
     if grad.numel() == 0:
         return grad
-    if factor.ndim == 0 and grad.numel() <= 1 << 20:  # so small that the launch is what takes time
-        return grad.mul_(factor)
     flat, step = per_row(factor, grad.shape[:-1])
-    block, steps = 1024, 32
+    block, steps = 1024, 4 if grad.numel() <= 1 << 20 else 32  # of few numbers, more programs take less each
     stretch = block * steps
     launch(
         _scale, (shapes.cdiv(grad.numel(), stretch),), grad, flat, grad.numel(), n, step,

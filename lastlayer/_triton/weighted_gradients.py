@@ -49,6 +49,7 @@ def _write_gradients(
     if not HELD:
         weight = term_tile(w_ptr, row, n, first + none, W, C, FULL, WEIGHT, 1.0)
     fixed = by_row((tl.abs(exact) == float("inf")) | (exact != exact))  # at its ends a row does not move
+    lost = by_row(exact != exact)  # what is bad in such a row stays out of the gradients, if the row is not used
     v = tl.where(fixed, g, g - weight * by_row(share))
     by_x = tl.where(fixed, 0.0, h * v)
     store_tile(gx_ptr, row, n, scaled(by_x, inv_t) + by_row(gone), first, W, C, FULL)
@@ -67,11 +68,14 @@ def _write_gradients(
             upper = term_tile(u_ptr, row, n, first, W, C, FULL, UPPER, 1.0)
             width = upper - lower
             y = tl.where(t > 0, upper - width * small, lower + width * small)
-            store_tile(gw_ptr, row, n, by_row(high) * by_x - by_row(share) * y + by_row(gone), first, W, C, FULL)
+            by_weight = by_row(high) * by_x - by_row(share) * y
+            store_tile(gw_ptr, row, n, tl.where(lost, by_row(gone), by_weight), first, W, C, FULL)
         if BY_L:
-            store_tile(gl_ptr, row, n, tl.where(t > 0, small, over) * v + by_row(gone), first, W, C, FULL)
+            by_lower = tl.where(t > 0, small, over) * v
+            store_tile(gl_ptr, row, n, tl.where(lost, by_row(gone), by_lower), first, W, C, FULL)
         if BY_U:
-            store_tile(gu_ptr, row, n, tl.where(t > 0, over, small) * v + by_row(gone), first, W, C, FULL)
+            by_upper = tl.where(t > 0, over, small) * v
+            store_tile(gu_ptr, row, n, tl.where(lost, by_row(gone), by_upper), first, W, C, FULL)
 
 
 @triton.jit(do_not_specialize=["rows", "units"])

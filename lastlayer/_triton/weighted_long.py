@@ -424,7 +424,8 @@ def backward_row(
     exact = tl.load(nu_ptr + row)
     high, low = two_floats(exact)
     ends = tl.abs(exact) == float("inf")
-    fixed = ends | (exact != exact)
+    lost = exact != exact
+    fixed = ends | lost
     mass = tl.zeros([C], tl.float32)
     pull = tl.zeros([C], tl.float32)
     asked = tl.zeros([C], tl.float32)
@@ -456,7 +457,8 @@ def backward_row(
             0,
         )  # fmt: skip
     share = tl.where(free, 0.0, share)
-    gone = tl.where((exact != exact) & ((asked == 0) == 0), float("nan"), 0.0)
+    # What is bad in a row without a solution stays out of its gradients, if the row is not used.
+    gone = tl.where(lost & ((asked == 0) == 0), float("nan"), 0.0)
     tl.store(gk_ptr + row, share.to(tl.float64) + gone.to(tl.float64))
     for start in range(0, n, C):
         cols = start + tl.arange(0, C)
@@ -483,8 +485,8 @@ def backward_row(
         tl.store(gx_ptr + at, (scaled(by_x, inv_t) + gone).to(gx_ptr.dtype.element_ty), mask=inside)
         if BY_W:
             y = tl.where(t > 0, upper - width * small, lower + width * small)
-            tl.store(gw_ptr + at, high * by_x - share * y + gone, mask=inside)
+            tl.store(gw_ptr + at, tl.where(lost, gone, high * by_x - share * y), mask=inside)
         if BY_L:
-            tl.store(gl_ptr + at, tl.where(t > 0, small, over) * v + gone, mask=inside)
+            tl.store(gl_ptr + at, tl.where(lost, gone, tl.where(t > 0, small, over) * v), mask=inside)
         if BY_U:
-            tl.store(gu_ptr + at, tl.where(t > 0, over, small) * v + gone, mask=inside)
+            tl.store(gu_ptr + at, tl.where(lost, gone, tl.where(t > 0, over, small) * v), mask=inside)

@@ -11,9 +11,11 @@ from torch import Tensor
 from lastlayer import _check
 from lastlayer._check import Labels, Reduction
 from lastlayer._threshold.compiled import by_kernels, compiled, fused, on_gpu
-from lastlayer._threshold.dispatch import differentiated, recorded
+from lastlayer._threshold.dispatch import differentiated, direct, recorded, scaled
 from lastlayer.loss import _rows
 from lastlayer.shard import ClassShard
+
+Times = Callable[[Tensor, Tensor], Tensor]
 
 
 class Rows(NamedTuple):
@@ -38,7 +40,10 @@ def at_once(
     found = fused(x).run(name, x.detach(), labels, numbers, gradient=wanted, **more)
     if found is None:
         return None
-    loss = with_gradient(x, found.loss, found.out, plain, name == "two_way_columns") if wanted else found.loss
+    if not wanted:
+        return Rows(found.loss, found.counts, found.extra)
+    times: dict[str, Times] = {"two_way_columns": torch.mul, "fenchel_young": _by_solved_row}
+    loss = with_gradient(x, found.loss, found.out, plain, times.get(name, _by_row))
     return Rows(loss, found.counts, found.extra)
 
 
@@ -96,8 +101,8 @@ def reduced_at_once(
     def backward(upstream: Tensor, x: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
         if not held:  # handed over to an earlier backward pass
             forward(x, True)
-        scaled: Tensor = kernels.scaled_(held.pop(), upstream, factor)
-        return scaled
+        grad: Tensor = kernels.scaled_(held.pop(), upstream, factor)
+        return grad
 
     def again(x: Tensor, factor: Tensor, counts: Tensor) -> Tensor:
         return _check.reduced(end.op, plain(x), end.reduction, counts)
@@ -127,14 +132,27 @@ def per_class(
     return end.of(plain(x), _rows.any_class(_rows.taking_part(x, labels)[1], shard))
 
 
+def _by_row(grad: Tensor, upstream: Tensor) -> Tensor:
+    return grad * upstream.unsqueeze(-1)
+
+
+def _by_solved_row(grad: Tensor, upstream: Tensor) -> Tensor:
+    """As `_by_row`, on a GPU; but 0 times nan, the gradient of a row without a solution, is 0."""
+    if direct(grad, upstream):
+        found: Tensor = fused(grad).of_rows(grad, upstream)
+        return found
+    return scaled(grad, upstream.unsqueeze(-1))
+
+
 def with_gradient(
-    x: Tensor, loss: Tensor, grad: Tensor, plain: Callable[[Tensor], Tensor], columns: bool = False
+    x: Tensor, loss: Tensor, grad: Tensor, plain: Callable[[Tensor], Tensor], times: Times = _by_row
 ) -> Tensor:
     """Return the loss of each row of `x`, or of each column, whose gradient is `grad`; both must come without a graph.
 
-    `plain` computes the same loss by differentiable operations: for second derivatives, and for batches of gradients.
+    `times` multiplies that by the upstream gradient. `plain` computes the same loss by differentiable operations: for
+    second derivatives, and for batches of gradients.
     """
-    result: Tensor = _WithGradient.apply(x, loss, grad, plain, columns)
+    result: Tensor = _WithGradient.apply(x, loss, grad, plain, times)
     return result
 
 
@@ -177,9 +195,9 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, loss: Tensor, grad: Tensor, plain: Callable[[Tensor], Tensor], columns: bool
+        ctx: Any, x: Tensor, loss: Tensor, grad: Tensor, plain: Callable[[Tensor], Tensor], times: Times
     ) -> Tensor:
-        ctx.plain, ctx.columns = plain, columns
+        ctx.plain, ctx.times = plain, times
         ctx.save_for_backward(x, grad)
         return loss.view_as(loss)
 
@@ -193,4 +211,4 @@ class _WithGradient(torch.autograd.Function):
                 loss = ctx.plain(x)
             (grad,) = torch.autograd.grad(loss, x, upstream, create_graph=further)
             return grad, None, None, None, None
-        return grad * (upstream if ctx.columns else upstream.unsqueeze(-1)), None, None, None, None
+        return ctx.times(grad, upstream), None, None, None, None

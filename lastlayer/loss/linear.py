@@ -553,7 +553,8 @@ class _InTurns(torch.autograd.Function):
             gradients: list[Tensor | None] = []
             for value, given in zip(found[:3], (features, weight, bias), strict=True):
                 if value is not None:
-                    value = value.mul_(grad) if layer.kernels is None else layer.kernels.scale_rows_(value, grad)
+                    scale = dispatch.scaled if layer.kernels is None else layer.kernels.scale_rows_
+                    value = scale(value, grad)
                 gradients.append(None if value is None else value.to(given.dtype))
         if torch.is_grad_enabled():
             gradients = FirstOnly.apply(FIRST_ONLY, 3, grad, features, weight, *gradients)

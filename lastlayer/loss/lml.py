@@ -27,6 +27,7 @@ from lastlayer._threshold.dispatch import (
     loss_backward,
     loss_forward,
     recorded,
+    scaled,
     shortest,
     transformed,
     unwatched,
@@ -517,7 +518,7 @@ class _LMLLoss(torch.autograd.Function):
             arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, upstream)
             grad_logits, grad_k = loss_backward(impl, *arguments)
             if several:  # linear in the gradient, one number per row
-                grad_logits, grad_k = (grads[0].unsqueeze(-1) * gradient for gradient in (grad_logits, grad_k))
+                grad_logits, grad_k = (scaled(gradient, grads[0].unsqueeze(-1)) for gradient in (grad_logits, grad_k))
         return grad_logits, grad_k if ctx.needs_input_grad[1] else None, *(None,) * 7
 
 
@@ -549,6 +550,13 @@ def _by_kernel(problem: Problem, rho: float, labels: Labels) -> Tensor:
         return loss_forward(problem, rho, labels.index, labels.dense)[0]
     loss: Tensor = function.apply(*problem, rho, labels.index, labels.dense)[0]
     return loss
+
+
+def _gradient_of_k(upstream: Tensor, rows: Tensor) -> Tensor:
+    """Return the gradient of k, from what a kernel has found of each row; 0 for rows without an upstream gradient."""
+    _, _, log_mass, pull = rows
+    upstream = upstream.unsqueeze(-1)
+    return torch.where(upstream == 0, 0, upstream * pull * (-log_mass).exp())
 
 
 class _LMLReducedLoss(torch.autograd.Function):
@@ -592,9 +600,8 @@ class _LMLReducedLoss(torch.autograd.Function):
         if differentiated(*grads):
             grad_logits, grad_k = _plain_gradients(ctx, problem, labels, grads[0] * weight)
         elif grad is not None and plain:
-            _, _, log_mass, pull = rows
             grad_logits = kernels(ctx.impl).scale_rows_(grad, grads[0])
-            grad_k = (grads[0] * weight).unsqueeze(-1) * pull * (-log_mass).exp()
+            grad_k = _gradient_of_k(grads[0] * weight, rows)
         else:
             x, _, mask, temperature, _, impl = problem
             arguments = (x, mask, temperature, ctx.rho, labels.index, labels.dense, *rows, grads[0] * weight)
@@ -658,9 +665,8 @@ class _LMLCompiledLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad, rows, weight = ctx.saved_tensors
-        _, _, log_mass, pull = rows
-        grad_k = (grads[0] * weight).unsqueeze(-1) * pull * (-log_mass).exp() if ctx.needs_input_grad[1] else None
-        return (grads[0] * grad).to(grad.dtype), grad_k, *(None,) * 7
+        grad_k = _gradient_of_k(grads[0] * weight, rows) if ctx.needs_input_grad[1] else None
+        return scaled(grad, grads[0]).to(grad.dtype), grad_k, *(None,) * 7
 
 
 class _LMLSummedLoss(torch.autograd.Function):

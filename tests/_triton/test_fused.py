@@ -520,3 +520,24 @@ def test_limits_of_registers_leave_room_for_all_threads():
             limit = fused._limited(name, rows, warps).get("maxnreg", 0)
             assert limit * 32 * warps <= 65536
             assert rows < 2048 or limit > 0
+
+
+@pytest.mark.parametrize("n", [40, 300])
+def test_a_row_without_a_solution_has_no_gradient_where_its_loss_is_not_used(n):
+    """Its gradient is nan, computed ahead of time, and the upstream gradient is 0."""
+    x, target = torch.randn(3, n, device=DEVICE, requires_grad=True), torch.tensor([[0, 1], [2, -1], [3, 4]]).to(DEVICE)
+    k = torch.tensor([2.0, -1.0, 1.0], device=DEVICE)
+    for reduction in ("mean", "sum"):
+        loss = ll.lml_fenchel_young_loss(x, target, k, reduction=reduction)
+        for _ in range(2):
+            assert torch.autograd.grad(torch.nan_to_num(loss), x, retain_graph=True)[0].eq(0).all()
+    loss = ll.lml_fenchel_young_loss(x, target, k, reduction="none")
+    alone = ll.lml_fenchel_young_loss(x[::2], target[::2], k[::2], reduction="none")
+    for upstream in (torch.ones(3, device=DEVICE), torch.tensor([0.5, 3.0, -2.0], device=DEVICE)):
+        (every,) = torch.autograd.grad(loss, x, upstream, retain_graph=True)
+        (used,) = torch.autograd.grad(loss, x, upstream * loss.isfinite(), retain_graph=True)
+        (right,) = torch.autograd.grad(alone, x, upstream[::2], retain_graph=True)
+        assert every[1].isnan().all()
+        for found in (every[::2], used[::2]):
+            assert torch.equal(found, right[::2])
+        assert used[1].eq(0).all()

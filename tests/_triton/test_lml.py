@@ -496,6 +496,46 @@ def test_scale_rows():
     factor[17] = 3.0
     assert torch.equal(scale_rows_(grad.clone(), factor), grad * factor[:, None])
     assert torch.equal(scale_rows_(grad.clone(), torch.tensor(2.0, device=DEVICE)), grad * 2)
+    grad[17], factor[17] = torch.nan, 0.0
+    assert torch.equal(scale_rows_(grad.clone(), factor), torch.where(factor[:, None] == 0, 0, grad))
+    for dtype, n in ((torch.float32, 7), (torch.bfloat16, 1 << 20), (torch.float16, (1 << 20) + 9)):
+        given = torch.linspace(-1, 1, n, device=DEVICE).to(dtype)
+        assert torch.equal(scale_rows_(given.clone(), torch.tensor(-0.5, device=DEVICE)), given * -0.5)
+        given[1::2], given[2::3] = torch.nan, torch.inf
+        assert scale_rows_(given.clone(), torch.tensor(0.0, device=DEVICE)).eq(0).all()
+        assert scale_rows_(given.clone(), torch.tensor(torch.nan, device=DEVICE)).isnan().all()
+
+
+@pytest.mark.parametrize("way", ["reduced", "compiled", "step"])
+@pytest.mark.parametrize("with_k", [False, True])
+def test_a_row_without_a_solution_has_no_gradient_where_the_loss_is_not_used(way, with_k):
+    """Its gradient was nan, computed ahead of time; the upstream gradient is 0."""
+    from lastlayer.loss.lml import _LMLCompiledLoss, _LMLStep
+
+    logits, k = rows(37)
+    target = torch.tensor([1, 2, 3, 4], device=DEVICE)
+    if way == "step":
+        logits[2] = torch.nan
+    else:
+        k[2] = -1
+    x, k = logits.requires_grad_(), k.requires_grad_(with_k)
+    if way == "reduced":
+        loss = lml_loss(x, target, k, impl="triton")
+    elif way == "compiled":
+        loss = _LMLCompiledLoss.apply(x, k[:, None], None, 1.0, None, target[:, None], None, None, True)
+    elif with_k:
+        pytest.skip("a step has one number for k")
+    else:
+        ctx = type("Context", (), {"given": (1.5, 0.0), "saved_tensors": (x, target)})()
+        ctx.grad = torch.autograd.grad(lml_loss(x, target, 1.5, impl="triton"), x)[0]
+        assert ctx.grad.isnan().any()
+        with torch.no_grad():
+            assert _LMLStep.backward(ctx, torch.tensor(0.0, device=DEVICE))[0].eq(0).all()
+        return
+    assert loss.isnan()
+    for _ in range(2):  # the second pass computes the gradient anew
+        for grad in torch.autograd.grad(torch.nan_to_num(loss), (x, k) if with_k else (x,), retain_graph=True):
+            assert grad.eq(0).all()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -281,3 +281,43 @@ def test_messages():
     with pytest.raises(RuntimeError, match="rows of weights have at most 4194304 classes"):
         ll.lml(torch.zeros(1, 4194305, device=DEVICE), 1, weight=2.0, impl="triton")
     torch.testing.assert_close(ll.lml(x, 1.0, weight=torch.ones(4, dtype=DOUBLE)), torch.full_like(x, 0.25))
+
+
+@pytest.mark.usefixtures("no_general_form")
+@pytest.mark.parametrize("longest", [None, 2])
+def test_what_is_bad_in_a_row_that_is_not_used_spoils_no_gradient(longest, monkeypatch):
+    """As in `tests/project/test_weighted.py`: rows that programs hold, and longer ones."""
+    from lastlayer._triton import plan, weighted
+
+    monkeypatch.setattr(plan, "PATIENCE", 1)
+    if longest is not None:
+        monkeypatch.setattr(weighted, "LONGEST", longest)
+        monkeypatch.setattr(weighted, "STREAM", {"C": 32, "num_warps": 1})
+        tiles = {"W": 2, "C": 32, "SAMPLE": 32, "num_warps": 1}
+        monkeypatch.setattr(weighted, "LONG", dict.fromkeys(weighted.LONG, tiles))
+    bad = [
+        ("x", torch.nan), ("k", torch.nan), ("k", 99.0), ("weight", torch.nan), ("weight", torch.inf),
+        ("lower", torch.nan), ("lower", -torch.inf), ("lower", 2.0), ("upper", torch.inf), ("upper", -1.0),
+    ]  # fmt: skip
+    rows = len(bad) + 2  # the first and the last are used
+    weight = torch.tensor([1.0, 0.7, 0.0, 1.3], device=DEVICE).repeat(rows, 1)
+    terms = {"x": torch.randn(rows, 4, device=DEVICE), "k": torch.ones(rows, dtype=DOUBLE, device=DEVICE)}
+    terms |= {"weight": weight, "lower": torch.full_like(weight, 0.1), "upper": torch.full_like(weight, 0.9)}
+    for row, (name, value) in enumerate(bad, 1):
+        terms[name][(row, 2) if name != "k" else row] = value
+
+    def gradients(function, values, kept):
+        parts = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
+        y = function(parts["x"], parts["k"], **dict(list(parts.items())[2:]), impl="triton")
+        return y, torch.autograd.grad(y[kept].square().sum(), parts.values())
+
+    used = [0, rows - 1]
+    for function in (ll.lml, ll.lml_at_most):
+        _, alone = gradients(function, {name: value[used] for name, value in terms.items()}, [0, 1])
+        y, beside = gradients(function, terms, used)
+        for one, both in zip(alone, beside, strict=True):
+            assert both[1:-1].eq(0).all()
+            torch.testing.assert_close(one, both[used])
+        _, every = gradients(function, terms, list(range(rows)))  # what is used is nan
+        for both in every:
+            assert torch.equal(both.reshape(rows, -1).isnan().all(-1), y.isnan().any(-1))

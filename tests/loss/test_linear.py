@@ -319,6 +319,32 @@ def test_gradients_that_are_begun_in_the_forward_pass(lost, some, monkeypatch):
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("turns", [False, True])
+def test_gradients_ahead_of_time_of_a_loss_that_is_not_used(turns, monkeypatch):
+    """On a GPU, or with TRITON_INTERPRET=1. A row without a solution had made them nan."""
+    rows, n = (SIZE + 5, 272) if turns else (ROWS, 1040)
+    features, weight = torch.randn(rows, SIZE, device=DEVICE), torch.randn(n, SIZE, device=DEVICE)
+    if _scan.kernels_for(features) is None:
+        pytest.skip("no kernels here")
+    k = torch.full((rows,), 3.0, device=DEVICE)
+    k[2] = -1
+    resumed, real = [], linear._Gradients.resume
+    monkeypatch.setattr(linear._Gradients, "resume", lambda *args: resumed.append(real(*args)))
+    if turns:
+        for name, value in {"_TURN": 4 * 2 * n, "_FEWEST": 4, "_EVEN": 1}.items():
+            monkeypatch.setattr(linear, name, value)
+    leaves = [features, weight, torch.randn(n, device=DEVICE)]
+    leaves = [leaf.to(torch.bfloat16 if turns else torch.float32).requires_grad_() for leaf in leaves]
+    loss = linear_lml_loss(*leaves[:2], torch.randint(n, (rows, 2), device=DEVICE), k, bias=leaves[2])
+    assert loss.isnan()
+    assert ("InTurns" in type(loss.grad_fn).__name__) == turns
+    for _ in range(2):
+        for grad in torch.autograd.grad(torch.nan_to_num(loss), leaves, retain_graph=True):
+            assert grad.eq(0).all()
+    assert len(resumed) == (not turns)
+
+
+@pytest.mark.kernels
 def test_every_class_asked_for_and_every_label_seen_by_kernels():
     features, weight, bias, _ = problem(600, dtype=torch.float32)
     bias[9] = -torch.inf

@@ -440,6 +440,17 @@ def test_a_row_without_a_solution_has_a_gradient_of_nan(impl, observed, reductio
     assert (x.grad[3] == 0).all()
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_a_row_without_a_solution_spoils_no_other_row_of_a_batch_of_gradients(impl):
+    x, k = torch.randn(4, 5, requires_grad=True), torch.tensor([2.0, -1.0, 2.0, 1.5], requires_grad=True)
+    loss = ll.lml_loss(x, torch.arange(4), k, reduction="none", impl=impl)
+    for leaf in (x, k):
+        (each,) = torch.autograd.grad(loss, leaf, torch.eye(4), retain_graph=True, is_grads_batched=True)
+        for row, found in enumerate(each):
+            (right,) = torch.autograd.grad(loss[row], leaf, retain_graph=True)
+            torch.testing.assert_close(found, right, equal_nan=True)
+
+
 @pytest.mark.slow
 def test_new_numbers_are_not_compiled_anew():
     """One graph for the first numbers, and one for all others: in Dynamo, and in what follows it."""
