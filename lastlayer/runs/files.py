@@ -93,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Read a JSON file and check its format number and its fields; None if there is no such file. Nan becomes null."""
     try:
         value = json.loads(
-            path.read_text("utf-8"), parse_constant=lambda _: None, parse_float=_in_range, parse_int=_whole_in_range
+            path.read_text("utf-8"), parse_constant=lambda _: None, parse_float=in_range, parse_int=whole_in_range
         )
     except FileNotFoundError:
         return None
@@ -108,14 +108,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _in_range(text: str) -> float:
+def in_range(text: str) -> float:
+    """Return a number of a JSON file that float64 can hold."""
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"must hold numbers in the range of float64, got {text[:20]}")
     return value
 
 
-def _whole_in_range(text: str) -> int:
+def whole_in_range(text: str) -> int:
+    """Return a whole number of a JSON file that int64 can hold."""
     value = int(text) if len(text) < 20 else 1 << 63  # int() refuses thousands of digits in words of its own
     if abs(value) >= 1 << 63:
         raise ValueError(f"must hold whole numbers in the range of int64, got {text[:20]}...")

@@ -34,6 +34,16 @@ FORMS: dict[str, dict[str | EllipsisType, Form]] = {
         "metric": str,
         "kinds": [{"name": str, "meaning": str, "gain": NUMBER}],
     },
+    "tree.json": {
+        **dict.fromkeys(("n_labels", "n_features", "trees"), int),
+        "settings": {
+            **dict.fromkeys(("trees", "leaf", "branching", "max_passes", "beam", "seed", "threads"), int),
+            **dict.fromkeys(("C", "bias", "threshold", "tolerance", "calibration", "observed", "tail"), NUMBER),
+            **dict.fromkeys(("loss", "impl"), str),
+            "normalize": bool,
+        },
+        "calibration": {...: NUMBER},
+    },
     "examples.json": {"rows": [{"row": int}]},
     "folds.json": {
         **dict.fromkeys(("folds", "rows"), int),
