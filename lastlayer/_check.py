@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,6 +59,7 @@ def dense(op: str, name: str, value: Tensor) -> None:
 
 def dim(op: str, value: int, ndim: int) -> int:
     """Check a dimension and return it as a non-negative number."""
+    value = plain(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{op}: `dim` must be an integer, got {value!r}. Use -1 for the last dimension.")
     if not -ndim <= value < ndim:
@@ -182,6 +184,11 @@ def number(op: str, name: str, value: Any, low: float = -math.inf, high: float =
     if not low <= float(value) <= high:
         raise ValueError(f"{op}: `{name}` must be between {low} and {high}, got {value}.")
     return float(value)
+
+
+def plain(value: Any) -> Any:
+    """Return a whole number of NumPy as one of Python, and anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def work_dtype(x: Tensor) -> torch.dtype:

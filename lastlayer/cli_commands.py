@@ -238,6 +238,8 @@ def _loaded(arguments: argparse.Namespace) -> Any:
 @contextmanager
 def _output(path: str | None) -> Iterator[Any]:
     """Open a file that is written whole or not at all, so that an error in a late row leaves what was there."""
+    from lastlayer.runs.files import naming
+
     if path is None:
         yield sys.stdout
         return
@@ -247,7 +249,7 @@ def _output(path: str | None) -> Iterator[Any]:
     usual = place.is_file() or not place.exists()  # not a device or a pipe
     part = place.with_name(f".{place.name}.{os.getpid()}.tmp") if usual else place
     try:
-        with open(part, "w", encoding="utf-8", newline="") as file:
+        with naming(place), open(part, "w", encoding="utf-8", newline="") as file:
             yield file
         if usual:
             part.replace(place)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _COLUMNS = {
@@ -120,6 +121,7 @@ def training_parts(arguments: argparse.Namespace, images: str = "") -> dict[str,
             parts[name] = with_images(data, path, options.get("on_error", "raise"))
     for name, data in parts.items():
         tell_about(name, data)
+    tell_forms([name for data in parts.values() for name in data.label_names])
     if not any(len(data) for data in parts.values()):
         raise DataError(f"{arguments.data}: has no rows.")
     if not any(len(data.indices) for data in parts.values()):
@@ -221,6 +223,22 @@ def tell_problems(data: Any) -> None:
             print(f"  {message}", file=sys.stderr)
     if problems.mended:
         print(f"mended {problems.mended} text(s); the first: {problems.mended_first}", file=sys.stderr)
+
+
+def tell_forms(names: Iterable[str]) -> None:
+    """Warn if label names differ in nothing but how Unicode writes their characters, which no reader can see."""
+    forms: dict[str, set[str]] = {}
+    for name in names:
+        if not name.isascii():
+            forms.setdefault(unicodedata.normalize("NFC", name), set()).add(name)
+    several = [sorted(ways) for ways in forms.values() if len(ways) > 1]
+    if several:
+        example = " and ".join(map(ascii, several[0][:2]))
+        print(
+            f"lastlayer: warning: label names that are written in more than one form of Unicode (NFC, NFD): "
+            f"{len(several)}, such as {example}. Each form is a label of its own. Write the names in one form.",
+            file=sys.stderr,
+        )
 
 
 def check_folds(folds: int, data: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import shlex
 import sys
@@ -188,27 +189,28 @@ def _lines(suggested: Any, data: Any) -> list[dict[str, Any]]:
 
 def _write(out: Path, lines: list[dict[str, Any]], suggested: Any, data: Any) -> None:
     """Write suggestions.csv, suggestions.jsonl and rates.csv."""
+    from lastlayer.runs.files import write_atomically
+
     out.mkdir(parents=True, exist_ok=True)
 
     def safe(value: Any) -> str:
         return reading.harmless(str(value or ""))
 
-    with open(out / "suggestions.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for line in lines:
-            text = " ".join(safe(line["text"])[:500].split())
-            cells = [line["rank"], line["row"], safe(line["id"]), safe(line["label"]), line["kind"]]
-            writer.writerow([*cells, line["probability"], "", text])
-    with open(out / "suggestions.jsonl", "w", encoding="utf-8") as file:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    with open(out / "rates.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["label", "rows", "rate"])
-        counts = data.label_counts().tolist()
-        for name, count, rate in zip(data.label_names, counts, suggested.rates.tolist(), strict=True):
-            writer.writerow([safe(name), count, f"{rate:.3f}"])
+    def write(name: str, rows: list[list[Any]]) -> None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        write_atomically(out / name, text.getvalue().encode())
+
+    cells = [
+        [line["rank"], line["row"], safe(line["id"]), safe(line["label"]), line["kind"], line["probability"], ""]
+        for line in lines
+    ]
+    texts = [" ".join(safe(line["text"])[:500].split()) for line in lines]
+    write("suggestions.csv", [list(COLUMNS), *([*row, text] for row, text in zip(cells, texts, strict=True))])
+    objects = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    write_atomically(out / "suggestions.jsonl", objects.encode())
+    each = zip(data.label_names, data.label_counts().tolist(), suggested.rates.tolist(), strict=True)
+    write("rates.csv", [["label", "rows", "rate"], *([safe(name), count, f"{rate:.3f}"] for name, count, rate in each)])
 
 
 def _page(arguments: argparse.Namespace, out: Path, found: dict[str, Any]) -> Path | None:

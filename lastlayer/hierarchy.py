@@ -195,6 +195,7 @@ class LabelTree:
             raise ValueError(f"{op}: `matrix` must be square, one row and column per class, got shape {values.shape}.")
         if n_clusters is None:
             n_clusters = max(n // 10, 1)
+        n_clusters = _check.plain(n_clusters)
         if isinstance(n_clusters, bool) or not isinstance(n_clusters, int) or not 1 <= n_clusters <= n:
             raise ValueError(f"{op}: `n_clusters` must be an integer between 1 and n_classes={n}, got {n_clusters!r}.")
         if method == "hinton":

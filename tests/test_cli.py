@@ -195,6 +195,8 @@ def test_an_error_in_a_late_row_leaves_the_earlier_predictions(trained, capsys, 
     error_of(capsys, ["predict", trained[2], str(broken), "--out", str(out)])
     assert out.read_text() == "earlier\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "p.jsonl", "rows.tsv"]
+    if Path("/dev/full").exists():
+        assert error_of(capsys, ["predict", trained[2], rows, "--out", "/dev/full"]).rstrip().endswith("'/dev/full'")
     assert "the folder" in error_of(capsys, ["predict", trained[2], rows, "--out", str(tmp_path / "none/p.jsonl")])
     assert main(["predict", trained[2], rows, "--out", str(out)]) == 0
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == names.ids

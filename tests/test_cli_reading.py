@@ -154,6 +154,18 @@ def test_wrong_options_of_reading_in_a_config_file(tmp_path, capsys):
         assert message in error_of(capsys, argv)
 
 
+def test_label_names_in_two_forms_of_unicode_are_a_warning(tmp_path, capsys):
+    names = ("caf\u00e9", "cafe\u0301", "a", "\u00fc")
+    rows = ["text\tlabels", *(f"a text {i}\t{names[i % 4]}" for i in range(80))]
+    (tmp_path / "a.tsv").write_text("\n".join(rows) + "\n", "utf-8")
+    assert main(["train", str(tmp_path / "a.tsv"), "--out", str(tmp_path / "run"), *FAST]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "Unicode" in line]
+    assert line.startswith("lastlayer: warning: ")
+    assert r"(NFC, NFD): 1, such as 'cafe\u0301' and 'caf\xe9'." in line
+    known = json.loads((tmp_path / "run" / "labels.json").read_text("utf-8"))["names"]
+    assert sorted(known) == sorted(names)
+
+
 def test_half_an_emoji_does_not_stop_a_run(tmp_path, capsys):
     rows = [{"text": f"word{i % 3} noise{i % 7} {i}", "labels": [f"l{i % 3}"]} for i in range(60)]
     for row in rows[::7]:

@@ -219,7 +219,8 @@ FN void NAME(asymmetric)(const struct fused *call, int64_t row, struct fused_spa
                 REAL share = m[i] > 0 ? other[i] : R(0.0);
                 sum += (double)(share * (full[i] * cost[i]));
                 REAL slope = clip == 0 ? full[i] * chance[i] : full[i] * (chance[i] * (rest[i] / under[i]));
-                g[at + i] = share * (slope + down * (less[i] * cost[i]) * (chance[i] * rest[i]));
+                REAL price = cost[i] > R(1000.0) ? R(1000.0) : cost[i]; /* above, 1 - p is 0: no inf * 0 */
+                g[at + i] = share * (slope + down * (less[i] * price) * (chance[i] * rest[i]));
             }
         }
         if (NAME(some)(hit)) {
@@ -228,7 +229,8 @@ FN void NAME(asymmetric)(const struct fused *call, int64_t row, struct fused_spa
             for (int i = 0; i < PIECE; i++) {
                 REAL found = NAME(log1p)(soft[i]) + (v[i] < 0 ? -v[i] : R(0.0));
                 sum += (double)(hit[i] * (full[i] * found));
-                g[at + i] -= hit[i] * full[i] * (rest[i] + up * chance[i] * found);
+                REAL price = found > R(1000.0) ? R(1000.0) : found; /* above, p is 0, but chance is not quite */
+                g[at + i] -= hit[i] * full[i] * (rest[i] + up * chance[i] * price);
             }
         }
         loss += sum;

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lastlayer.data.builder import Row
 from lastlayer.data.fields import IDS, LABELS, PARTS, TEXT, Fields
 from lastlayer.data.labels import whole
-from lastlayer.data.lines import Problems, encoding_of, head, lines, pieces, shorten
+from lastlayer.data.lines import Problems, encoding_of, head, lines, opening, pieces, shorten
 from lastlayer.data.sniff import named_character, sniff_fields
 from lastlayer.data.source import DataError, Limits, Source
 
@@ -234,6 +234,7 @@ def sniff_dialect(
         return Dialect(delimiter, _is_quoted(sample, delimiter) if quotes is None else bool(quotes))
     if asked is not None:
         return Dialect(asked, True if quotes is None else bool(quotes))
+    sample = sample or [opening(source, limits, encoding)]  # a first line that goes on beyond what is looked at
     delimiter, guessed = _delimiter(source, sample, options)
     return Dialect(delimiter, True if quotes is None else bool(quotes), guessed)
 

@@ -151,7 +151,7 @@ def _allowed(op: str, x: Tensor, mask: Tensor | None, background: int | None) ->
     allowed = ~x.isnan() if mask is None else mask & ~x.isnan()
     if background is None:
         return allowed
-    n = x.shape[-1]
+    n, background = x.shape[-1], _check.plain(background)
     if isinstance(background, bool) or not isinstance(background, int) or not -n <= background < n:
         raise ValueError(f"{op}: `background` must be a column of `scores`, {-n} to {n - 1}, got {background!r}.")
     return allowed & (torch.arange(n, device=x.device) != background % n)

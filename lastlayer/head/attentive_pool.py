@@ -124,6 +124,7 @@ class AttentivePoolHead(nn.Module):
         self, in_features: int, n_classes: int, *, n_modalities: int = 1, label_smoothing: float = 0.0
     ) -> None:
         super().__init__()
+        n_modalities = _check.plain(n_modalities)
         if not isinstance(n_modalities, int) or n_modalities < 1:
             raise ValueError(f"AttentivePoolHead: `n_modalities` must be a positive integer, got {n_modalities!r}.")
         self.n_modalities = n_modalities

@@ -87,6 +87,11 @@ def above_0(x: Tensor) -> Tensor:
     return torch.where(x < 0, 0, x)
 
 
+def capped(x: Tensor) -> Tensor:
+    """Clamp to a score whose sigmoid is 1: a power of it has a gradient of 0 above, not 0 times an infinite number."""
+    return x.clamp(max=1000)
+
+
 def mixed(labels: Labels, live: Tensor, if_positive: Tensor, if_negative: Tensor) -> Tensor:
     """Choose a loss for each entry; a soft label takes its share of both."""
     if not soft(labels):

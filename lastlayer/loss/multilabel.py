@@ -302,7 +302,7 @@ def asymmetric_loss(
         x, live = _rows.taking_part(x, labels)
         gain = -F.logsigmoid(x)
         if plus > 0:  # of an infinite score the power 0 would be nan
-            gain = _focal((plus * F.logsigmoid(-x)).exp(), detach_weight) * gain
+            gain = _focal((plus * F.logsigmoid(_rows.capped(-x))).exp(), detach_weight) * gain
         gain = _rows.weighed(gain, positives)
         loss = _rows.mixed(labels, live, gain, _shifted_negatives(x, minus, cut, detach_weight))
         return _rows.over_classes(loss, live, shard, each)
@@ -319,7 +319,7 @@ def _focal(weight: Tensor, detach: bool) -> Tensor:
 def _shifted_negatives(x: Tensor, gamma: float, clip: float, detach: bool) -> Tensor:
     """Return ``-m^gamma log(1 - m)`` for ``m = max(sigmoid(x) - clip, 0)``."""
     if clip == 0:
-        return -_focal((gamma * F.logsigmoid(x)).exp(), detach) * F.logsigmoid(-x)
+        return -_focal((gamma * F.logsigmoid(_rows.capped(x))).exp(), detach) * F.logsigmoid(-x)
     cut, power = _check.variable(clip, x), _check.variable(gamma, x)
     log_cut = cut.log() if isinstance(cut, Tensor) else torch.full_like(x, math.log(clip))
     easy = x.sigmoid() <= cut

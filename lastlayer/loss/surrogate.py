@@ -58,6 +58,7 @@ class MetricRefactoring:
 
         Each label is compared with each class that is no label: two labels cannot both be above each other.
         """
+        k = _check.plain(k)
         if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
             raise ValueError(f"MetricRefactoring.recall_at_k: `k` must be a positive integer or None, got {k!r}.")
         return cls(_label_against_rest, lambda bits, target: _recall(bits, target, k))
@@ -108,6 +109,7 @@ def metric_surrogate_loss(
     if not isinstance(target, Tensor | _check.LabelLists):
         raise TypeError(f"{_OP}: `target` must be a tensor, got {type(target).__name__}. Use torch.as_tensor.")
     refactoring = _refactoring(metric)
+    anchors = _check.plain(anchors)
     if isinstance(anchors, bool) or not isinstance(anchors, int) or anchors < 1:
         raise ValueError(f"{_OP}: `anchors` must be a positive integer, got {anchors!r}.")
     c = refactoring.comparisons(logits.to(_check.work_dtype(logits)), target)

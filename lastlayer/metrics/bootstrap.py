@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
+from lastlayer._check import Target
 
 
 class Interval(NamedTuple):
@@ -21,7 +22,7 @@ class Interval(NamedTuple):
 
 def bootstrap(
     metric: Callable[..., Tensor],
-    *tensors: Tensor,
+    *tensors: Target,
     n_resamples: int = 1000,
     level: float = 0.95,
     generator: torch.Generator | None = None,
@@ -37,7 +38,7 @@ def bootstrap(
 
     Args:
         metric: Called with the tensors; returns a number or a vector of fixed shape.
-        *tensors: One row each along the first dimension, such as scores and target.
+        *tensors: One row each along the first dimension, such as scores and target; :func:`label_lists` too.
         n_resamples: The number of draws.
         level: The coverage wanted, between 0 and 1.
         generator: For a repeatable result; on its own device, CPU by default.
@@ -56,6 +57,7 @@ def bootstrap(
     if not callable(metric):
         raise TypeError(f"{op}: `metric` must be a function of tensors, got {type(metric).__name__}.")
     rows = _rows(op, tensors)
+    n_resamples = _check.plain(n_resamples)
     if isinstance(n_resamples, bool) or not isinstance(n_resamples, int):
         raise TypeError(f"{op}: `n_resamples` must be an integer, got {type(n_resamples).__name__}.")
     if n_resamples < 1:
@@ -81,13 +83,13 @@ def _quantile(ordered: Tensor, share: float) -> Tensor:
     return torch.where(ordered[-1].isnan(), torch.nan, between)  # nan is sorted last
 
 
-def _rows(op: str, tensors: tuple[Tensor, ...]) -> int:
+def _rows(op: str, tensors: tuple[Target, ...]) -> int:
     if not tensors:
         raise TypeError(f"{op}: `tensors` must hold at least one tensor, got none. Pass scores and target.")
     for t in tensors:
-        if not isinstance(t, Tensor):
+        if not isinstance(t, Tensor | _check.LabelLists):
             raise TypeError(f"{op}: `tensors` must be tensors, got {type(t).__name__}. Use torch.as_tensor.")
-    sizes = {t.shape[0] if t.ndim else -1 for t in tensors}
+    sizes = {t.shape[0] if len(t.shape) else -1 for t in tensors}
     if len(sizes) > 1 or -1 in sizes or 0 in sizes:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise ValueError(f"{op}: `tensors` must have the same number of rows, at least one, got shapes {shapes}.")

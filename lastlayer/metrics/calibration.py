@@ -197,6 +197,7 @@ def bin_sums(
 ) -> BinSums:
     """Check the inputs and return the sums of each bin; without `k`, rows may count by a `weight` each."""
     per = _check.choice(op, "per", per, ("all", "class"), OLD)
+    n_bins = _check.plain(n_bins)
     if isinstance(n_bins, bool) or not isinstance(n_bins, int):
         raise TypeError(f"{op}: `n_bins` must be an integer, got {type(n_bins).__name__}.")
     if n_bins < 1:

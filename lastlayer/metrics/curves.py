@@ -85,6 +85,7 @@ def check_thresholds(op: str, thresholds: Any, device: torch.device, dtype: torc
                 f"{op}: `thresholds` must be a vector of floating-point numbers, got shape {tuple(thresholds.shape)}."
             )
         return thresholds.to(device, dtype)
+    thresholds = _check.plain(thresholds)
     if isinstance(thresholds, bool) or not isinstance(thresholds, int) or thresholds < 2:
         raise ValueError(f"{op}: `thresholds` must be a whole number of at least 2 or a tensor, got {thresholds!r}.")
     return _sums.even_steps(thresholds - 1, device, dtype)

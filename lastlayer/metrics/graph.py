@@ -107,6 +107,7 @@ def graph_mean_recall_at_k(
     """
     op = "graph_mean_recall_at_k"
     _check.choice(op, "average", average, ("macro", "none"))
+    n_predicates = _check.plain(n_predicates)
     if isinstance(n_predicates, bool) or not isinstance(n_predicates, int) or n_predicates < 1:
         raise ValueError(f"{op}: `n_predicates` must be a positive integer, got {n_predicates!r}.")
     _check.choice(op, "empty", empty, ("skip", "zero", "one"))

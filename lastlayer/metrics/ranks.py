@@ -116,6 +116,7 @@ def _settled(op: str, rows: RowGains, scores: Tensor, empty: Empty, reduction: s
 
 def check_k(op: str, k: Any) -> None:
     """Check the limit of the ranks."""
+    k = _check.plain(k)
     if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
         raise ValueError(f"{op}: `k` must be None or a whole number of at least 1, got {k!r}.")
 

@@ -204,7 +204,7 @@ class _Ranked(Stream):
     n_classes: int | None
 
     def __init__(self, options: dict[str, Any], binned: bool, **settings: Any) -> None:
-        super().__init__(options, **settings)
+        super().__init__(options, **{**settings, "thresholds": _check.plain(settings["thresholds"])})
         op, bins = type(self).__name__, self.thresholds
         _check.choice(op, "average", self.average, ("macro", "micro", "weighted", "none"))
         _check.choice(op, "empty", self.empty, ("skip", "zero", "one"))

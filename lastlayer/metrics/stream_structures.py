@@ -238,6 +238,7 @@ class RotationError(Stream):
         bins: int | None = None,
         **options: Any,
     ) -> None:
+        bins = _check.plain(bins)
         super().__init__(options, reduction=reduction, degrees=degrees, bins=bins)
         op = type(self).__name__
         _check.choice(op, "reduction", reduction, ("mean", "median"))

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lastlayer.runs.forms import FORMS, mismatch
+
 FORMAT = 1
+DEEPEST = 50  # levels of lists and objects in a JSON file
 LARGEST_YAML = 1 << 20
 
 
@@ -39,7 +44,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None  # not the temporary name
     finally:
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -47,6 +52,17 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an error of the operating system that names none, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def plain(value: Any) -> Any:
@@ -74,16 +90,47 @@ def to_json(value: dict[str, Any]) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON file and check its format number; None if there is no such file."""
+    """Read a JSON file and check its format number and its fields; None if there is no such file. Nan becomes null."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(
+            path.read_text("utf-8"), parse_constant=lambda _: None, parse_float=in_range, parse_int=whole_in_range
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, error) from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise damaged(path, f"must be an object of format {FORMAT}")
+    if _is_deeper(value, DEEPEST):
+        raise damaged(path, f"must not be nested more than {DEEPEST} levels deep")
+    if (why := mismatch(value, FORMS.get(path.name, {}))) is not None:
+        raise damaged(path, why)
     return value
+
+
+def in_range(text: str) -> float:
+    """Return a number of a JSON file that float64 can hold."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"must hold numbers in the range of float64, got {text[:20]}")
+    return value
+
+
+def whole_in_range(text: str) -> int:
+    """Return a whole number of a JSON file that int64 can hold."""
+    value = int(text) if len(text) < 20 else 1 << 63  # int() refuses thousands of digits in words of its own
+    if abs(value) >= 1 << 63:
+        raise ValueError(f"must hold whole numbers in the range of int64, got {text[:20]}...")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than that: code that descends into them would not come back."""
+    inside = [value]
+    for _ in range(levels):
+        every = (one.values() if isinstance(one, dict) else one for one in inside)
+        inside = [one for some in every for one in some if isinstance(one, dict | list)]
+    return bool(inside)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

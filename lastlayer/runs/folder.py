@@ -248,16 +248,12 @@ class RunFolder:
         metrics = result.get("metrics")
         if not isinstance(metrics, dict) or not all(isinstance(m, dict) for m in metrics.values()):
             raise damaged(path, "`metrics` must be an object of {value, low, high}")
-        for name, metric in metrics.items():
-            if not all(metric.get(key) is None or _is_number(metric[key]) for key in ("value", "low", "high")):
-                raise damaged(path, f"`{name}` must hold numbers or null")
+        result["metrics"] = {name: _with_whole_interval(metric) for name, metric in metrics.items()}
         if per_label := result.get("labels"):
             n_labels = len(self.labels())
             for key, values in per_label.items():
-                if not _are_numbers(values) or len(values) != n_labels:
+                if values is None or len(values) != n_labels:
                     raise damaged(path, f"`labels.{key}` must hold one number per label ({n_labels})")
-        if not _is_number(result.get("rows", 0)):
-            raise damaged(path, "`rows` must be a number")
         return result
 
     def examples(self) -> list[dict[str, Any]]:
@@ -347,6 +343,13 @@ def no_folder(path: Path) -> RunError:
     else:
         why = "is not there. Run `lastlayer train`."
     return RunError(f"{path}: must be the folder of a finished run, and {why}")
+
+
+def _with_whole_interval(metric: dict[str, Any]) -> dict[str, Any]:
+    """Return a metric without its interval if a part is missing: readers compute with all three numbers or with one."""
+    if all(metric.get(key) is not None for key in ("value", "low", "high")):
+        return metric
+    return {**metric, "value": metric.get("value"), "low": None, "high": None}
 
 
 def _is_number(value: Any) -> bool:

@@ -119,7 +119,10 @@ class Decision:
             return None
         try:
             level = stored["threshold"]
-            threshold = None if level is None else np.asarray(level, np.float32)
+            with np.errstate(over="ignore"):
+                threshold = None if level is None else np.asarray(level, np.float32)
+            if threshold is not None and np.isinf(threshold).any():
+                raise ValueError("must hold thresholds in the range of float32")
             if threshold is not None and threshold.shape not in ((), (n_labels,)):
                 raise ValueError(f"must hold one threshold, or one per label ({n_labels})")
             if (threshold is None) != (parse(stored["rule"])[0] == "top_k"):

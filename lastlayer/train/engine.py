@@ -360,12 +360,12 @@ def _enter(
         )
     if (run / "data.json").exists():
         stored = run.read_json("data.json")
-        seen = stored.get("parts", {})
+        seen = stored.get("parts") or {}
         if stored.get("start") != about.get("start"):
             raise OtherRunError(
                 f"{run.path}: holds an unfinished run with another start. Choose another folder, or use --overwrite."
             )
-        if {k: v.get("fingerprint") for k, v in seen.items()} != {
+        if {k: (v or {}).get("fingerprint") for k, v in seen.items()} != {
             k: v["fingerprint"] for k, v in about["parts"].items()
         }:
             raise OtherRunError(

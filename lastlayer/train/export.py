@@ -24,6 +24,7 @@ Label trees become a folder with a program that reads them.
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from lastlayer.runs import RunError, write_atomically
-from lastlayer.runs.files import to_json
+from lastlayer.runs.files import naming, to_json
 from lastlayer.train.network_scorer import NetworkScorer
 from lastlayer.train.serve import TrainedModel, load, probabilities
 
@@ -99,9 +100,12 @@ def export(run: str | Path, out: str | Path, kind: str = "onnx") -> Path:
     with quiet("torch.onnx"), _whole(out):
         traced = torch.export.export(program, example, dynamic_shapes=({0: rows},))
         if kind == "torch":
-            torch.export.save(traced, out)
+            whole = io.BytesIO()
+            torch.export.save(traced, whole)  # on a full disk, it would end the process
+            write_atomically(out, whole.getvalue())
         else:
-            _onnx(traced, example, out)
+            with naming(out):
+                _onnx(traced, example, out)
         write_atomically(beside, to_json(description(model)))
     return out
 

@@ -45,7 +45,8 @@ class FeatureMap:
         self.state = state
         self._analyze: Any = None
         try:
-            self._arrays = {n: np.asarray(state[n], np.float32) for n in ("idf", "mean", "scale") if n in state}
+            with np.errstate(over="ignore"):  # checked below
+                self._arrays = {n: np.asarray(state[n], np.float32) for n in ("idf", "mean", "scale") if n in state}
             self.kind, self.n_features = str(state["kind"]), int(state["n_features"])
             if self.kind not in ("tfidf", "hashing", "sparse", "dense") or self.n_features < 1:
                 raise ValueError("unknown kind")

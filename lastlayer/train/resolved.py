@@ -85,6 +85,8 @@ class Resolved:
         values = {"temperature": temperature, **{k: v for k, v in stored.items() if k in cls.__dataclass_fields__}}
         if values["k"] is None:
             values.update(k=values["mean_count"], k_per_row=True)
+        if empty := [name for name, value in values.items() if value is None]:
+            raise TypeError(f"`resolved.{empty[0]}` must not be null")
         return cls(**{**values, "at": tuple(values["at"])})
 
 

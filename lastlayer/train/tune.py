@@ -107,7 +107,7 @@ def _same_study(folder: Path, asked: dict[str, Any]) -> None:
         try:
             before = json.loads(note.read_text("utf-8"))
             same = make(before["config"]) == make(asked["config"]) and before["losses"] == asked["losses"]
-        except (ValueError, KeyError, TypeError, OSError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
             raise RunError(f"{note}: damaged. Choose another folder.") from None
         if not same:
             raise OtherRunError(f"{folder}: holds a study with other settings. Choose another folder.")

@@ -200,6 +200,24 @@ def test_two_separators_of_labels_that_fit_ask(tmp_path, cells):
     assert "--label-separator" in refusal(file)
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_a_header_longer_than_what_is_looked_at_shows_the_separator(tmp_path, delimiter, mark):
+    more = [f"column{i}" for i in range(30_000)]
+    rows = [["text", "labels", *more], *([f"a text {i}", "ab"[i % 2], *(["0"] * len(more))] for i in range(3))]
+    path = tmp_path / "wide.csv"
+    path.write_text(mark + "".join(delimiter.join(row) + "\n" for row in rows), "utf-8")
+    data = read(path)
+    assert (len(data), data.label_names, data.texts[0]) == (3, ["a", "b"], "a text 0")
+
+
+def test_a_header_longer_than_what_is_looked_at_may_leave_the_separator_open(tmp_path):
+    path = tmp_path / "wide.csv"
+    path.write_text(";".join(f"name,{i}" for i in range(40_000)) + "\n" + "1;2\n")
+    with pytest.raises(DataError, match=r"may be separated by ',' or ';', as in .*Say which: --delimiter"):
+        read(path)
+
+
 def test_a_header_is_told_from_rows_or_asked_for(tmp_path):
     file = write(
         tmp_path / "a.tsv", "what\twhy\n" + "a text of several words\tgood\n" * 3 + "and some more words\tbad\n"

@@ -223,6 +223,19 @@ def test_finite_at_ten_thousand(loss, dtype):
         assert loss(x, case(loss)[1], reduction="sum").isfinite()
 
 
+@every([loss for loss in FOUND if loss.name != "rml_loss"])  # its ramp is a difference of sums that overflow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("score", [3e38, -3e38])
+def test_gradients_are_finite_where_a_score_is_almost_the_largest_number(loss, dtype, score):
+    for place in range(3):  # the first class is a label in row 0, the second in row 1
+        x = torch.zeros(2, 6, dtype=dtype, device=DEVICE)
+        x[:, place] = score
+        for row in range(2):
+            value, grad = grad_of(loss, x[row : row + 1], case(loss)[1][row : row + 1])
+            assert not value.isnan()
+            assert grad.isfinite().all()
+
+
 @every(FOUND)
 def test_a_class_ruled_out_has_no_gradient(loss):
     x, target = case(loss)

@@ -302,3 +302,13 @@ def test_messages(call, error, message):
     with pytest.raises(error) as caught:
         call(torch.zeros(2, 3), torch.zeros(2, 3))
     assert message in str(caught.value)
+
+
+def test_splc_takes_an_infinite_score_for_a_label():
+    x = torch.tensor([[torch.inf, 0.0]], requires_grad=True)
+    loss = splc_loss(x, torch.tensor([1]))
+    (grad,) = torch.autograd.grad(loss, x)
+    alone = splc_loss(torch.tensor([[0.0]]), torch.tensor([0]))
+    torch.testing.assert_close(loss, alone)
+    assert grad[0, 0] == 0
+    assert grad.isfinite().all()

@@ -179,6 +179,18 @@ def test_asymmetric_gradient_is_finite_everywhere(gamma, clip):
     assert grad[1, 0] == -1  # a positive far off is pulled with full force, unlike with a held logarithm
 
 
+@pytest.mark.parametrize("score", [3e38, -3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])  # compiled, compiled and plain
+def test_asymmetric_gradient_is_finite_at_almost_the_largest_number(dtype, score):
+    score = score * 1e270 if dtype == torch.float64 else score
+    for label in ([0], [1]):
+        x = torch.tensor([[score, 0.0]], dtype=dtype, requires_grad=True)
+        options = {"gamma_positive": 2.5, "gamma_negative": 2.5, "clip": 0.0}
+        (grad,) = torch.autograd.grad(asymmetric_loss(x, torch.tensor(label), **options), x)
+        assert grad[0, 0].item() in (0, 1, -1)
+        assert grad.isfinite().all()
+
+
 def test_asymmetric_detached_weight():
     x, t = case()
     x.requires_grad_()

@@ -98,3 +98,16 @@ def test_ends_are_quantiles(share):
     drawn = torch.randn(37, 3, dtype=torch.float64).sort(0).values
     drawn[-1, 2] = torch.nan
     torch.testing.assert_close(_quantile(drawn, share), torch.quantile(drawn, share, dim=0), equal_nan=True)
+
+
+def test_marked_lists_are_drawn_with_their_rows():
+    scores = torch.rand(12, 3)
+    target = torch.rand(12, 3) < 0.5
+    target[:, 0] = True
+    lists = torch.where(target, torch.arange(3), -1)
+
+    def interval(given):
+        generator = torch.Generator().manual_seed(0)
+        return ll.bootstrap(lambda s, t: ll.precision_at_k(s, t, 1), scores, given, n_resamples=20, generator=generator)
+
+    assert interval(ll.label_lists(lists)) == interval(target)

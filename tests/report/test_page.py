@@ -319,7 +319,7 @@ def remove_metrics(folder):
     [
         (break_json, r"metrics\.json: damaged: Expecting"),
         (break_format, r"metrics\.json: damaged: must be an object of format 1"),
-        (break_value, r"metrics\.json: damaged: `recall@5` must hold numbers or null"),
+        (break_value, r"metrics\.json: damaged: `metrics.recall@5.value` must be a number"),
         (break_counts, r"metrics\.json: damaged: `labels.support` must hold one number per label \(8\)"),
         (break_names, r"labels\.json: damaged: must hold a list of names"),
         (break_tensors, r"predictions\.safetensors: damaged: "),

@@ -14,6 +14,7 @@ from train_tools import CONFIG, make_rows, work
 from lastlayer.train import Config, RunError, RunFolder, TrainingError, checkpoint, train
 from lastlayer.train.engine import _holds_something
 from lastlayer.train.module import LabelSetModule
+from lastlayer.train.tune import _same_study
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +196,10 @@ def test_folders_with_other_things_are_refused(tmp_path, rows):
     with pytest.raises(RunError, match="not empty and not a run"):
         train({"all": rows}, CONFIG, tmp_path)
     assert contents(tmp_path) == {(tmp_path / "mine.txt").relative_to(tmp_path): b"precious"}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, '{"config": 3, "losses": []}', '{"config": null}'])
+def test_a_damaged_study_is_named(tmp_path, content):
+    (tmp_path / "study.json").write_text(content)
+    with pytest.raises(RunError, match=r"study\.json: damaged\. Choose another folder\."):
+        _same_study(tmp_path, {"config": Config().to_dict(), "losses": []})

@@ -207,3 +207,14 @@ def test_an_export_that_fails_leaves_nothing_behind(run, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         export(run.path, tmp_path / "model.pt2", "torch")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_onnx_graph_for_which_there_is_no_room_is_named_and_removed(run, tmp_path, monkeypatch):
+    def full(program, example, out):
+        out.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lastlayer.train.export._onnx", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*model\.onnx'"):
+        export(run.path, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())

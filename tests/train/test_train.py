@@ -339,10 +339,13 @@ def test_wrong_predictions_in_a_run_are_damage_that_names_the_file(counted, tmp_
 def test_a_report_survives_wrong_descriptions(counted, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(counted.path, copy)
-    _edit_json(copy / "data.json", ["parts"], 1.5)
+    _edit_json(copy / "data.json", ["parts"], None)
     _edit_json(copy / "metrics.json", ["labels", "precision", 0], -1)
     _edit_json(copy / "metrics.json", ["labels", "recall", 0], 1)
     assert report.summary([copy, copy])["runs"][0]["parts"] == {}
+    _edit_json(copy / "data.json", ["parts"], 1.5)
+    with pytest.raises(RunError, match=r"data\.json: damaged: `parts` must be an object\."):
+        report.summary([copy, copy])
 
 
 def test_unfinished_runs_are_not_loaded(run, tmp_path):

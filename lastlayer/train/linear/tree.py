@@ -293,12 +293,22 @@ class LinearTree:
         """Read what :meth:`save` wrote; a damaged file is a ValueError that names it."""
         from safetensors.numpy import load_file
 
+        from lastlayer.runs.files import in_range, whole_in_range
+        from lastlayer.runs.forms import FORMS, mismatch
+
         about, stored = Path(folder) / "tree.json", Path(folder) / "tree.safetensors"
         with _whole(about):
-            info = dict(json.loads(about.read_text(encoding="utf-8")))
+            text = about.read_text(encoding="utf-8")
+            info = dict(json.loads(text, parse_float=in_range, parse_int=whole_in_range))
             if (found := info["format"]) == FORMAT:
+                if (why := mismatch(info, FORMS["tree.json"])) is not None:
+                    raise ValueError(why)
+                if info["trees"] < 1:
+                    raise ValueError("`trees` must be at least 1")
                 settings, numbers = TreeSettings(**info["settings"]), range(int(info["trees"]))
                 n_labels, n_features, calibration = info["n_labels"], info["n_features"], info["calibration"]
+                settings.check("LinearTree.load")
+                _observed("LinearTree.load", settings.observed, n_labels)
         if found != FORMAT:
             raise ValueError(f"{about}: `format` must be {FORMAT}, got {found}. Update lastlayer.")
         with _whole(stored):

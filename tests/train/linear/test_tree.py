@@ -402,6 +402,19 @@ def test_a_damaged_file_is_named(tmp_path):
     for change in ({"settings": {"depth": 3}}, {"settings": 3}, {"trees": "x"}):
         about.write_text(json.dumps(whole | change))
         refuses(about, "damaged: ")
+    for wrong in (
+        {"beam": []},
+        {"beam": 10**30},
+        {"loss": "x"},
+        {"loss": None},
+        {"observed": -1},
+        {"observed": [1, 1]},
+    ):
+        about.write_text(json.dumps(whole | {"settings": whole["settings"] | wrong}))
+        refuses(about, "damaged: ")
+    for number in (0, float("inf"), None):
+        about.write_text(json.dumps(whole | {"trees": number}))
+        refuses(about, "damaged: ")
     about.write_text(json.dumps(whole | {"trees": 9}))
     refuses(stored, "child_start is missing")
     about.write_text(json.dumps(whole | {"format": 2}))
