@@ -223,7 +223,8 @@ def asymmetric(
         flat, up, p, miss = logistics(x)
         full, _ = _powers(miss, number0)
         yes = full * up * plus
-        down = -full * (miss + number3 * number0 * p * up) * plus
+        # A cost above 1000 comes with a probability of 0 or 1: no infinity may meet the factor that is 0 there.
+        down = -full * (miss + number3 * number0 * p * tl.minimum(up, 1000.0)) * plus
         easy = p <= clip
         m = tl.where(easy, 0.0, p - clip)
         # 1 - m from the side that does not cancel.
@@ -235,7 +236,7 @@ def asymmetric(
             turn = p
         full, less = _powers(m, number1)
         no = tl.where(easy, 0.0, full * cost)
-        rise = tl.where(easy, 0.0, full * turn + number3 * number1 * (less * cost) * (p * miss))
+        rise = tl.where(easy, 0.0, full * turn + number3 * number1 * (less * tl.minimum(cost, 1000.0)) * (p * miss))
         loss += tl.where(live, each * mixed(share, yes, no, HARD), 0.0)
         some |= live.to(tl.int32)
         if GRADIENT:

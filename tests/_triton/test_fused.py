@@ -196,6 +196,19 @@ def test_rows_longer_than_a_block(monkeypatch, watched):
     assert all(done for _, done in watched), watched
 
 
+@pytest.mark.parametrize("label", [0, 1])
+@pytest.mark.parametrize("detach", [False, True])
+def test_asymmetric_gradient_is_finite_at_almost_infinite_scores(watched, label, detach):
+    scores = [3e38, -3e38, torch.inf]
+    x = torch.tensor([[score, 0.0] for score in scores]).to(DEVICE).requires_grad_()
+    target, options = torch.full((3,), label).to(DEVICE), {"gamma_positive": 2.5, "gamma_negative": 2.5, "clip": 0.0}
+    loss = ll.asymmetric_loss(x, target, **options, detach_weight=detach, reduction="none")
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert grad[:, 0].tolist() == ([0, -1, 0] if label == 0 else [1, 0, 1])
+    assert watched
+    assert all(done for _, done in watched), watched
+
+
 @pytest.mark.slow
 def test_two_way_gradients_of_many_rows(monkeypatch):
     from lastlayer._triton import fused
