@@ -205,10 +205,15 @@ def _correlate_planes(outer: list[Tensor], other: list[Tensor]) -> list[Tensor]:
     ]
 
 
+def _is_direct(level: Tensor) -> bool:
+    """Whether the polynomials of a level are multiplied directly: short ones, and none, as the FFT refuses no rows."""
+    return level.shape[-1] <= _DIRECT or level.numel() == 0
+
+
 def _spectrum(level: Tensor) -> Tensor:
     """Return the Fourier transform of polynomials too long for direct products, for the products of two."""
     size = level.shape[-1]
-    if size <= _DIRECT:
+    if _is_direct(level):
         return level.new_empty(0)
     # In double precision the rounding of the transform, relative to the largest coefficient, does not show.
     spectrum: Tensor = torch.fft.rfft(level.double(), _fast_size(2 * size - 1))
@@ -219,7 +224,7 @@ def _multiply(level: Tensor, spectrum: Tensor, longest: int) -> Tensor:
     """Multiply the two halves of a level, and cut the products off."""
     size = level.shape[-1]
     length = min(2 * size - 1, longest)
-    if size <= _DIRECT:
+    if _is_direct(level):
         a, b = split(level)
         windows = F.pad(b, (size - 1, length - size)).unfold(-1, size, 1)
         with _check.without_autocast(level.device):
@@ -232,7 +237,7 @@ def _multiply(level: Tensor, spectrum: Tensor, longest: int) -> Tensor:
 def _correlate(outer: Tensor, level: Tensor, spectrum: Tensor) -> Tensor:
     """Return ``sum_j outer[i + j] other[j]`` for each node of a level, `other` being the node it is multiplied by."""
     size = level.shape[-1]
-    if size <= _DIRECT:
+    if _is_direct(level):
         a, b = split(level)
         windows = F.pad(outer, (0, 2 * size - 1 - outer.shape[-1])).unfold(-1, size, 1)
         with _check.without_autocast(level.device):

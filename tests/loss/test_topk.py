@@ -109,6 +109,10 @@ def test_svm_edges():
     assert smooth_topk_svm_loss(x[:, :1], torch.tensor([0, 0, 0]), 1) == 0
     assert smooth_topk_svm_loss(x, torch.full((3,), -1), 2) == 0
     assert smooth_topk_svm_loss(x[:0], torch.zeros(0, dtype=torch.long), 2) == 0
+    none = torch.zeros(0, 64, requires_grad=True)
+    loss = smooth_topk_svm_loss(none, torch.zeros(0, dtype=torch.long), 20)
+    assert loss == 0
+    assert torch.autograd.grad(loss, none)[0].shape == (0, 64)
     masked = x.clone()
     masked[:, 3] = -torch.inf
     masked.requires_grad_()

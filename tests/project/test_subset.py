@@ -234,6 +234,19 @@ def test_shapes(shape):
     assert subset_log_prob(x, 1, sample_subset(x, 1)).shape == shape[:-1]
 
 
+@pytest.mark.parametrize("k", [20, 40])
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
+def test_no_rows_with_many_places(shape, k):  # torch's FFT refuses them
+    x = torch.randn(shape, requires_grad=True)
+    pi = subset_marginals(x, k)
+    (grad,) = torch.autograd.grad(pi.sum(), x, create_graph=True)
+    assert pi.shape == grad.shape == shape
+    assert sample_subset(x, k).shape == (*shape[:-1], k)
+    log_prob = subset_log_prob(x, k, torch.zeros(shape, dtype=torch.bool))
+    assert log_prob.shape == shape[:-1]
+    assert torch.autograd.grad(log_prob.sum(), x)[0].shape == shape
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [3, 30])
 def test_low_precision_is_computed_in_float32(dtype, k):
