@@ -97,6 +97,15 @@ class Stream(Metric):
             if shape is not None:
                 setattr(self, name, [torch.empty(0, *shape, dtype=dtype, device=self.device)])
 
+    def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> Any:
+        """Move states and settings, and leave their dtypes to `set_dtype`: a count in bfloat16 stops at 256."""
+
+        def moved(value: Tensor) -> Tensor:
+            new: Tensor = fn(value)
+            return new if self._dtype_convert or new.dtype == value.dtype else value.to(new.device)
+
+        return super()._apply(moved, exclude_state)
+
     def _same_classes(self, scores: Tensor, n_classes: int) -> None:
         op = type(self).__name__
         scores = _check.logits(op, scores, "scores")

@@ -220,6 +220,37 @@ def test_pickle_and_state_dict():
     assert other.compute() == metric.compute()
 
 
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16()])
+def test_a_model_in_half_precision_leaves_its_metrics_as_they_are(cast):
+    scores, target = torch.rand(600, N), torch.randint(0, N, (600,))
+
+    def metrics():
+        threshold = torch.linspace(0.1, 0.9, N)
+        return torch.nn.ModuleDict(
+            {
+                "confidence": ll.MeanMaxConfidence(),  # each of these counts rows
+                "precision": ll.metrics.MeanAveragePrecision(per="sample"),
+                "recall": ll.RecallAtK(2, empty="zero"),
+                "threshold": ll.metrics.TuneRecall(0.5),
+                "sets": ll.metrics.LabelSetF1(threshold=threshold),
+                "propensity": ll.PSPAtK(2, PROPENSITIES),
+                "list": ll.AUROC(),
+            }
+        )
+
+    expected, module = metrics(), cast(metrics())
+    for name, metric in module.items():
+        for row in range(0, 600, 2):
+            metric.update(scores[row : row + 2], target[row : row + 2])
+        cast(module)
+        torch.testing.assert_close(metric.compute(), stream(expected[name], scores, target, (600,)).compute())
+
+
+def test_set_dtype_changes_the_states():
+    metric = ll.RecallAtK(1).set_dtype(torch.float32)
+    assert {getattr(metric, name).dtype for name in metric._defaults} == {torch.float32}
+
+
 def test_without_torchmetrics(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     monkeypatch.delitem(sys.modules, "lastlayer.metrics.stream")
