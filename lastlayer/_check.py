@@ -267,7 +267,7 @@ class Labels:
         assert self.index is not None
         place = torch.where(self.index < 0, self.n_classes, self.index)  # padding goes to a column of its own
         hot = torch.zeros((*place.shape[:-1], self.n_classes + 1), dtype=torch.bool, device=place.device)
-        return hot.scatter(-1, place, True)[..., : self.n_classes]
+        return hot.scatter(-1, place, 1)[..., : self.n_classes]
 
     def known(self) -> Tensor | None:
         """Where the target is known; None if it is known everywhere."""

@@ -199,7 +199,7 @@ def _chosen(subset: Any, k: int, x: Tensor) -> Tensor:
     if not lists:
         return subset > 0
     index = torch.where((subset >= 0) & (subset < n), subset, n).long()
-    hot = torch.zeros((*index.shape[:-1], n + 1), dtype=torch.bool, device=index.device).scatter(-1, index, True)
+    hot = torch.zeros((*index.shape[:-1], n + 1), dtype=torch.bool, device=index.device).scatter(-1, index, 1)
     return hot[..., :n]
 
 

@@ -302,6 +302,20 @@ def test_exports(loss):
         torch.testing.assert_close(program.module()(x[part], target[part]), loss(x[part], target[part]))
 
 
+def case_in(loss: Loss, form: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    x, target = case(loss)
+    return x, target.argmax(-1) if loss.single else form(target)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+@every(TRACED)
+@pytest.mark.parametrize("form", [lists, lambda target: target], ids=["lists", "multi-hot"])
+def test_jit_traces_hold_for_other_values(loss, form):
+    traced = torch.jit.trace(lambda x, target: loss(x, target), case_in(loss, form), check_trace=False)
+    x, target = case_in(loss, form)
+    torch.testing.assert_close(traced(x.flip(0), target.flip(0)), loss(x.flip(0), target.flip(0)))
+
+
 @every(FOUND)
 def test_autocast(loss):
     x, target = case(loss, dtype=torch.float32)

@@ -234,6 +234,13 @@ def test_shapes(shape):
     assert subset_log_prob(x, 1, sample_subset(x, 1)).shape == shape[:-1]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_jit_trace_of_lists():
+    x, subset = torch.randn(2, 5), torch.tensor([[0, 3], [4, 1]])
+    traced = torch.jit.trace(lambda x, subset: subset_log_prob(x, 2, subset), (x, subset), check_trace=False)
+    torch.testing.assert_close(traced(-x, 4 - subset), subset_log_prob(-x, 2, 4 - subset))
+
+
 @pytest.mark.parametrize("k", [20, 40])
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
 def test_no_rows_with_many_places(shape, k):  # torch's FFT refuses them
