@@ -302,8 +302,9 @@ def entropy_max_loss(
     x, labels, live = _rows.enter(op, logits, target, shard)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
     yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
-    p = x.sigmoid()
-    silent = -entropy_weight * (p * yes + (1 - p) * no)
+    held = _rows.capped(x)  # of an infinite score the entropy is 0, and not 0 times infinity
+    p = held.sigmoid()
+    silent = entropy_weight * (p * F.logsigmoid(held) + (1 - p) * F.logsigmoid(-held))
     if pseudo_target is not None:
         pseudo_target = local_part(pseudo_target)
         if not isinstance(pseudo_target, Tensor) or pseudo_target.shape != logits.shape:

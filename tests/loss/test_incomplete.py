@@ -312,3 +312,12 @@ def test_splc_takes_an_infinite_score_for_a_label():
     torch.testing.assert_close(loss, alone)
     assert grad[0, 0] == 0
     assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("target", [0, 1, -1])
+def test_entropy_of_an_infinite_score_is_0(target):
+    x = torch.tensor([[torch.inf, 0.0]], requires_grad=True)
+    loss = entropy_max_loss(x, torch.tensor([[target, 0.0]]))
+    (grad,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(loss, entropy_max_loss(torch.tensor([[0.0]]), torch.tensor([[0.0]])))
+    assert grad.tolist() == [[0.0, 0.0]]
