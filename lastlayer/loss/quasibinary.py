@@ -67,7 +67,12 @@ def quasibinary_loss(
     else:
         if not isinstance(log_normalizer, Tensor):
             log_normalizer = _check.constant(_check.number(op, "log_normalizer", log_normalizer), x.dtype, x.device)
-        log_c = log_normalizer.to(x)
+        if log_normalizer.numel() != 1:
+            raise ValueError(
+                f"{op}: `log_normalizer` must be one number, got shape {tuple(log_normalizer.shape)}. All classes and "
+                "rows share it."
+            )
+        log_c = log_normalizer.to(x).reshape(())
         loss = _given_normalizer(x, labels, torch.zeros_like(log_c), log_c) if shard is None and direct(log_c) else None
         if loss is None:
             x, live = _rows.taking_part(x, labels)

@@ -90,6 +90,9 @@ def test_compile_export_module():
 def test_messages():
     with pytest.raises(TypeError, match="quasibinary_loss: `log_normalizer` must be a number, got str"):
         quasibinary_loss(torch.zeros(2, 3), torch.zeros(2, 3), log_normalizer="1")
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(ValueError, match=r"`log_normalizer` must be one number, got shape \(3,\)"):
+            quasibinary_loss(torch.zeros(2, 3, dtype=dtype), torch.zeros(2, 3), log_normalizer=torch.zeros(3))
     with pytest.raises(ValueError, match="quasibinary_loss: `reduction` must be one of"):
         quasibinary_loss(torch.zeros(2, 3), torch.zeros(2, 3), reduction="max")
 
