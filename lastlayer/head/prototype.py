@@ -63,6 +63,11 @@ class PrototypeHead(nn.Module):
         self.absent = nn.Parameter(torch.empty(n_classes, in_features)) if multilabel else None
         if not isinstance(width, Tensor) and not 0 < _check.number("PrototypeHead", "width", width) < math.inf:
             raise ValueError(f"PrototypeHead: `width` must be positive and finite, got {width}.")
+        if isinstance(width, Tensor) and width.shape not in (torch.Size([]), torch.Size([n_classes])):
+            raise ValueError(
+                f"PrototypeHead: `width` must be one number or one per class ({n_classes}), got shape "
+                f"{tuple(width.shape)}."
+            )
         self.register_buffer("width", torch.as_tensor(width, dtype=torch.get_default_dtype()).expand(n_classes).clone())
         self.reset_parameters()
 
@@ -153,6 +158,9 @@ class ReciprocalPointHead(nn.Module):
         super().__init__()
         self.scale = _check.number("ReciprocalPointHead", "scale", scale)
         self.open_weight = _check.number("ReciprocalPointHead", "open_weight", open_weight, 0)
+        n_points = _check.plain(n_points)
+        if isinstance(n_points, bool) or not isinstance(n_points, int) or n_points < 1:
+            raise ValueError(f"ReciprocalPointHead: `n_points` must be a positive integer, got {n_points!r}.")
         self.points = nn.Parameter(torch.empty(n_classes, n_points, in_features))
         self.radius = nn.Parameter(torch.zeros(n_classes))
         self.reset_parameters()

@@ -57,6 +57,10 @@ def reciprocal_point_loss(
         raise ValueError(
             f"{op}: `points` must have shape (n_classes, M, {features.shape[-1]}), got {tuple(points.shape)}."
         )
+    if points.shape[1] == 0:
+        raise ValueError(f"{op}: `points` must hold at least one point per class, got shape {tuple(points.shape)}.")
+    if not isinstance(radius, Tensor):
+        raise TypeError(f"{op}: `radius` must be a tensor, got {type(radius).__name__}. Give one number per class.")
     if radius.shape != points.shape[:1]:
         raise ValueError(f"{op}: `radius` must have shape ({points.shape[0]},), got {tuple(radius.shape)}.")
     distance = squared_distances(features, points)

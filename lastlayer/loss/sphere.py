@@ -59,7 +59,10 @@ def spherical_loss(
     o, s = _check.logits(op, magnitude_logits, "magnitude_logits"), _check.logits(op, sign_logits, "sign_logits")
     target = _check.logits(op, target, "target")
     _check.choice(op, "kind", kind, ("cosine", "squares"))
-    signed = range(o.shape[-1]) if signed is None else signed
+    n = o.shape[-1]
+    signed = range(n) if signed is None else signed
+    if any(not -n <= place < n for place in signed):
+        raise ValueError(f"{op}: `signed` must hold coordinates from {-n} to {n - 1}, got {tuple(signed)}.")
     if target.shape != o.shape:
         raise ValueError(
             f"{op}: `target` must have the shape of `magnitude_logits` {tuple(o.shape)}, got {tuple(target.shape)}."

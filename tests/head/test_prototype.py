@@ -130,6 +130,14 @@ def test_messages():
         PrototypeHead(3, 4, width=0.0)
     with pytest.raises(ValueError, match="ReciprocalPointHead: `open_weight` must be between 0 and inf, got -1"):
         ReciprocalPointHead(3, 4, open_weight=-1)
+    with pytest.raises(ValueError, match=r"PrototypeHead: `width` must be one number or one per class \(4\)"):
+        PrototypeHead(3, 4, width=torch.ones(3))
+    with pytest.raises(ValueError, match="ReciprocalPointHead: `n_points` must be a positive integer, got 0"):
+        ReciprocalPointHead(3, 4, n_points=0)
+    with pytest.raises(ValueError, match="reciprocal_point_loss: `points` must hold at least one point per class"):
+        reciprocal_point_loss(f, points[:, :0], radius, y)
+    with pytest.raises(TypeError, match="reciprocal_point_loss: `radius` must be a tensor, got float"):
+        reciprocal_point_loss(f, points, 1.0, y)
 
 
 def test_widths_of_older_checkpoints_load():

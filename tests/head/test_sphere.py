@@ -147,6 +147,8 @@ def test_messages():
         ValueError, match=r"spherical_loss: `sign_logits` must have shape \(6, 4\), one class per choice"
     ):
         spherical_loss(o, s, y, signed=(0, 1))
+    with pytest.raises(ValueError, match=r"spherical_loss: `signed` must hold coordinates from -3 to 2, got"):
+        spherical_loss(o, s, y, signed=(0, 1, 3))
     with pytest.raises(ValueError, match=r"`target` must have the shape of `magnitude_logits` \(6, 3\), got \(6, 2\)"):
         spherical_loss(o, s, y[:, :2])
     with pytest.raises(ValueError, match="SphericalHead: `sphere` must be one of 1, 2, 3, got 4"):
