@@ -200,6 +200,53 @@ def test_two_separators_of_labels_that_fit_ask(tmp_path, cells):
     assert "--label-separator" in refusal(file)
 
 
+def labelled(path, cells):
+    """Write a table of texts with these cells of labels."""
+    if path.suffix == ".parquet":
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({"text": ["x"] * len(cells), "labels": cells}), path)
+        return path
+    if path.suffix == ".jsonl":
+        lines = [json.dumps({"text": "x", "labels": cell}) for cell in cells]
+    else:
+        lines = ["text,labels", *(f'x,"{cell}"' for cell in cells)]
+    return write(path, "\n".join([*lines, ""]))
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        (["a", "b"], ["a;b"], "may be separated by ';', as in 'a;b'"),
+        (["a", "b"], ["a, b|c"], "may be separated by ',' or by '|', as in 'a, b|c'"),
+        (["a", "b"], ["a b"], "may be separated by spaces, as in 'a b'"),
+        (["a", "b"], ["a b", "c d"] * 40, "may be one name or several separated by spaces"),
+        (["a b", "b a", "a c", "c b"], ["a,b"], "may be separated by ',', as in 'a,b'"),
+        (["new york", "los angeles"], ["new york, santa fe"], "may be separated by ',', as in 'new york, santa fe'"),
+    ],
+)
+def test_a_separator_of_labels_that_only_later_rows_show_asks(tmp_path, kind, first, later, message):
+    cells = (first * 150)[:300] + later
+    file = labelled(tmp_path / f"a.{kind}", cells)
+    assert message in (said := refusal(file))
+    assert "Say which: --label-separator" in said
+    assert message in refusal(file, on_error="skip")
+    assert names(read(file, label_separator="none")) == [[cell] for cell in cells]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "expected"),
+    [
+        (["a", "b"], ["a,b", "b c", "x;y"], [["a", "b"], ["b c"], ["x;y"]]),  # the comma is shown before the others
+        (["a", "b"], ["new york"], [["new york"]]),
+        (["", "a"], ["['a b', 'c;d']"], [["a b", "c;d"]]),
+        (["new york", "los angeles"], ["santa fe"], [["santa fe"]]),
+    ],
+)
+def test_later_rows_that_fit_the_separator_are_read(tmp_path, first, later, expected):
+    assert names(read(labelled(tmp_path / "a.csv", (first * 150)[:300] + later)))[300:] == expected
+
+
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 def test_a_header_longer_than_what_is_looked_at_shows_the_separator(tmp_path, delimiter, mark):
