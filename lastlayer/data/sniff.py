@@ -222,7 +222,10 @@ class _Sniffer:
         return []
 
     def _form_of(self, places: tuple[int, ...]) -> tuple[Form, int]:
-        """Tell lists of names from vectors of zeros and ones: a list of names never repeats one."""
+        """Tell lists of names from vectors of zeros and ones: a list of names never repeats one.
+
+        Two labels need another rule. If they were names, all rows would have both.
+        """
         values = self.values[places[0]] if places else []
         lists = [v for v in (_list_or_none(v) for v in values) if v is not None]
         if lists and len(lists) == len(values):
@@ -233,7 +236,8 @@ class _Sniffer:
             return "names", 0
         words = {str(v).lower() for row in lists for v in row}
         bits = len(lists[0]) > 1 and (words <= set(ZERO_ONE) or words <= set(TRUE_FALSE))
-        if bits and any(len(set(row)) < len(row) for row in lists):
+        both = "label_separator" not in self.options and (len(lists) > 1 or "label_column" in self.soft)
+        if bits and (both or any(len(set(row)) < len(row) for row in lists)):
             return "vectors", len(lists[0])
         return "names", 0
 

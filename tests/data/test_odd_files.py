@@ -66,12 +66,31 @@ def test_label_columns_can_be_named(tmp_path, asked):
         ('{"text": "x y", "a": 0, "b": 1}\n{"text": "z", "a": 1, "b": 0}\n', [["b"], ["a"]]),
         ('{"text": "x y", "labels": [0, 1, 0]}\n{"text": "z", "labels": [0, 1, 1]}\n', [["1"], ["1", "2"]]),
         ('{"text": "x y", "labels": [0, 1]}\n{"text": "z", "labels": [1]}\n', [["0", "1"], ["1"]]),  # numbers of labels
+        (
+            '{"text": "x y", "labels": [0, 1]}\n{"text": "z", "labels": [1, 0]}\n',
+            [["1"], ["0"]],
+        ),  # two labels, one each
+        (
+            '{"text": "x y", "labels": [1, 0]}\n' * 201 + '{"text": "z", "labels": [1, 1]}\n',
+            [["0"]] * 201 + [["0", "1"]],
+        ),
+        ('text,labels\nx y,"[1, 0]"\nz,"[0, 1]"\n', [["0"], ["1"]]),
         ("text,labels,is_reply,is_quote\nx y,b,0,1\nz,a,1,0\n", [["b"], ["a"]]),
     ],
 )
 def test_kinds_of_0_and_1(tmp_path, text, expected):
     suffix = "jsonl" if text.startswith("{") else "tsv" if "\t" in text else "csv"
     assert names(read(write(tmp_path / f"a.{suffix}", text))) == expected
+
+
+def test_vectors_of_two_labels_are_read_as_before(tmp_path):
+    rows = ['{"text": "x", "labels": [0, 1]}\n', '{"text": "y", "labels": [1, 0]}\n']
+    vectors, numbers = write(tmp_path / "a.jsonl", "".join(rows)), write(tmp_path / "b.jsonl", rows[0] * 2)
+    one = write(tmp_path / "one.jsonl", rows[0])
+    assert names(read(one)) == [["0", "1"]]
+    assert names(read(one, like=read(vectors).source)) == [["1"]]
+    assert names(read(numbers, label_separator=",")) == [["0", "1"]] * 2
+    assert names(read(numbers, like=read(numbers, label_separator=",").source)) == [["0", "1"]] * 2
 
 
 def test_cells_that_are_neither_0_nor_1_are_named(tmp_path):
