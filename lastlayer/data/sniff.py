@@ -231,7 +231,8 @@ class _Sniffer:
         if lists and len(lists) == len(values):
             self.guessed.add("lists")
         if not lists or len(lists) != len(values) or len({len(v) for v in lists}) != 1:
-            if values and all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+            items = [v for value in values for v in (value if isinstance(value, list) else [value])]
+            if len(lists) < len(values) and all(isinstance(v, int) and not isinstance(v, bool) for v in items):
                 self.guessed.add("number")
             return "names", 0
         words = {str(v).lower() for row in lists for v in row}
