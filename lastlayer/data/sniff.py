@@ -209,9 +209,23 @@ class _Sniffer:
                 f"{self.path}: has {len(bits)} columns of 0 and 1 and no header. Name the label columns by their "
                 f"numbers: --label-column {listed}."
             )
+        if (gap := self._with_gaps(bits)) is not None:
+            raise DataError(
+                f"{self.path}: {self.names[gap]!r} may be a label like {listed}, but is not 0 or 1 in every row. Fill "
+                f"its gaps, or say which columns are labels: --label-column {listed}."
+            )
         self.taken["label"] = tuple(bits)
         self.guessed.add("label")
         return "columns", 0
+
+    def _with_gaps(self, bits: list[int]) -> int | None:
+        """Return a column that would be one of the label columns if no cell of it were missing."""
+        known = ZERO_ONE if str(self.values[bits[0]][0]).strip().lower() in ZERO_ONE else TRUE_FALSE
+        for i in self._free():
+            there = {word for v in self.values[i] if (word := str(v).strip().lower()) not in _MISSING}
+            if i not in bits and self.lower[i] not in ("", *TEXT) and there and there <= set(known):
+                return i
+        return None
 
     def _bit_columns(self) -> list[int]:
         free = [i for i in self._free() if self.values[i] and self.lower[i] not in ("", *TEXT)]

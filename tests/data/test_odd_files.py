@@ -83,6 +83,16 @@ def test_kinds_of_0_and_1(tmp_path, text, expected):
     assert names(read(write(tmp_path / f"a.{suffix}", text))) == expected
 
 
+@pytest.mark.parametrize(("no", "yes"), [("0", "1"), ("False", "True")])
+def test_a_label_column_with_gaps_is_not_left_out(tmp_path, no, yes):
+    rows = [f"x,{no},{yes},{yes}", f"y,{yes},{no},", f"z,{yes},{yes},{no}"]
+    file = write(tmp_path / "a.csv", "\n".join(["text,a,b,c", *rows, ""]))
+    assert "'c' may be a label like a,b, but is not 0 or 1 in every row." in refusal(file)
+    assert "line 3: 'c' must be 0 or 1, not ''" in refusal(file, label_column="a,b,c")
+    assert names(read(file, label_column="a,b")) == [["b"], ["a"], ["a", "b"]]
+    assert read(file, label_column="none").texts == ["x", "y", "z"]
+
+
 def test_vectors_of_two_labels_are_read_as_before(tmp_path):
     rows = ['{"text": "x", "labels": [0, 1]}\n', '{"text": "y", "labels": [1, 0]}\n']
     vectors, numbers = write(tmp_path / "a.jsonl", "".join(rows)), write(tmp_path / "b.jsonl", rows[0] * 2)
