@@ -110,7 +110,9 @@ def training_parts(arguments: argparse.Namespace, images: str = "") -> dict[str,
     if first.source.get("format") == "svm" and first.features is not None:
         extra["n_features"] = first.features.shape[1]
     for name in ("valid", "test"):
-        if path := getattr(arguments, name, None):
+        if (path := getattr(arguments, name, None)) is not None:
+            if not path:
+                raise DataError(f"--{name} must be a file or a folder, got an empty name.")
             given = read_parts(path, like=first.source, **extra)
             parts[name] = given.get(name) or next(iter(given.values()))
             if "all" in parts and name == "test":

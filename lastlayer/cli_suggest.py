@@ -8,6 +8,7 @@ import io
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,45 @@ def _keep_ticks(path: Path) -> None:
 
     if not path.is_file():
         return
-    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-        n = sum((line.get("accept") or "").strip().lower() in YES for line in csv.DictReader(file))
+    try:
+        n = sum((line["accept"] or "").strip().lower() not in NO for _, line in _lines_to_tick(path))
+    except DataError as error:
+        raise DataError(f"{error} It may hold ticks: move it away, or name another folder (--out).") from None
     if n:
         raise DataError(
             f"{path}: {n} of its rows are ticked. Use them (--accept {path}), or name another folder (--out)."
         )
+
+
+def _lines_to_tick(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield line numbers and lines of a table of suggestions, with the separator and encoding of any spreadsheet.
+
+    What cannot be decoded is replaced: only labels matter, and these are compared with those of the rows.
+    """
+    from lastlayer.data import DataError
+    from lastlayer.data.lines import encoding_of
+    from lastlayer.data.source import Limits, Source, read_bytes
+
+    source, limits, wanted = Source(path), Limits(), {"row", "label", "kind", "accept"}
+    raw = read_bytes(source, limits, 1 << 30)
+    text = raw.decode(encoding_of(source, None, limits), "replace").removeprefix("\ufeff")
+    if text[:4].lower() == "sep=":
+        text = text.partition("\n")[2]
+    absent: list[set[str]] = []
+    before = csv.field_size_limit(len(text) + 1)
+    try:
+        for delimiter in (",", ";", "\t"):
+            table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+            absent.append(wanted - set(table.fieldnames or ()))
+            if not absent[-1]:
+                yield from ((table.line_num, line) for line in table)
+                return
+    except csv.Error as error:
+        raise DataError(f"{path}: must be CSV ({error}).") from None
+    finally:
+        csv.field_size_limit(before)
+    missing = min(absent, key=len)
+    raise DataError(f"{path}: must have the columns row, label, kind and accept; {sorted(missing)[0]} is missing.")
 
 
 def _lines(suggested: Any, data: Any) -> list[dict[str, Any]]:
@@ -250,29 +284,19 @@ def _ticked(path: Path, data: Any) -> list[dict[str, Any]]:
     numbers = {int(n): i for i, n in enumerate(data.row_numbers())}
     names = {reading.harmless(name): name for name in data.label_names} | {name: name for name in data.label_names}
     out = []
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        table = csv.DictReader(file)
-        if absent := {"row", "label", "kind", "accept"} - set(table.fieldnames or ()):
-            raise DataError(
-                f"{path}: must have the columns row, label, kind and accept; {sorted(absent)[0]} is missing."
-            )
-        for line in table:
-            mark = (line["accept"] or "").strip().lower()
-            if mark not in (*YES, *NO):
-                raise DataError(f"{path}, line {table.line_num}: accept must be yes, no or empty, got {mark!r}.")
-            if mark in NO:
-                continue
-            row, label = (line["row"] or "").strip(), names.get(line["label"])
-            if (
-                not row.isdigit()
-                or int(row) not in numbers
-                or label is None
-                or line["kind"] not in ("missing", "wrong")
-            ):
-                raise DataError(f"{path}, line {table.line_num}: must be a suggestion for these rows and labels.")
-            if (label in data.names(numbers[int(row)])) == (line["kind"] == "missing"):
-                raise DataError(f"{path}, line {table.line_num}: row {row} has changed since. Suggest again.")
-            out.append({"row": int(row), "label": label, "kind": line["kind"]})
+    for number, line in _lines_to_tick(path):
+        mark = (line["accept"] or "").strip().lower()
+        if mark not in (*YES, *NO):
+            raise DataError(f"{path}, line {number}: accept must be yes, no or empty, got {mark!r}.")
+        if mark in NO:
+            continue
+        row, label = (line["row"] or "").strip(), names.get(line["label"])
+        place = numbers.get(int(row)) if row.isascii() and row.isdigit() else None
+        if place is None or label is None or line["kind"] not in ("missing", "wrong"):
+            raise DataError(f"{path}, line {number}: must be a suggestion for these rows and labels.")
+        if (label in data.names(place)) == (line["kind"] == "missing"):
+            raise DataError(f"{path}, line {number}: row {row} has changed since. Suggest again.")
+        out.append({"row": int(row), "label": label, "kind": line["kind"]})
     return out
 
 

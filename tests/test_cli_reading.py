@@ -128,6 +128,8 @@ def test_train_names_unknown_labels_of_the_test_rows(tmp_path, capsys):
     assert "1 labels of the test part are unknown to the training rows and do not count: z" in capsys.readouterr().err
     (tmp_path / "b.tsv").write_text("text\tlabels\nred apple\tz\n")
     assert "all labels of the test part are unknown" in error_of(capsys, [*argv, str(tmp_path / "run2")])
+    argv[3] = ""  # a variable of the shell that is not set
+    assert "--test must be a file or a folder, got an empty name." in error_of(capsys, [*argv, str(tmp_path / "run2")])
     assert not (tmp_path / "run2").exists()
 
 

@@ -76,6 +76,51 @@ def test_finds_what_was_hidden_and_planted_and_writes_a_corrected_file(rows, tmp
     assert main(["suggest", str(path), "--accept", "none.csv"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("delimiter", "encoding", "first"),
+    [(";", "utf-8-sig", ""), ("\t", "utf-16", ""), (";", "cp1252", ""), (",", "utf-8", "sep=,\r\n")],
+)
+def test_reads_ticks_as_spreadsheets_save_them(delimiter, encoding, first, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{'rouge' if i % 2 else 'bleu'} café {i % 7}\t{'r' if i % 2 else 'b'}" for i in range(40)]
+    (tmp_path / "a.tsv").write_text("\n".join(["text\tlabels", *lines]) + "\n", encoding="utf-8")
+    folder = tmp_path / "a-suggestions"
+    folder.mkdir()
+    made = io.StringIO(newline="")
+    writer = csv.writer(made, delimiter=delimiter, lineterminator="\r\n")
+    writer.writerow(["rank", "row", "id", "label", "kind", "probability", "accept", "text"])
+    writer.writerow([1, 3, "", "b", "missing", 0.75, "x", "rouge café 3" + " long" * 30_000])
+    writer.writerow([2, 4, "", "b", "wrong", 0.5, "", "bleu café 4"])
+    saved = (first + made.getvalue()).encode(encoding)
+    (folder / "suggestions.csv").write_bytes(saved)
+    assert main(["suggest", "a.tsv"]) == 2
+    assert "suggestions.csv: 1 of its rows are ticked." in capsys.readouterr().err
+    assert (folder / "suggestions.csv").read_bytes() == saved
+    assert main(["suggest", "a.tsv", "--accept", "a-suggestions/suggestions.csv"]) == 0
+    after = read(folder / "corrected.tsv")
+    assert [after.names(i) for i in (2, 3, 4)] == [["b"], ["b", "r"], ["b"]]
+
+
+def test_a_table_of_ticks_that_cannot_be_read_is_one_line_and_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.tsv").write_text("text\tlabels\n" + "red\tr\nblue\tb\n" * 20)
+    folder = tmp_path / "a-suggestions"
+    folder.mkdir()
+    table = folder / "suggestions.csv"
+    for rows, message in (
+        ("row,label,kind,accept\n\u00b2,b,missing,x\n", "line 2: must be a suggestion for these rows and labels."),
+        ("row;label;kind\n1;b;missing\n", "must have the columns row, label, kind and accept; accept is missing."),
+    ):
+        table.write_text(rows, encoding="utf-8", newline="")
+        assert main(["suggest", "a.tsv", "--accept", str(table)]) == 2
+        assert f"suggestions.csv, {message}" in (err := capsys.readouterr().err) or f"suggestions.csv: {message}" in err
+        assert main(["suggest", "a.tsv"]) == 2
+        assert table.read_bytes() == rows.encode()
+    table.write_text("row,label,kind,accept\n1,b,missing,perhaps\n")
+    assert main(["suggest", "a.tsv"]) == 2
+    assert "1 of its rows are ticked" in capsys.readouterr().err
+
+
 def test_the_command_that_is_printed_reads_the_rows_the_same_way(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = [f"word{i % 4} one{i % 3}\t{['a;b', 'c', 'a;b - c'][i % 3]}" for i in range(60)]

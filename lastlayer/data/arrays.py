@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -284,17 +285,13 @@ def _parquet_table(
     if not fields.text and not fields.vector:
         hint = "Name it, or name the label columns (--label-column) and the other numbers become features."
         raise DataError(f"{path}: must have a text or vector column, has {names[:12]}. {hint}")
-    table, number = Table(fields.label_names), 0
-    while records:
-        for item in records:
-            line = number + 1
-            try:
-                table.add(fields.row(item, line, number, partial(problems.mend, path)))
-            except ValueError as error:
-                problems.report(path, line, str(error), str(item)[:80])
-            number += 1
-        following = next(batches, None)
-        records = [] if following is None else following.to_pylist()
+    table = Table(fields.label_names)
+    every = chain(records, (item for batch in batches for item in batch.to_pylist()))
+    for number, item in enumerate(fields.watched(path, every, lambda item: item)):
+        try:
+            table.add(fields.row(item, number + 1, number, partial(problems.mend, path)))
+        except ValueError as error:
+            problems.report(path, number + 1, str(error), str(item)[:80])
     return table, fields
 
 

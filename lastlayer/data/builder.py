@@ -66,7 +66,7 @@ class Table:
             self.value.extend(row.value)
             self.ends.append(len(self.index))
         if row.dense is not None:
-            self.dense.append(np.asarray(row.dense, dtype=np.float32))
+            self.dense.append(_compact(row.dense))
         if self.given_names is not None:
             labels = sorted(set(row.labels or ()))
         else:
@@ -141,6 +141,13 @@ class Table:
         table = sp.csr_matrix((value, index, np.array(self.ends, dtype=np.int64)), shape=(n, max(width, 1)))
         table.sort_indices()
         return table
+
+
+def _compact(numbers: Sequence[float]) -> np.ndarray:
+    """Return numbers in float32, or in float64 where large ones, such as times, would lose the digits that differ."""
+    whole = np.asarray(numbers, dtype=np.float64)
+    short = whole.astype(np.float32)
+    return whole if (np.abs(whole[short != whole]) >= 1 << 16).any() else short
 
 
 def declared(path: Any, line: int, text: str, sizes: Sequence[int], most: int) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lastlayer.data.builder import Row
-from lastlayer.data.labels import WHOLE, is_torn, label_list, list_in, split_labels, whole
+from lastlayer.data.labels import (
+    SEPARATORS,
+    WHOLE,
+    Ambiguous,
+    LaterCells,
+    is_torn,
+    label_list,
+    list_in,
+    split_labels,
+    whole,
+)
+from lastlayer.data.source import DataError
 
 TEXT = (
     "text", "texts", "document", "body", "content", "description", "sentence", "comment", "review", "abstract", "tweet",
@@ -111,7 +122,7 @@ class Fields:
         """Say in words which field is what."""
 
         def shown(places: Sequence[int]) -> str:
-            words = [repr(self.names[i]) if self.header or not self.cells else f"column {i}" for i in places[:5]]
+            words = [self._called(i) for i in places[:5]]
             return ", ".join(words) + (f", ... ({len(places)} columns)" if len(places) > 5 else "")
 
         out = []
@@ -136,6 +147,9 @@ class Fields:
             out.append(f"not used: {shown(unused)}")
         return "; ".join(out)
 
+    def _called(self, place: int) -> str:
+        return repr(self.names[place]) if self.header or not self.cells else f"column {place}"
+
     def _mark(self, role: str) -> str:
         return " (guessed)" if role in self.guessed else ""
 
@@ -158,6 +172,27 @@ class Fields:
             weight = self._role(record, "weight", self.weight)
             weight = None if weight is None else weight_of(weight)
         return Row(line, text, None, None, dense, labels, name, part, group, weight, number)
+
+    def watched(self, path: Any, records: Iterable[Any], value: Callable[[Any], Any]) -> Iterator[Any]:
+        """Yield records; it is an error if later ones show that the separator of label names was guessed wrong.
+
+        `value` returns what :meth:`row` takes.
+        """
+        seen = self.separator in SEPARATORS and "separator" in self.guessed
+        if seen or not {"separator", "unseen separator"} & self.guessed:
+            yield from records
+            return
+        later = LaterCells(self.separator)
+        try:
+            for record in records:
+                later.see(self._get(value(record), self.labels[0]))
+                yield record
+            later.end()
+        except Ambiguous as error:
+            raise DataError(
+                f"{path}: the labels in {self._called(self.labels[0])} {error}. Say which: --label-separator "
+                "CHARACTER, or none."
+            ) from None
 
     def _get(self, record: Any, place: int) -> Any:
         return record[place] if self.cells else record.get(self.names[place])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +126,36 @@ def guess_separator(cells: Sequence[str]) -> str:
     if len(plain) >= 20 and shared <= 0.2 and 2 * len(set(plain)) <= len(plain):
         return WHOLE
     raise Ambiguous(f"may be one name or several separated by spaces, as in {several[0][:60]!r}")
+
+
+class LaterCells:
+    """Cells behind the first ones, from which a separator was guessed that they do not show.
+
+    Args:
+        separator: What was guessed: the comma, the space or `WHOLE`.
+    """
+
+    def __init__(self, separator: str) -> None:
+        self.separator, self.settled = separator, False
+        self.cells: Counter[str] = Counter()
+
+    def see(self, value: Any) -> None:
+        """Take a cell; raise `Ambiguous` if it may be separated by another character than was guessed."""
+        cell = value.strip() if isinstance(value, str) and not self.settled else ""
+        if not cell or _looks_like_list(cell):
+            return
+        if shown := [s for s in SEPARATORS if s in cell]:
+            if shown != [self.separator]:
+                raise Ambiguous(f"may be separated by {' or by '.join(map(repr, shown))}, as in {cell[:60]!r}")
+            self.settled = True
+        elif self.separator == ",":
+            self.cells[cell] += 1
+
+    def end(self) -> None:
+        """Raise `Ambiguous` if all cells together may be separated by spaces."""
+        if not self.settled and guess_separator(list(self.cells.elements())) == " ":
+            cell = next(c for c in self.cells if len(c.split()) > 1)
+            raise Ambiguous(f"may be separated by spaces, as in {cell[:60]!r}")
 
 
 def _looks_like_list(cell: str) -> bool:

@@ -267,15 +267,24 @@ def _record(text: str, at: int, options: dict[str, Any], labels: frozenset[str])
     if column not in fields:
         raise DataError(f"the field {column!r} must be in each row whose labels change.")
     start, end, held = fields[column]
+    if _are_vectors(options):
+        return _bits(text, start, end, labels)
     if isinstance(held, str):
         return [_cell(held, start, end, options, quote="json")]
-    held = held or []
-    flags = bool(held) and all(isinstance(v, int | float) and v in (0, 1) for v in held)
-    if flags and labels <= {str(i) for i in range(len(held))}:
-        each = list(_items(text, start))
-        return [_flag(text, *each[int(name)][:2], name) for name in sorted(labels, key=int)]
+    held = [held] if isinstance(held, int) else held or []
     numeric = bool(held) and all(isinstance(v, int) for v in held)
     return [Spot(start, end, tuple(str(v) for v in held), style="numbers" if numeric else "json")]
+
+
+def _are_vectors(options: dict[str, Any]) -> bool:
+    """Whether the labels of a row are a vector of zeros and ones; how names are separated is always remembered."""
+    return isinstance(options.get("label_column"), str) and "label_separator" not in options
+
+
+def _bits(text: str, start: int, end: int, labels: frozenset[str]) -> list[Spot]:
+    """Return the places of labels in a vector of zeros and ones."""
+    each = [(start + bit.start(), start + bit.end()) for bit in re.finditer(r"[\w.]+", text[start:end])]
+    return [_flag(text, *each[int(name)], name) for name in sorted(labels, key=int) if int(name) < len(each)]
 
 
 def _flag(text: str, start: int, end: int, label: str) -> Spot:
@@ -321,8 +330,12 @@ def _table(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[int
                 chosen = [(name, *at[places[name]]) for name in column if name in rows[number]]
                 yield number, [_flag(text, start + a, start + b, name) for name, a, b in chosen]
             else:
-                a, b = at[places[str(column)]]
-                yield number, [_cell(cells[places[str(column)]], start + a, start + b, options, quote)]
+                place = places[str(column)]
+                a, b = start + at[place][0], start + at[place][1]
+                if _are_vectors(options):
+                    yield number, _bits(text, a, b, rows[number])
+                else:
+                    yield number, [_cell(cells[place], a, b, options, quote)]
         number += 1
 
 

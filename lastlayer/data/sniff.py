@@ -209,9 +209,23 @@ class _Sniffer:
                 f"{self.path}: has {len(bits)} columns of 0 and 1 and no header. Name the label columns by their "
                 f"numbers: --label-column {listed}."
             )
+        if (gap := self._with_gaps(bits)) is not None:
+            raise DataError(
+                f"{self.path}: {self.names[gap]!r} may be a label like {listed}, but is not 0 or 1 in every row. Fill "
+                f"its gaps, or say which columns are labels: --label-column {listed}."
+            )
         self.taken["label"] = tuple(bits)
         self.guessed.add("label")
         return "columns", 0
+
+    def _with_gaps(self, bits: list[int]) -> int | None:
+        """Return a column that would be one of the label columns if no cell of it were missing."""
+        known = ZERO_ONE if str(self.values[bits[0]][0]).strip().lower() in ZERO_ONE else TRUE_FALSE
+        for i in self._free():
+            there = {word for v in self.values[i] if (word := str(v).strip().lower()) not in _MISSING}
+            if i not in bits and self.lower[i] not in ("", *TEXT) and there and there <= set(known):
+                return i
+        return None
 
     def _bit_columns(self) -> list[int]:
         free = [i for i in self._free() if self.values[i] and self.lower[i] not in ("", *TEXT)]
@@ -222,18 +236,23 @@ class _Sniffer:
         return []
 
     def _form_of(self, places: tuple[int, ...]) -> tuple[Form, int]:
-        """Tell lists of names from vectors of zeros and ones: a list of names never repeats one."""
+        """Tell lists of names from vectors of zeros and ones: a list of names never repeats one.
+
+        Two labels need another rule. If they were names, all rows would have both.
+        """
         values = self.values[places[0]] if places else []
         lists = [v for v in (_list_or_none(v) for v in values) if v is not None]
         if lists and len(lists) == len(values):
             self.guessed.add("lists")
         if not lists or len(lists) != len(values) or len({len(v) for v in lists}) != 1:
-            if values and all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+            items = [v for value in values for v in (value if isinstance(value, list) else [value])]
+            if len(lists) < len(values) and all(isinstance(v, int) and not isinstance(v, bool) for v in items):
                 self.guessed.add("number")
             return "names", 0
         words = {str(v).lower() for row in lists for v in row}
         bits = len(lists[0]) > 1 and (words <= set(ZERO_ONE) or words <= set(TRUE_FALSE))
-        if bits and any(len(set(row)) < len(row) for row in lists):
+        both = "label_separator" not in self.options and (len(lists) > 1 or "label_column" in self.soft)
+        if bits and (both or any(len(set(row)) < len(row) for row in lists)):
             return "vectors", len(lists[0])
         return "names", 0
 

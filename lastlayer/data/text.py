@@ -106,7 +106,7 @@ def _shown(encoding: str) -> str:
 
 def _rows(source: Source, records: Iterable[Record], fields: Fields, problems: Problems, shift: int) -> Iterator[Row]:
     note = partial(problems.mend, source)
-    for record in records:
+    for record in fields.watched(source, records, lambda record: record.value):
         try:
             yield fields.row(record.value, record.line, record.number - shift, note)
         except (ValueError, RecursionError, OverflowError) as error:

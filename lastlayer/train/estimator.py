@@ -195,8 +195,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
                 raise ValueError(
                     f"LabelSetClassifier: `groups` must have one value per row, {X.shape[0]}, got {len(groups)}."
                 )
-            names = ["" if group is None or group != group else str(group) for group in groups]
-            labels = replace(labels, groups=names)
+            labels = replace(labels, groups=["" if _is_missing(group) else str(group) for group in groups])
         if self._is_exact() and self._config().takes_tree(labels.n_labels):
             self._grow(X, labels)
         elif self._is_exact():
@@ -536,6 +535,14 @@ def _names(given: Iterable[Any]) -> np.ndarray:
 def _is_row(value: Any) -> bool:
     """Whether this is the labels of one row; tables from Parquet files hold arrays."""
     return isinstance(value, list | tuple | set | frozenset) or (isinstance(value, np.ndarray) and value.ndim == 1)
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether this is None, nan, or the NA of pandas, which equals nothing and is neither true nor false."""
+    try:
+        return value is None or bool(value != value)
+    except TypeError:
+        return True
 
 
 def _target(y: Any) -> Any:

@@ -143,15 +143,19 @@ class FeatureMap:
         if self.kind == "dense":
             x = x if dense else x.toarray()
             if "mean" in self._arrays:
-                # Numbers that are large beside their spread, such as times, lose it in float32.
-                if x.dtype == np.float64:
-                    mean, scale = (np.asarray(self.state[name], np.float64) for name in ("mean", "scale"))
-                    return ((x - mean) / scale).astype(np.float32)
-                return (x.astype(np.float32) - self._arrays["mean"]) / self._arrays["scale"]
+                return self._standardized(x)
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)
         _check_finite(x)  # float64 reaches further
         return _unit_rows(x) if self.state.get("l2") else x
+
+    def _standardized(self, x: np.ndarray, size: int = 1 << 14) -> np.ndarray:
+        """Subtract means and divide by deviations, in float64: large numbers close together, such as times, need it."""
+        mean, scale = (np.asarray(self.state[name], np.float64) for name in ("mean", "scale"))
+        out = np.empty(x.shape, np.float32)
+        for at in range(0, len(x), size):
+            out[at : at + size] = (x[at : at + size].astype(np.float64) - mean) / scale
+        return out
 
     def to(self, device: Any) -> None:
         """Move to a device; nothing here computes on one."""

@@ -138,7 +138,8 @@ class TrainedModel:
 
     Rows are given as a list of texts, a NumPy array or CSR matrix of features, or :class:`~lastlayer.data.LabelData`,
     and must be of the kind that the model was trained on. A table of pandas is read by the names of the columns that
-    were the features, in any order, if it has them all. Any number of rows may be given; they are scored in batches.
+    were the features, in any order; if it has none of these names, its columns are taken as they come. Any number of
+    rows may be given; they are scored in batches.
 
     Attributes:
         labels: The names of the labels, in the order of the columns of `predict_proba`.
@@ -244,9 +245,15 @@ class TrainedModel:
         """Return the columns of a table that the run knows by name, in its order; anything else as it is."""
         options = self.reader.get("options")
         names = options.get("vector_column") if isinstance(options, dict) else None
-        if isinstance(names, list) and set(names) <= set(getattr(rows, "columns", ())):
-            return rows[names]
-        return rows
+        columns = set(getattr(rows, "columns", ()))
+        if not isinstance(names, list) or columns.isdisjoint(names):
+            return rows
+        if absent := [name for name in names if name not in columns]:
+            raise DataError(
+                f"predict: `rows` must have all columns that the run was trained on, or none of their names, lacks "
+                f"{absent[0]!r}."
+            )
+        return rows[names]
 
     def batches(self, x: Any, size: int | None = None) -> Iterator[Batch]:
         """Yield the predictions for rows of features, `size` rows at a time."""

@@ -66,12 +66,41 @@ def test_label_columns_can_be_named(tmp_path, asked):
         ('{"text": "x y", "a": 0, "b": 1}\n{"text": "z", "a": 1, "b": 0}\n', [["b"], ["a"]]),
         ('{"text": "x y", "labels": [0, 1, 0]}\n{"text": "z", "labels": [0, 1, 1]}\n', [["1"], ["1", "2"]]),
         ('{"text": "x y", "labels": [0, 1]}\n{"text": "z", "labels": [1]}\n', [["0", "1"], ["1"]]),  # numbers of labels
+        (
+            '{"text": "x y", "labels": [0, 1]}\n{"text": "z", "labels": [1, 0]}\n',
+            [["1"], ["0"]],
+        ),  # two labels, one each
+        (
+            '{"text": "x y", "labels": [1, 0]}\n' * 201 + '{"text": "z", "labels": [1, 1]}\n',
+            [["0"]] * 201 + [["0", "1"]],
+        ),
+        ('text,labels\nx y,"[1, 0]"\nz,"[0, 1]"\n', [["0"], ["1"]]),
         ("text,labels,is_reply,is_quote\nx y,b,0,1\nz,a,1,0\n", [["b"], ["a"]]),
     ],
 )
 def test_kinds_of_0_and_1(tmp_path, text, expected):
     suffix = "jsonl" if text.startswith("{") else "tsv" if "\t" in text else "csv"
     assert names(read(write(tmp_path / f"a.{suffix}", text))) == expected
+
+
+@pytest.mark.parametrize(("no", "yes"), [("0", "1"), ("False", "True")])
+def test_a_label_column_with_gaps_is_not_left_out(tmp_path, no, yes):
+    rows = [f"x,{no},{yes},{yes}", f"y,{yes},{no},", f"z,{yes},{yes},{no}"]
+    file = write(tmp_path / "a.csv", "\n".join(["text,a,b,c", *rows, ""]))
+    assert "'c' may be a label like a,b, but is not 0 or 1 in every row." in refusal(file)
+    assert "line 3: 'c' must be 0 or 1, not ''" in refusal(file, label_column="a,b,c")
+    assert names(read(file, label_column="a,b")) == [["b"], ["a"], ["a", "b"]]
+    assert read(file, label_column="none").texts == ["x", "y", "z"]
+
+
+def test_vectors_of_two_labels_are_read_as_before(tmp_path):
+    rows = ['{"text": "x", "labels": [0, 1]}\n', '{"text": "y", "labels": [1, 0]}\n']
+    vectors, numbers = write(tmp_path / "a.jsonl", "".join(rows)), write(tmp_path / "b.jsonl", rows[0] * 2)
+    one = write(tmp_path / "one.jsonl", rows[0])
+    assert names(read(one)) == [["0", "1"]]
+    assert names(read(one, like=read(vectors).source)) == [["1"]]
+    assert names(read(numbers, label_separator=",")) == [["0", "1"]] * 2
+    assert names(read(numbers, like=read(numbers, label_separator=",").source)) == [["0", "1"]] * 2
 
 
 def test_cells_that_are_neither_0_nor_1_are_named(tmp_path):
@@ -198,6 +227,53 @@ def test_two_separators_of_labels_that_fit_ask(tmp_path, cells):
     assert names(read(file, label_separator="none")) == [[c] for c in cells]
     file = write(tmp_path / "a.jsonl", "".join(json.dumps({"text": "x", "labels": c}) + "\n" for c in cells))
     assert "--label-separator" in refusal(file)
+
+
+def labelled(path, cells):
+    """Write a table of texts with these cells of labels."""
+    if path.suffix == ".parquet":
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({"text": ["x"] * len(cells), "labels": cells}), path)
+        return path
+    if path.suffix == ".jsonl":
+        lines = [json.dumps({"text": "x", "labels": cell}) for cell in cells]
+    else:
+        lines = ["text,labels", *(f'x,"{cell}"' for cell in cells)]
+    return write(path, "\n".join([*lines, ""]))
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        (["a", "b"], ["a;b"], "may be separated by ';', as in 'a;b'"),
+        (["a", "b"], ["a, b|c"], "may be separated by ',' or by '|', as in 'a, b|c'"),
+        (["a", "b"], ["a b"], "may be separated by spaces, as in 'a b'"),
+        (["a", "b"], ["a b", "c d"] * 40, "may be one name or several separated by spaces"),
+        (["a b", "b a", "a c", "c b"], ["a,b"], "may be separated by ',', as in 'a,b'"),
+        (["new york", "los angeles"], ["new york, santa fe"], "may be separated by ',', as in 'new york, santa fe'"),
+    ],
+)
+def test_a_separator_of_labels_that_only_later_rows_show_asks(tmp_path, kind, first, later, message):
+    cells = (first * 150)[:300] + later
+    file = labelled(tmp_path / f"a.{kind}", cells)
+    assert message in (said := refusal(file))
+    assert "Say which: --label-separator" in said
+    assert message in refusal(file, on_error="skip")
+    assert names(read(file, label_separator="none")) == [[cell] for cell in cells]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "expected"),
+    [
+        (["a", "b"], ["a,b", "b c", "x;y"], [["a", "b"], ["b c"], ["x;y"]]),  # the comma is shown before the others
+        (["a", "b"], ["new york"], [["new york"]]),
+        (["", "a"], ["['a b', 'c;d']"], [["a b", "c;d"]]),
+        (["new york", "los angeles"], ["santa fe"], [["santa fe"]]),
+    ],
+)
+def test_later_rows_that_fit_the_separator_are_read(tmp_path, first, later, expected):
+    assert names(read(labelled(tmp_path / "a.csv", (first * 150)[:300] + later)))[300:] == expected
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])

@@ -98,3 +98,41 @@ def test_comments_before_the_header_of_an_svm_file_do_not_shift_the_rows(tmp_pat
     data = read(path)
     made = rewrite(path, tmp_path / "out", data, {int(data.row_numbers()[1]): Change(add=frozenset({"0"}))})
     assert made.read_text() == "# made by hand\n3 4 3\n0,1 1:0.5 2:1\n2,0 1:1\n1 3:2\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "made"),
+    [
+        ("a.csv", 'text,labels\nx,"[0, 1, 0]"\ny,"[1, 0, 0]"\n', 'text,labels\nx,"[1, 0, 0]"\ny,"[1, 0, 0]"\n'),
+        ("a.tsv", "text\tlabels\nx\t[0,1,0]\ny\t[1,1,0]\n", "text\tlabels\nx\t[1,0,0]\ny\t[1,1,0]\n"),
+        (
+            "a.jsonl",
+            '{"text": "x", "labels": "[0, 1, 0]"}\n{"text": "y", "labels": "[1, 0, 0]"}\n',
+            '{"text": "x", "labels": "[1, 0, 0]"}\n{"text": "y", "labels": "[1, 0, 0]"}\n',
+        ),
+        (
+            "a.jsonl",
+            '{"text": "x", "labels": [1]}\n{"text": "y", "labels": [0, 1]}\n{"text": "z", "labels": []}\n',
+            '{"text": "x", "labels": [0]}\n{"text": "y", "labels": [0, 1]}\n{"text": "z", "labels": []}\n',
+        ),
+        (
+            "a.json",
+            '[{"text": "x", "label": 1}, {"text": "y", "label": 0}]',
+            '[{"text": "x", "label": [0]}, {"text": "y", "label": 0}]',
+        ),
+    ],
+)
+def test_labels_that_are_numbers(tmp_path, name, text, made):
+    path = tmp_path / name
+    path.write_text(text)
+    change = Change(add=frozenset({"0"}), drop=frozenset({"1"}))
+    assert rewrite(path, tmp_path / "out", read(path), {0: change}).read_text() == made
+
+
+def test_numbers_of_labels_may_stand_alone_beside_lists_of_them(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x", "label": 3}\n{"text": "y", "label": [4, 3]}\n')
+    data = read(path)
+    assert [data.names(0), data.names(1)] == [["3"], ["3", "4"]]
+    made = rewrite(path, tmp_path / "out", data, {0: Change(add=frozenset({"4"}))})
+    assert made.read_text() == '{"text": "x", "label": [3, 4]}\n{"text": "y", "label": [4, 3]}\n'

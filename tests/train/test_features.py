@@ -12,7 +12,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from train_tools import make_rows
 
 from lastlayer import load
-from lastlayer.data import DataError, LabelData
+from lastlayer.data import DataError, LabelData, read
 from lastlayer.train import Config, FeatureMap, train
 from lastlayer.train.config import ConfigError
 from lastlayer.train.features import _analyzer, _vectorizer, choose_analyzer
@@ -177,6 +177,28 @@ def test_large_numbers_keep_their_spread():
     found = FeatureMap.fit(rows, Config()).transform(x + 1e12)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, (x - x.mean(0)) / x.std(0), atol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["columns", "vector"])
+def test_large_numbers_of_a_file_keep_their_spread(tmp_path, form):
+    x = np.random.default_rng(0).integers(0, 1000, (200, 2)) + np.array([1_700_000_000_000, 0])
+    if form == "columns":
+        file = tmp_path / "a.csv"
+        file.write_text("when,what,labels\n" + "".join(f"{a},{b},c\n" for a, b in x))
+        data = read(file, label_column="labels")
+    else:
+        file = tmp_path / "a.jsonl"
+        file.write_text("".join(json.dumps({"vector": row.tolist(), "labels": ["c"]}) + "\n" for row in x))
+        data = read(file)
+    assert (data.features == x).all()
+    np.testing.assert_allclose(FeatureMap.fit(data, Config())(data), (x - x.mean(0)) / x.std(0), rtol=1e-6, atol=1e-6)
+
+
+def test_float32_and_float64_give_the_same_features():
+    x = np.random.default_rng(0).integers(0, 10, (200, 1)) + 16_000_000.0
+    rows = LabelData.from_lists([["a"]] * 200, features=x)
+    features = FeatureMap.fit(rows, Config())
+    assert (features.transform(x.astype(np.float32)) == features.transform(x)).all()
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -11,7 +11,7 @@ import torch
 from train_tools import make_rows
 
 import lastlayer as ll
-from lastlayer.data import LabelData, read_parts
+from lastlayer.data import DataError, LabelData, read_parts
 from lastlayer.runs import RunError
 from lastlayer.train import Config, train
 from lastlayer.train.export import export
@@ -82,6 +82,10 @@ def test_columns_of_a_table_are_found_by_name(tmp_path):
     expected = model.predict_proba(table.to_numpy())
     for given in (table, table[["w", "u", "v"]], table.assign(z=1)[["z", "w", "v", "u"]]):
         np.testing.assert_array_equal(model.predict_proba(given), expected)
+    np.testing.assert_array_equal(model.predict_proba(table.set_axis(["x", "y", "z"], axis=1)), expected)
+    for given in (table[["v", "w"]].assign(z=1), table[["u", "v"]]):
+        with pytest.raises(DataError, match=r"must have all columns that the run was trained on, .* lacks '[uw]'\."):
+            model.predict_proba(given)
 
 
 def test_messages(run):

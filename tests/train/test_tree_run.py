@@ -189,6 +189,17 @@ def test_rows_without_a_group_stand_alone():
         np.testing.assert_array_equal(p[name], p["alone"])
 
 
+def test_rows_whose_group_is_the_na_of_pandas_stand_alone():
+    pandas = pytest.importorskip("pandas")
+    x = np.random.default_rng(0).normal(size=(60, 3))
+    y = [["a"] if row[0] > 0 else ["b"] for row in x]
+    groups = [None, *range(1, 30)] * 2
+    given = (groups, pandas.array(groups, dtype="Int64"), pandas.Series(groups, dtype="Int64"))
+    p = [LabelSetClassifier(loss="binary", random_state=0).fit(x, y, groups=g).predict_proba(x) for g in given]
+    np.testing.assert_array_equal(p[0], p[1])
+    np.testing.assert_array_equal(p[0], p[2])
+
+
 def test_empty_groups_of_a_run_stand_alone(tmp_path):
     p, data, config = [], make_rows(300), Config(tree="1", valid_fraction=0, test_fraction=0, bootstrap=0)
     for name, groups in (("alone", [f"g{i:03d}" for i in range(300)]), ("empty", [""] * 300)):
