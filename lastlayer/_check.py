@@ -150,7 +150,9 @@ def temperature(op: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{op}: `temperature` must be a number or a tensor, got {type(value).__name__}.")
     if not 0 < float(value) < math.inf:
-        raise ValueError(f"{op}: `temperature` must be positive and finite, got {value}. Use k for hard choices.")
+        raise ValueError(
+            f"{op}: `temperature` must be positive and finite, got {value}. Near 0 choices are almost hard."
+        )
     return float(value)
 
 

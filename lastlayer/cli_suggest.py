@@ -29,7 +29,7 @@ def fill(made: argparse.ArgumentParser) -> None:
         "no label gets more than its part of the N missing ones: better to train on unseen (with -n and --kind missing)"
     )
     made.add_argument("--balanced", action="store_true", help=text)
-    text = "share of true labels that are written down (default: estimated)"
+    text = "share of true labels that are recorded (default: estimated)"
     made.add_argument("--observed", type=float, metavar="R", help=text)
     made.add_argument("--folds", type=int, default=5, metavar="K", help="folds of the rows of a file (default: 5)")
     made.add_argument("--seed", type=int, default=0, help="seed of the folds (default: 0)")
@@ -269,7 +269,7 @@ def _page(arguments: argparse.Namespace, out: Path, found: dict[str, Any]) -> Pa
 def _tell(suggested: Any, data: Any, out: Path) -> None:
     n_missing = int(suggested.missing.sum())
     print(f"{n_missing} labels are probably missing, {len(suggested) - n_missing} probably wrong, in {len(data)} rows")
-    print(f"labels are written down in about {suggested.rate:.0%} of the rows that have them")
+    print(f"labels are recorded in about {suggested.rate:.0%} of the rows that have them")
     counts = data.label_counts()
     rates = [(float(suggested.rates[i]), i) for i in range(data.n_labels) if counts[i] >= 20]
     for rate, i in sorted(rates)[:3]:

@@ -46,7 +46,7 @@ def test_finds_what_was_hidden_and_planted_and_writes_a_corrected_file(rows, tmp
     path, hidden, planted = rows
     monkeypatch.chdir(tmp_path)
     assert main(["suggest", str(path), "-n", "20"]) == 0
-    assert "labels are written down in about" in capsys.readouterr().out
+    assert "labels are recorded in about" in capsys.readouterr().out
     found = table("tags-suggestions/suggestions.csv")
     lines = [json.loads(line) for line in (tmp_path / "tags-suggestions/suggestions.jsonl").read_text().splitlines()]
     assert [(int(f["row"]), f["label"], f["kind"]) for f in found] == [(f["row"], f["label"], f["kind"]) for f in lines]

@@ -37,7 +37,7 @@ class LabelSuggestions(Sequence[Suggestion]):
     """What :func:`suggest_labels` finds: a sequence of :class:`Suggestion`, the most probable first.
 
     The same as tensors: ``row``, ``label``, ``missing`` (Boolean; the others are wrong) and ``probability``. ``rates``
-    estimates for each label the share of its rows in which it is written down: of the rows with its highest scores, the
+    estimates for each label the share of its rows in which it is recorded: of the rows with its highest scores, the
     share that has it. ``rate`` is one estimate for all labels, and ``n_rows`` is the number of rows.
     """
 
@@ -108,24 +108,23 @@ def suggest_labels(
     r"""Find labels that are probably missing from their row, and labels that are probably wrong there.
 
     The scores must come from models that have not seen the row: with k folds, each row is scored by the model of the
-    other folds. A model that has seen that a label is missing repeats it.
+    other folds. A model trained on a row repeats what is missing there.
 
-    First, the probability :math:`q` that a label is written down is estimated from its score and from the other labels
+    First, the probability :math:`q` that a label is recorded is estimated from its score and from the other labels
     of the row: which they are, and how many (a regression on the residuals of the other labels, see
-    ``lastlayer/decode/_context.py``). Labels that come together point at each other, and a row without any label is
-    likely to lack one. Then, if a true label is written down with probability :math:`\rho`, so that
-    :math:`q = \rho y`,
+    ``lastlayer/decode/_context.py``). Labels that occur together suggest each other, and a row without any label
+    probably lacks one. Then, if a true label is recorded with probability :math:`\rho`, so that :math:`q = \rho y`,
 
-    .. math:: P(\text{true} \mid \text{not written}) = \frac{y (1 - \rho)}{1 - \rho y}
+    .. math:: P(\text{true} \mid \text{not recorded}) = \frac{y (1 - \rho)}{1 - \rho y}
               = \frac{1 - \rho}{\rho} \cdot \frac{q}{1 - q}
 
-    and, if a share :math:`w` of the written labels stands in rows drawn at random,
+    and, if a share :math:`w` of the recorded labels was put into rows drawn at random,
 
-    .. math:: P(\text{wrong} \mid \text{written}) = \frac{w}{w + (1 - w) \, q / \pi}
+    .. math:: P(\text{wrong} \mid \text{recorded}) = \frac{w}{w + (1 - w) \, q / \pi}
 
     with :math:`\pi` the share of rows that have the label.
 
-    One rate for all labels leaves the order of the missing labels to :math:`q`; rates per label change it.
+    With one rate for all labels, the missing labels are ordered by :math:`q`; rates per label change that order.
 
     The rate of a single rare label is uncertain; the trend of the rates with the number of rows :math:`n_c` is less so.
     Balanced suggestions use :math:`\log (\rho_c / (1 - \rho_c)) = a + b \log n_c`. The estimated rates are shrunk
@@ -137,13 +136,13 @@ def suggest_labels(
     Args:
         scores: Out-of-fold probabilities, shape ``(rows, n_classes)``, a tensor, an array or a list of rows. They are
             brought to the scale of the labels, so that those of any loss will do.
-        target: The labels as they are written down: multi-hot of the shape of `scores` (-1 is unknown, and neither
+        target: The recorded labels: multi-hot of the shape of `scores` (-1 is unknown, and neither
             looked at nor suggested), one class per row, or index lists padded with -1; also one Python list of classes
             per row, or a sparse matrix of torch or SciPy. Lists and sparse matrices are never made dense as a whole.
-        observed: The rate :math:`\rho` at which true labels are written down, above 0 and at most 1: one number, or
+        observed: The rate :math:`\rho` at which true labels are recorded, above 0 and at most 1: one number, or
             one per label, shape ``(n_classes,)``. None estimates one for all labels; ``rates`` of the result, which
             are estimated per label, may be passed in a second call.
-        wrong: The share :math:`w` of the written labels that is thought to be wrong, above 0 and below 1.
+        wrong: The share :math:`w` of the recorded labels that is thought to be wrong, above 0 and below 1.
         kind: ``"missing"``, ``"wrong"`` or ``"both"``.
         n: The number of suggestions; None is all that are more probable than not.
         balanced: Whether no label gets more than its part of the `n` missing labels, in proportion to

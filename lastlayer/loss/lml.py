@@ -60,12 +60,16 @@ def lml_loss(
     .. math:: -\sum_j t_j \log y_j \; - \sum_j (1 - t_j) \log(1 - \rho \, y_j), \qquad y = \mathrm{lml}(x, k)
 
     with :math:`t_j = 1` for a label and 0 for any other class; a soft label (mixup, smoothing) has parts of both.
+    Predict with :func:`~lastlayer.lml` and the same `k`: a sigmoid of these logits has no meaning, since a constant
+    added to a row does not change the loss.
+
     With `observed` :math:`= \rho = 0` this is Algorithm 2 of Amos, Koltun and Kolter (2019): labels that were not
     observed are not negatives, and only the sum `k` holds them down. With :math:`\rho > 0` it is the likelihood of
-    labels thinned at random: a true label is seen with probability :math:`\rho`, so that the absence of a label, and
-    a row without any, carry information too. ``rho = (mean number of observed labels per row) / k`` needs no tuning.
-    Where many rows have no label leave them out, as ``lastlayer train --labels incomplete`` does: labels are taken for
-    independent, and the term of such a row draws its scores together, which can harm networks with hidden layers.
+    labels thinned at random: a true label is observed with probability :math:`\rho`, so that the absence of a label,
+    and a row without any, carry information too. ``rho = (mean number of observed labels per row) / k`` needs no
+    tuning. If many rows have no label, leave them out, as ``lastlayer train --labels incomplete`` does: the likelihood
+    takes labels for independent, so that such a row pulls its scores together, which can harm networks with hidden
+    layers.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.

@@ -48,8 +48,9 @@ def precision_at_k(
             lists padded with -1, which are never made dense.
         k: A whole number of at least 1; a list of numbers for a vector of results in one pass; or an integer tensor
             of the batch shape, one `k` per row. It may exceed the number of classes.
-        average: ``"samples"`` is the mean over rows. ``"macro"``, ``"weighted"`` (by labels) and ``"none"`` (a vector)
-            count each class over all rows, with the `k` best as the prediction; ``"micro"`` counts all pairs alike.
+        average: ``"samples"`` is the mean over rows. The others take the `k` best of each row as its prediction:
+            ``"macro"`` is the mean over classes, ``"weighted"`` weights it by the number of labels, ``"none"`` is a
+            vector with one value per class, and ``"micro"`` counts all pairs of a row and a class alike.
         empty: What a row without labels counts as: ``"skip"`` (not at all), ``"zero"`` or ``"one"``. For averages
             over classes the same for a class without labels, which is nan under ``"skip"`` and ``"none"``. With
             nothing left the result is 0.

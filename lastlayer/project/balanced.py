@@ -73,10 +73,10 @@ def lml_balanced(
             rank's columns.
 
     Returns:
-        The assignment, of the shape and dtype of `logits`. The search runs in float64; on the GPU one matrix of float32
-        or less is tried by a kernel first, which is exact to 1e-6 of the sums. A matrix without a solution
-        (sums that do not match, more than a row or column can hold, a nan) becomes NaN; other matrices of the batch
-        are unaffected.
+        The assignment, of the shape and dtype of `logits`. The search runs in float64; on a GPU a single
+        matrix in float32 or half precision is tried by a kernel first, which is exact to 1e-6 of the sums. A matrix
+        without a solution (sums that do not match, more than a row or column can hold, a nan) becomes NaN; other
+        matrices of the batch are unaffected.
 
     Example:
         >>> lml_balanced(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), k=1)  # both prefer the first column

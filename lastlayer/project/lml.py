@@ -74,7 +74,7 @@ def lml(
         mask: Boolean, True where a class takes part; broadcasts to the shape of `logits`.
         weight: What a unit of each class costs: the budget is :math:`\sum_i w_i y_i = k`. Of either sign; a class of
             weight 0 is free. Broadcasts to the shape of `logits`; differentiable, like the bounds.
-        lower: The least value of each class, 0 if left out. A class at ``-inf`` has it; one outside `mask` is 0.
+        lower: The least value of each class, 0 if left out. A class at ``-inf`` gets it; one outside `mask` gets 0.
         upper: The largest value of each class, 1 if left out. As for `k`, a bad number is an error, but the values of
             tensors are not read: NaN, an infinite weight or bound, or `lower` above `upper` makes its row NaN. If `k`
             is out of reach by no more than 1e-6 of the sum, all classes are at their bounds.

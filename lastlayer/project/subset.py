@@ -27,7 +27,8 @@ def sample_subset(logits: Tensor, k: int, *, generator: torch.Generator | None =
     .. math:: P(S) = \frac{\exp \sum_{i \in S} x_i}{\sum_{|A| = k} \exp \sum_{i \in A} x_i}, \qquad |S| = k
 
     Each row gets one exact draw: the count is split from the whole row down to the single classes. (The k largest of
-    Gumbel-perturbed logits follow another law.) For several draws expand the logits: ``logits.expand(100, -1)``.
+    Gumbel-perturbed logits follow another distribution.) For several draws expand the logits:
+    ``logits.expand(100, -1)``.
 
     Args:
         logits: The scores :math:`x`, shape ``(..., n_classes)``; ``-inf`` is never drawn, ``+inf`` always.

@@ -285,8 +285,9 @@ def notes(config: Config, part: str) -> list[str]:
     if not hidden and config.labels == "complete":
         return []
     return [
-        "The labels are incomplete: precision, average precision and calibration count right predictions that nobody "
-        "labelled as wrong, so they are lower bounds; recall is not affected by labels that are missing at random."
+        "The labels are incomplete, and a right prediction whose label is missing counts as wrong: precision is a "
+        "lower bound. Recall is not biased if labels are missing at random. All other metrics, calibration errors "
+        "among them, may be off in either direction."
     ]
 
 

@@ -44,6 +44,26 @@ def test_speed_tables_are_those_of_the_results():
             assert speed_table.page_of(path) == text, f"run python docs/_ext/speed_table.py: {path.name} is old"
 
 
+def test_the_goals_of_the_gpu_kernels_have_the_numbers_of_the_results():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200.json").read_text("utf-8"))["rows"]
+    page = (ROOT / "docs" / "kernels.md").read_text("utf-8")
+
+    def span(kind: str, types: tuple[str, ...], low: int, high: int) -> str:
+        found = [r for r in rows if r["name"].startswith(kind + "/") and r["dtype"] in types]
+        ratios = [r["ratio"] for r in found if low <= r["n"] <= high]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+    for low, high in ((0, 32_000), (50_257, 1_000_000)):
+        single = span("lml", ("float32",), low, high), span("lml", ("bfloat16",), low, high)
+        assert f"| {single[0]} in float32, {single[1]} in bfloat16 |" in page
+        assert f"| {span('lml_loss', ('float32', 'bfloat16'), low, high)} |" in page
+    assert f"| {span('lml_backward', ('float32', 'bfloat16'), 0, 1_000_000)} |" in page
+    for dtype in ("float32", "bfloat16"):
+        sizes = (512, 1000, 4096, 10_000, 16_384, 32_000)
+        share = {r["n"]: r["share_of_copy"] for r in rows if r["name"].startswith("lml/") and r["dtype"] == dtype}
+        assert ", ".join(f"{100 * share[n]:.0f}" for n in sizes) + " %" in page
+
+
 def test_a_table_from_results(tmp_path):
     common = {"dtype": "float32", "k": 5, "against": "softmax"}
     rows = [

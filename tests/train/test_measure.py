@@ -9,7 +9,7 @@ from train_tools import make_rows
 
 from lastlayer import report
 from lastlayer.data import LabelData
-from lastlayer.metrics import mean_average_precision
+from lastlayer.metrics import label_calibration_error, mean_average_precision, precision_at_k
 from lastlayer.train import Config, evaluate, measure, train
 
 
@@ -85,3 +85,17 @@ def test_a_report_counts_rows_by_their_weights(tmp_path):
     for name, gap in found.items():
         assert gap["difference"] == pytest.approx(expected[name]["difference"], abs=1e-9)
         assert gap["low"] <= gap["difference"] <= gap["high"]
+
+
+def test_the_note_on_incomplete_labels_says_which_metrics_are_bounds():
+    """Hidden labels lower precision; the calibration error of right probabilities grows, that of low ones falls."""
+    (note,) = measure.notes(Config(labels="incomplete"), "test")
+    assert "precision is a lower bound" in note
+    assert "calibration errors among them, may be off in either direction" in note
+    generator = torch.Generator().manual_seed(0)
+    right = (2 * torch.randn(5000, 10, generator=generator) - 1).sigmoid()
+    true = torch.rand(right.shape, generator=generator) < right
+    seen = true & (torch.rand(right.shape, generator=generator) < 0.7)
+    assert precision_at_k(right, seen, 3) < precision_at_k(right, true, 3)
+    assert label_calibration_error(right, true, k=3) < label_calibration_error(right, seen, k=3)
+    assert label_calibration_error(0.5 * right, true, k=3) > label_calibration_error(0.5 * right, seen, k=3)
