@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tools import slow
+from tools import DEVICE, slow
 
 import lastlayer as ll
 from lastlayer import _native, loss
@@ -251,3 +251,29 @@ def test_linear_lml_loss_of_many_classes(monkeypatch, reduction):
             return run(*given)
 
     assert_same(compiled(cast), cast, features, weight, bias)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.9 is the first to have the tag")
+@pytest.mark.parametrize("name", ["whole", "whole_ahead", "whole_backward", "balanced_duals", "weighted_threshold"])
+def test_operators_that_wait_for_a_gpu_are_marked(name):
+    """Or a CUDA graph of the compiler would capture them, which fails."""
+    from lastlayer.project import balanced, weighted  # noqa: F401 - where two of them are registered
+
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.lastlayer, name).default.tags
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_linear_lml_loss_beside_cuda_graphs(monkeypatch):
+    from lastlayer.loss import linear
+
+    monkeypatch.setattr(linear, "tile", lambda x: 16)
+    x, features, weight = (torch.randn(*shape, device=DEVICE) for shape in ((6, 9), (9, 4), (2000, 4)))
+    target = torch.tensor([3, 1, 49, 0, 7, 7], device=DEVICE)
+
+    def run(x, features, weight):
+        return 2 * loss.linear_lml_loss((x @ features).tanh(), weight, target, 2)
+
+    function = torch.compile(run, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same(lambda *given: function(*given).clone(), run, x, features, weight)

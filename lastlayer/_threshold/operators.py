@@ -13,6 +13,8 @@ from lastlayer._threshold.dispatch import kernels
 
 _library = torch.library.Library("lastlayer", "FRAGMENT")
 Function = TypeVar("Function", bound=Callable[..., Any])
+# For operators that read values back, which the compiler must not capture in a CUDA graph; older torch lacks the tag.
+WAITS: tuple[torch.Tag, ...] = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 def operator(name: str, *tags: torch.Tag) -> Callable[[Function], Function]:

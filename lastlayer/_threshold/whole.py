@@ -19,7 +19,7 @@ from lastlayer import _check, _native, _triton
 from lastlayer._check import LabelLists
 from lastlayer._ranked import exporting
 from lastlayer._threshold.dispatch import WHOLE, scaled, transformed, whole
-from lastlayer._threshold.operators import fake, operator
+from lastlayer._threshold.operators import WAITS, fake, operator
 
 P = ParamSpec("P")
 _Result = TypeVar("_Result")
@@ -174,7 +174,7 @@ def _gradients(out: Tensor, inputs: list[Tensor], upstream: Tensor | None = None
     return [grad.contiguous() for grad in found]
 
 
-@operator("whole")
+@operator("whole", *WAITS)
 def _whole(name: str, form: str, numbers: Tensor, tensors: List[Tensor], shape: str) -> Tensor:
     return _call(name, form, numbers, tensors, [], lambda out, _: out.contiguous())
 
@@ -192,7 +192,7 @@ def _empty(form: str, x: Tensor, shape: str) -> Tensor:
     return x.new_empty(sizes, dtype=_check.work_dtype(x) if cast else x.dtype)
 
 
-@operator("whole_ahead")
+@operator("whole_ahead", *WAITS)
 def _ahead(name: str, form: str, numbers: Tensor, tensors: List[Tensor], wanted: List[int]) -> List[Tensor]:
     def finish(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
         return [out.detach(), *_gradients(out, inputs)]
@@ -205,7 +205,7 @@ def _(name: str, form: str, numbers: Tensor, tensors: List[Tensor], wanted: List
     return [_empty(form, tensors[0], "number"), *(_empty(form, tensors[i], "like") for i in wanted)]
 
 
-@operator("whole_backward")
+@operator("whole_backward", *WAITS)
 def _backward(
     name: str, form: str, numbers: Tensor, tensors: List[Tensor], wanted: List[int], upstream: Tensor
 ) -> List[Tensor]:

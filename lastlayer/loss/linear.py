@@ -867,4 +867,4 @@ def _add_rows(found: _Wanted, part: _Wanted, which: Tensor) -> None:
     """Put the gradients that some rows have for themselves in their place."""
     for whole, piece in ((found.features, part.features), (found.temperature, part.temperature)):
         if whole is not None:
-            whole[which] = piece
+            whole[which] = piece.to(whole.dtype)

@@ -21,7 +21,7 @@ from lastlayer._threshold.dispatch import (
     recorded,
     transformed,
 )
-from lastlayer._threshold.operators import fake, operator
+from lastlayer._threshold.operators import WAITS, fake, operator
 from lastlayer.project.lml import lml_threshold
 from lastlayer.shard import ClassShard, reduce, replicate, spread
 
@@ -554,7 +554,7 @@ def _conjugate_gradients(held: Tensor, over_r: Tensor, c: Tensor, right: Tensor,
     return b
 
 
-@operator("balanced_duals")
+@operator("balanced_duals", *WAITS)
 def _op(x: Tensor, live: Tensor, sums: Tensor, limits: Tensor, at_most: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _solve(x, live, sums, limits, at_most, None)
 

@@ -16,7 +16,7 @@ from lastlayer import _check
 from lastlayer._threshold.autograd import apart, nestable
 from lastlayer._threshold.budget import Budget
 from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, recorded
-from lastlayer._threshold.operators import fake, operator
+from lastlayer._threshold.operators import WAITS, fake, operator
 from lastlayer._threshold.search import scores
 from lastlayer.shard import ClassShard, reduce
 
@@ -283,7 +283,7 @@ def _middle(lo: Tensor, hi: Tensor) -> Tensor:
     return torch.where((by_order > lo) & (by_order < hi), by_order, half)
 
 
-@operator("weighted_threshold")
+@operator("weighted_threshold", *WAITS)
 def _op(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, impl: str) -> Tensor:
     if impl == "native":
         nu: Tensor = kernels(impl).threshold(x, weight, lower, upper, k)

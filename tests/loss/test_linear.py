@@ -614,6 +614,32 @@ def test_filter_computes_undecided_rows_in_full():
         torch.testing.assert_close(a, e, rtol=1e-3, atol=5e-3)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_filter_computes_undecided_rows_in_full_in_half_precision(dtype, monkeypatch):
+    """The gradients of the features of a few rows, whose logits are one block, are in half precision."""
+    n, undecided, real = 3000, [], linear._gradients_of_some
+
+    def watched(layer, rows, upstream, wanted, held, some, marked):
+        undecided.append(int(some.sum()))
+        return real(layer, rows, upstream, wanted, held, some, marked)
+
+    monkeypatch.setattr(linear, "_gradients_of_some", watched)
+    weight = torch.randn(n, SIZE, device=DEVICE).to(dtype)
+    target = torch.randint(n, (5, 2), device=DEVICE)
+    features = 4 * weight[target].sum(1)
+    features[[1, 3]] *= 0.02
+    found = []
+    for function, kind in ((partial(linear_lml_loss, filter=2**-12), dtype), (whole, dtype), (whole, torch.float64)):
+        leaves = [t.to(kind).requires_grad_() for t in (features, weight)]
+        found.append(torch.autograd.grad(function(*leaves, target, 3), leaves))
+    assert len(undecided) == 1
+    assert 2 <= undecided[0] < 5
+    for actual, plain, exact in zip(*found, strict=True):
+        assert actual.dtype == dtype
+        assert_as_accurate(actual, plain, exact)
+
+
 def test_filter_of_saturated_rows_has_no_gradient():
     """The classes that are left are rounded up by some of logit 0, whose derivative would not be finite here."""
     bias = torch.full((1200,), -1000.0, device=DEVICE).index_fill(0, torch.arange(14, device=DEVICE), 1000.0)
