@@ -300,6 +300,25 @@ def test_values_are_exact_beside_either_bound(isa, sign, n):
         assert (error <= 16 * torch.finfo(torch.float32).eps * size).all()  # points of 10 have an error of 8 eps
 
 
+@pytest.mark.parametrize("given", [("lower", "upper"), ("weight", "upper"), ("weight", "lower", "upper")])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_rounding_of_many_shares_does_not_add_up(isa, sign, given):
+    # All but a tenth of the budget is spent on classes at their bounds, whose sum must be known to more than that.
+    rows, n = 5, 10_000
+    x = 10 * torch.randn(rows, n, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = 0
+    values = {"weight": torch.full((rows, n), 0.3), "lower": torch.full((rows, n), 0.1)}
+    values["weight"][:, ::2] *= sign
+    terms = {**values, "upper": torch.full((rows, n), 1.1)}
+    terms = {name: value for name, value in terms.items() if name in given}
+    weight, lower = (terms.get(name, other).double() for name, other in (("weight", x * 0 + 1), ("lower", x * 0)))
+    ends = weight * lower, weight * terms["upper"].double()
+    for k in (torch.maximum(*ends).sum(-1) - 0.1, torch.minimum(*ends).sum(-1) + 0.1):
+        found = ll.lml(x, k, impl="native", **terms)
+        exact = ll.lml(x.double(), k, impl="torch", **{name: value.double() for name, value in terms.items()})
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("n", [90, 300])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_a_row_does_not_depend_on_its_neighbours(n, per_row):
