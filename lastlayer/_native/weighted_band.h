@@ -281,7 +281,7 @@ FN void NAME(weighted_band)(const struct weighted *call, int64_t index, int coun
 typedef struct {
     VEC far, largest, odd, z1, z2, zw, w1, w2; /* odd: nan where a score is not finite */
     NAME(bits) signs;                          /* of weights and lower bounds; the last bit: scores of +inf */
-    NAME(lanes) wrong;                         /* scores that are nan, bounds the wrong way round */
+    NAME(lanes) wrong; /* scores that are nan, weights and bounds that are not finite, bounds the wrong way round */
     double total[LANES], sure[LANES];
 } NAME(band_parts);
 
@@ -304,12 +304,13 @@ INLINE void NAME(band_copy)(NAME(band_parts) * s, VEC x, VEC weight, VEC lower, 
     NAME(bits) sign = (NAME(bits))NAME(fill)(R(-0.0)), turn = (NAME(bits))(weight < 0) & sign; /* not a weight of -0 */
     s->odd += x * R(0.0);
     s->wrong |= x != x;
+    if (weighted) s->wrong |= weight - weight != 0; /* also where a score is not finite, as everywhere else */
+    if (bounded) s->wrong |= ~((width >= 0) & (width <= NAME(fill)(LARGEST)));
     s->signs |= (NAME(bits))(x > NAME(fill)(LARGEST)) & 1;
     x = NAME(select)(finite, x, zero);
     if (weighted) weight = NAME(select)(finite, weight, zero);
     VEC z = weighted ? (VEC)((NAME(bits))x ^ turn) : x, w = weighted ? (VEC)((NAME(bits))weight & ~sign) : weight;
     VEC a = weighted ? bounded ? w * width : w : NAME(select)(finite, width, zero), t = a * z;
-    if (bounded) s->wrong |= lower > upper;
     if (weighted) s->signs |= turn, s->largest = NAME(farther)(w, s->largest);
     if (bounded > 1) s->signs |= (NAME(bits))lower & sign;
     /* At nu = -inf a class is at its lower bound, or where its weight is negative at the upper one. */
