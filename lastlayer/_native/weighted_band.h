@@ -281,9 +281,19 @@ FN void NAME(weighted_band)(const struct weighted *call, int64_t index, int coun
 typedef struct {
     VEC far, largest, odd, z1, z2, zw, w1, w2; /* odd: nan where a score is not finite */
     NAME(bits) signs;                          /* of weights and lower bounds; the last bit: scores of +inf */
-    NAME(lanes) wrong;                         /* scores that are nan, bounds the wrong way round */
+    NAME(lanes) wrong; /* scores that are nan, weights and bounds that are not finite, bounds the wrong way round */
     double total[LANES], sure[LANES];
 } NAME(band_parts);
+
+/* Add the shares of classes, lane by lane and exact to the rounding of double: next to the sum of many the rounding of each
+   would hide what is left to a few. */
+INLINE void NAME(add_shares)(double *restrict total, VEC weight, VEC lower, VEC upper, int weighted) {
+    REAL w[LANES], l[LANES], u[LANES];
+    memcpy(w, &weight, sizeof w);
+    memcpy(l, &lower, sizeof l);
+    memcpy(u, &upper, sizeof u);
+    EACH_LANE total[i] += (weighted ? (double)w[i] : 1.0) * ((double)u[i] - (double)l[i]);
+}
 
 /* Copy some classes, with weights that have lost their signs and with shares, 0 where a score is not finite; or just look
    at them where they can be read `in_place`. */
@@ -294,18 +304,23 @@ INLINE void NAME(band_copy)(NAME(band_parts) * s, VEC x, VEC weight, VEC lower, 
     NAME(bits) sign = (NAME(bits))NAME(fill)(R(-0.0)), turn = (NAME(bits))(weight < 0) & sign; /* not a weight of -0 */
     s->odd += x * R(0.0);
     s->wrong |= x != x;
+    if (weighted) s->wrong |= weight - weight != 0; /* also where a score is not finite, as everywhere else */
+    if (bounded) s->wrong |= ~((width >= 0) & (width <= NAME(fill)(LARGEST)));
     s->signs |= (NAME(bits))(x > NAME(fill)(LARGEST)) & 1;
     x = NAME(select)(finite, x, zero);
     if (weighted) weight = NAME(select)(finite, weight, zero);
     VEC z = weighted ? (VEC)((NAME(bits))x ^ turn) : x, w = weighted ? (VEC)((NAME(bits))weight & ~sign) : weight;
     VEC a = weighted ? bounded ? w * width : w : NAME(select)(finite, width, zero), t = a * z;
-    if (bounded) s->wrong |= lower > upper;
     if (weighted) s->signs |= turn, s->largest = NAME(farther)(w, s->largest);
     if (bounded > 1) s->signs |= (NAME(bits))lower & sign;
     /* At nu = -inf a class is at its lower bound, or where its weight is negative at the upper one. */
-    if (weighted) NAME(add_lanes)(s->sure, weight * NAME(select)(weight < 0, upper, lower));
+    if (weighted) NAME(add_shares)(s->sure, weight, zero, NAME(select)(weight < 0, upper, lower), 1);
     if (!weighted && bounded > 1) NAME(add_lanes)(s->sure, NAME(select)(finite, lower, zero));
-    NAME(add_lanes)(s->total, a); /* exact to the rounding of double */
+    if (!bounded || (!weighted && bounded == 1))
+        NAME(add_lanes)(s->total, a);
+    else
+        NAME(add_shares)(s->total, weighted ? w : zero, weighted ? lower : NAME(select)(finite, lower, zero),
+                         weighted ? upper : NAME(select)(finite, upper, zero), weighted);
     if (!in_place) NAME(keep)(z, z_to);
     if (weighted) NAME(keep)(w, w_to);
     if (!in_place || bounded > 1) NAME(keep)(a, a_to);

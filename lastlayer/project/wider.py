@@ -78,7 +78,9 @@ def _common(logits: Any, k: Any, temperature: Any, terms: tuple[Any, ...]) -> bo
     wide = False
     for term in terms:
         if term is not None:
-            if type(term) is not Tensor or (term.shape != logits.shape[-1:] and term.shape != logits.shape):
+            if type(term) is not Tensor or not term.is_cpu:  # the kernel reads its memory as it is
+                return False
+            if term.shape != logits.shape[-1:] and term.shape != logits.shape:
                 return False
             if term.dtype != logits.dtype and (term.dtype != torch.float32 or logits.itemsize > 2):
                 return False

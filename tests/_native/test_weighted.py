@@ -300,6 +300,49 @@ def test_values_are_exact_beside_either_bound(isa, sign, n):
         assert (error <= 16 * torch.finfo(torch.float32).eps * size).all()  # points of 10 have an error of 8 eps
 
 
+@pytest.mark.parametrize("names", [("weight",), ("upper",), ("lower", "upper"), ("weight", "upper")])
+@pytest.mark.parametrize("n", [5, 48, 300])
+def test_a_bad_value_of_a_class_that_is_ruled_out_shows(isa, names, n):
+    # The same whether a row comes alone or with others, and as in plain torch.
+    rows, generator = 6, torch.Generator().manual_seed(n)
+    values = {"weight": torch.ones(rows, n), "lower": torch.full((rows, n), 0.1), "upper": torch.full((rows, n), 0.9)}
+    mask = torch.ones(rows, n, dtype=torch.bool)
+    mask[:, 1] = False
+    for name in names:
+        for bad in (torch.nan, torch.inf):
+            terms = {other: values[other].clone() for other in names}
+            terms[name][::2, 1] = bad
+            x = torch.randn(rows, n, generator=generator)
+            for score in (torch.inf, -torch.inf):
+                x[:, 1] = score
+                found = ll.lml(x, 0.5 * n, impl="native", **terms)
+                assert found[::2].isnan().all()
+                assert not found[1::2].isnan().any()
+            if "lower" not in names:  # else bounds of what is left out are 0
+                found = ll.lml(x, 0.5 * n, impl="native", mask=mask, **terms)
+                assert found[::2].isnan().all()
+                assert not found[1::2].isnan().any()
+
+
+@pytest.mark.parametrize("given", [("lower", "upper"), ("weight", "upper"), ("weight", "lower", "upper")])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_rounding_of_many_shares_does_not_add_up(isa, sign, given):
+    # All but a tenth of the budget is spent on classes at their bounds, whose sum must be known to more than that.
+    rows, n = 5, 10_000
+    x = 10 * torch.randn(rows, n, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = 0
+    values = {"weight": torch.full((rows, n), 0.3), "lower": torch.full((rows, n), 0.1)}
+    values["weight"][:, ::2] *= sign
+    terms = {**values, "upper": torch.full((rows, n), 1.1)}
+    terms = {name: value for name, value in terms.items() if name in given}
+    weight, lower = (terms.get(name, other).double() for name, other in (("weight", x * 0 + 1), ("lower", x * 0)))
+    ends = weight * lower, weight * terms["upper"].double()
+    for k in (torch.maximum(*ends).sum(-1) - 0.1, torch.minimum(*ends).sum(-1) + 0.1):
+        found = ll.lml(x, k, impl="native", **terms)
+        exact = ll.lml(x.double(), k, impl="torch", **{name: value.double() for name, value in terms.items()})
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("n", [90, 300])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_a_row_does_not_depend_on_its_neighbours(n, per_row):

@@ -461,6 +461,14 @@ def test_messages(options, error, text):
             ll.log_lml(torch.randn(2, 4), 1, lower=0.1)
 
 
+@pytest.mark.parametrize("name", ["weight", "lower", "upper"])
+def test_a_kernel_does_not_read_a_term_that_is_elsewhere(name):
+    # The meta device stands for a GPU: its tensors have no memory that a CPU could read.
+    term = torch.ones(4, device="meta")
+    with pytest.raises(NotImplementedError, match="meta"):  # it is copied to the device of the scores first
+        ll.lml(torch.zeros(2, 4), 1, **{name: term})
+
+
 def test_several_dimensions_are_one_budget():
     x = draw(2, 3, 4)
     y = ll.lml(x, 5, dim=(1, 2))
