@@ -145,10 +145,12 @@ def values(terms: Terms, nu: Tensor) -> Tensor:
 
 
 def log_values(terms: Terms, nu: Tensor) -> Tensor:
-    """Return the logarithm of the values, for bounds from 0."""
+    """Return the logarithm of the values, for bounds from 0; one that is infinite whatever nu is has no slope, not nan."""
     some = terms.upper > 0
-    most = torch.where(some, torch.where(some, terms.upper, 1).log(), -torch.inf)  # a bound of 0 has no slope, not nan
-    return torch.where(nu.isnan(), nu, most + F.logsigmoid(points(terms, nu)))
+    most = torch.where(some, torch.where(some, terms.upper, 1).log(), -torch.inf)
+    z = points(terms, nu)
+    z = torch.where(some & terms.x.isfinite(), z, z.detach())
+    return torch.where(nu.isnan(), nu, most + F.logsigmoid(z))
 
 
 def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
