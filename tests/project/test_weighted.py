@@ -399,7 +399,9 @@ def test_a_logarithm_that_is_infinite_anyway_pulls_at_nothing(impl, dtype):
     for given in ({}, {"mask": mask}):
         x.requires_grad_()
         (wanted,) = torch.autograd.grad(ll.log_lml(x, 2.5, **given).sum(), x)
-        (found,) = torch.autograd.grad(ll.log_lml(x, 2.5, weight=torch.ones(6, dtype=dtype), impl=impl, **given).sum(), x)
+        (found,) = torch.autograd.grad(
+            ll.log_lml(x, 2.5, weight=torch.ones(6, dtype=dtype), impl=impl, **given).sum(), x
+        )
         torch.testing.assert_close(found, wanted)
         # A bound of 0 rules a class out as a mask does.
         upper = torch.where(mask[0], 1, 0).to(dtype)
