@@ -73,6 +73,7 @@ setup(
             "lml_types",
             "weighted",
             "weighted_rows",
+            "weighted_after",
             "weighted_band",
             "fused_rows",
             "select",

@@ -419,13 +419,14 @@ EXPORT void lastlayer_scale_to_half(const float *from, double factor, uint16_t *
 /* ---- Rows with weights and bounds. ---- */
 
 typedef struct {
-    weighted_work rows, tile, band, apiece, backward;
+    weighted_work rows, tile, band, apiece, log, backward;
     void (*prepare)(const struct weighted *, struct budget_space *);
 } weighted_works;
 
 #define WEIGHTED(type, isa)                                                                                       \
     { weighted_rows_##type##_##isa, weighted_tile_##type##_##isa, weighted_band_##type##_##isa,                    \
-      weighted_apiece_##type##_##isa, weighted_backward_##type##_##isa, weighted_prepare_##type##_##isa }
+      weighted_apiece_##type##_##isa, weighted_log_##type##_##isa, weighted_backward_##type##_##isa,                 \
+      weighted_prepare_##type##_##isa }
 
 static const weighted_works weighted_table[3][2] = {
     {WEIGHTED(f32, baseline), WEIGHTED(f64, baseline)},
@@ -485,10 +486,10 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
     int64_t lanes = (16 << isa) / (int64_t)real;
     int64_t group = tile || (apiece && n <= TILE_BELOW) ? lanes : backward && call->half ? HALF_GROUP / (n + 1) + 1 : 1;
     size_t one = round_up(width * real), many = round_up((size_t)group * width * real);
-    size_t wide = round_up(4 * width * 8), search = backward ? one : 3 * one + 4 * many + wide;
-    size_t all = search + (call->half ? round_up((size_t)(call->grad ? 3 : 2) * (size_t)(group * n) * 4) : 0);
-    weighted_work forward = apiece ? works->apiece : !tile ? works->rows : n < BAND_FROM ? works->tile : works->band;
-    weighted_work work = backward ? works->backward : forward;
+    size_t wide = round_up(4 * width * 8), narrow = backward ? one : 3 * one + 4 * many + wide;
+    size_t all = narrow + (call->half ? round_up((size_t)(call->grad ? 3 : 2) * (size_t)(group * n) * 4) : 0);
+    weighted_work search = apiece ? works->apiece : !tile ? works->rows : n < BAND_FROM ? works->tile : works->band;
+    weighted_work work = backward ? works->backward : call->kind == KIND_LOG ? works->log : search;
     char *memory = malloc(all * (size_t)threads + 4 * one + 64);
     struct budget_space *space = calloc((size_t)threads, sizeof *space);
     if (!memory || !space) {
@@ -508,7 +509,7 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
         s->x = own, s->w = own + one, s->a = own + 2 * one, s->z = own + 3 * one, s->e = own + 3 * one + many;
         s->own = own + 3 * one + 2 * many, s->apiece = own + 3 * one + 3 * many;
         s->wide = (double *)(own + 3 * one + 4 * many);
-        s->narrow = (float *)(own + search), s->work = work;
+        s->narrow = (float *)(own + narrow), s->work = work, s->search = search;
         s->width = (int64_t)width, s->is_shared = shared;
         if (i == 0 && shared && !backward) works->prepare(call, s);
         s->shares = space->shares;

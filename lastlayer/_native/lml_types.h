@@ -62,6 +62,7 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #include "lml_rows.h"
 #include "lml_tile.h"
 #include "weighted_rows.h"
+#include "weighted_after.h"
 #include "weighted_band.h"
 #endif
 
@@ -146,6 +147,7 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
 #include "lml_rows.h"
 #include "lml_tile.h"
 #include "weighted_rows.h"
+#include "weighted_after.h"
 #include "weighted_band.h"
 #endif
 

@@ -11,11 +11,13 @@ struct weighted {
     int64_t mask_stride;
     double temperature;
     int at_most, threads;
+    int64_t kind;
     const void *weight, *lower, *upper;
     int64_t weight_stride, lower_stride, upper_stride;
-    void *out; /* y, or in the backward pass the gradient of the logits */
+    void *out; /* y or its logarithm, none for nu; in the backward pass the gradient of the logits */
     double *nu;
     const void *grad;
+    const double *grad_nu;
     double *grad_k;
     void *grad_weight, *grad_lower, *grad_upper;
     int64_t half; /* the type of logits, out and grad; all other numbers are float */
@@ -51,6 +53,7 @@ struct budget_space {
     double *wide;
     float *narrow;      /* logits, out and grad of the rows worked on, where those of the call are of half precision */
     weighted_work work; /* for these rows, as float */
+    weighted_work search; /* for nu of these rows, where logarithms are wanted */
     int64_t width;
     int is_shared;
     struct shares shares;
@@ -64,6 +67,7 @@ static void budget_again(struct budget *b) {
 }
 
 #define BUDGET_SLACK 1e-6 /* of the sum: a k out of reach by less is taken for the end, as sums of float32 differ by that */
+#define BUDGET_SMALL 1e-290 /* a sum of w^2 h below it has no quotient */
 #define BUDGET_FLAT 1e-3  /* tails below this part of the sum: they are balanced instead */
 
 /* Whether there is nothing to search, with nu. */

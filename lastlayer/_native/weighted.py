@@ -1,4 +1,4 @@
-"""The compiled projection with weights and bounds: values or thresholds, and their gradients.
+"""The compiled projection with weights and bounds: values, their logarithms or thresholds, and their gradients.
 
 Scores, weights and bounds are read in one type: double where any of them is, else float. The sums and nu are double.
 Scores of half precision are converted row by row within the kernel, unless double is needed.
@@ -19,8 +19,9 @@ from lastlayer._native.lml import _HALF, _NO_MEMORY, _read_mask
 from lastlayer._threshold.budget import Budget
 
 # ``struct weighted`` of `weighted.h`: rows, n, logits, k, k_stride, mask, mask_stride, temperature, at_most, threads,
-# weight, lower, upper, their strides, out, nu, grad, grad_k, grad_weight, grad_lower, grad_upper, half.
-_CALL = struct.Struct("@qqPPqPqdiiPPPqqqPPPPPPPq")
+# kind, weight, lower, upper, their strides, out, nu, grad, grad_nu, grad_k, grad_weight, grad_lower, grad_upper, half.
+_CALL = struct.Struct("@qqPPqPqdiiqPPPqqqPPPPPPPPq")
+_KINDS = {"y": 0, "at most": 0, "log": 1, "nu": 2}
 _RUN = library().lastlayer_run_weighted
 _FUSED = bool(library().lastlayer_fused())
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,34 +39,38 @@ class Given(NamedTuple):
 
 
 def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Return y, of the dtype of the logits, and nu in float64, ``(..., 1)``; `k` is one number, or the same."""
-    logits, terms, mask, temperature, at_most = budget
+    """Return the projection, of the dtype of the logits, and nu in float64, ``(..., 1)``; one number is a `k` too.
+
+    For the kind "nu" both are nu.
+    """
+    logits, terms, mask, _, kind = budget
     given = _read(logits, terms, mask)
-    out = torch.empty_like(given.x)
     nu = given.x.new_empty((*logits.shape[:-1], 1), dtype=torch.float64)
-    _run(given, k, temperature, at_most, out, nu, None, [None] * 4, backward=False)
+    if kind == "nu":
+        _run(budget, given, k, None, nu, None, [None] * 4, backward=False)
+        return nu, nu
+    out = torch.empty_like(given.x)
+    _run(budget, given, k, out, nu, None, [None] * 4, backward=False)
     return out if out.dtype == logits.dtype else out.to(logits.dtype), nu
 
 
 def threshold(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor) -> Tensor:
     """Return nu as `project.weighted._solve` does."""
-    given = _read(x, [weight, lower, upper], None)
-    nu = given.x.new_empty((*x.shape[:-1], 1), dtype=torch.float64)
-    _run(given, k, 1.0, False, None, nu, None, [None] * 4, backward=False)
-    return nu
+    return forward(Budget(x, [weight, lower, upper], None, 1.0, "nu"), k)[0]
 
 
 def backward(
     budget: Budget, nu: Tensor, grad: Tensor, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return the gradients of logits, k, and of those of weight, lower and upper that are wanted, in float64 for k."""
-    logits, terms, mask, temperature, at_most = budget
+    logits, terms, mask, _, kind = budget
     given = _read(logits, terms, mask)
-    grad = grad if grad.dtype == given.x.dtype and grad.is_contiguous() else grad.to(given.x.dtype).contiguous()
+    dtype = torch.float64 if kind == "nu" else given.x.dtype
+    grad = grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
     out, grad_k = torch.empty_like(given.x), torch.empty_like(nu)
     work = torch.float64 if given.x.dtype == torch.float64 else torch.float32
     others = [torch.empty_like(given.x, dtype=work) if asked else None for asked in wanted]
-    _run(given, None, temperature, at_most, out, nu, grad, [grad_k, *others], backward=True)
+    _run(budget, given, None, out, nu, grad, [grad_k, *others], backward=True)
     return out.to(logits.dtype), grad_k, others
 
 
@@ -108,10 +113,9 @@ def _read_term(value: Tensor, shape: torch.Size) -> tuple[Tensor, int]:
 
 
 def _run(
+    budget: Budget,
     given: Given,
     k: Tensor | float | None,
-    temperature: float,
-    at_most: bool,
     out: Tensor | None,
     nu: Tensor,
     grad: Tensor | None,
@@ -131,12 +135,13 @@ def _run(
             k, k_stride = k.contiguous(), 1
         k_address = k.data_ptr()
     weight, lower, upper = given.terms
+    kind = budget.kind
+    grad_nu, grad = (grad, None) if kind == "nu" else (None, grad)
     call = _CALL.pack(
         rows, x.shape[-1], x.data_ptr(), k_address, k_stride, _address(given.mask),
-        given.mask_stride, temperature, at_most, torch.get_num_threads(), _address(weight), _address(lower),
-        _address(upper), *given.strides, _address(out), nu.data_ptr(), _address(grad), _address(grads[0]),
-        _address(grads[1]), _address(grads[2]), _address(grads[3]),
-        _HALF.get(x.dtype, 0),
+        given.mask_stride, budget.temperature, kind == "at most", torch.get_num_threads(), _KINDS[kind],
+        _address(weight), _address(lower), _address(upper), *given.strides, _address(out), nu.data_ptr(),
+        _address(grad), _address(grad_nu), *map(_address, grads), _HALF.get(x.dtype, 0),
     )  # fmt: skip
     if _RUN(call, x.dtype == torch.float64, backward):
         raise MemoryError(_NO_MEMORY)

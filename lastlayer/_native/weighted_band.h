@@ -521,6 +521,7 @@ FN void NAME(weighted_half)(const struct weighted *call, int64_t index, int coun
         NAME(widen)(half, (const uint16_t *)own.grad + first, u, size);
         own.grad = u;
     }
+    if (own.grad_nu) own.grad_nu += index;
     if (own.grad_k) own.grad_k += index;
     for (int i = 0; i < 3; i++)
         if (*each[i]) *each[i] = (float *)*each[i] + first;
@@ -552,7 +553,6 @@ FN void NAME(weighted_half)(const struct weighted *call, int64_t index, int coun
 #undef SIDE
 #undef ADD_MOMENTS
 #undef LOAD_CLASS
-#undef POINT_BUDGET
 #undef SUMS_SECOND
 #undef MOST_EXPONENT
 #undef EACH_VECTOR

@@ -15,4 +15,8 @@ class Budget(NamedTuple):
     terms: Sequence[Tensor | None]  # weight, lower and upper bound; None is 1, 0 and 1
     mask: Tensor | None
     temperature: float
-    at_most: bool
+    kind: str  # "y", "at most", "log" or "nu"
+
+    @property
+    def at_most(self) -> bool:
+        return self.kind == "at most"

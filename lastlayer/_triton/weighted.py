@@ -142,7 +142,7 @@ class _Given:
     """Scores, weights and bounds as the kernels take them."""
 
     def __init__(self, budget: Budget) -> None:
-        x, terms, mask, temperature, at_most = budget
+        x, terms, mask, temperature, _ = budget
         self.n = x.shape[-1]
         self.rows = x.numel() // self.n
         self.x = x.contiguous().view(self.rows, self.n)
@@ -154,8 +154,8 @@ class _Given:
         self.given = {name: kind for name, (_, kind) in zip(("WEIGHT", "LOWER", "UPPER"), held, strict=True)}
         self.bounded = self.given["LOWER"] + self.given["UPPER"] > 0
         self.both = self.bounded and self.given["WEIGHT"] > 0
-        self.at_most = at_most
-        self.constants = {"MASKED": self.masked, **self.given, "AT_MOST": at_most}
+        self.at_most = budget.at_most
+        self.constants = {"MASKED": self.masked, **self.given, "AT_MOST": self.at_most}
 
 
 def _term_of(value: Tensor | None, x: Tensor) -> tuple[Tensor | None, int]:
@@ -169,14 +169,14 @@ def _term_of(value: Tensor | None, x: Tensor) -> tuple[Tensor | None, int]:
 
 def _general(budget: Budget) -> Budget:
     """Return the same rows in the form to which all can be brought: in float32, with a mask, weights and bounds."""
-    x, terms, mask, temperature, at_most = budget
+    x, terms, mask, temperature, kind = budget
     held = [
         _term_of(x.new_full((), value) if t is None else t, x) for t, value in zip(terms, (1.0, 0.0, 1.0), strict=True)
     ]
-    shape = x.shape if any(kind == 2 for _, kind in held) else x.shape[-1:]
+    shape = x.shape if any(form == 2 for _, form in held) else x.shape[-1:]
     given = [None if t is None else t.float().expand(shape) for t, _ in held]
     x, _, mask = general_form(x, None, mask)
-    return Budget(x, given, mask, temperature, at_most)
+    return Budget(x, given, mask, temperature, kind)
 
 
 def forward(budget: Budget, k: Tensor | float, wanted: tuple[bool, ...] | None = None) -> tuple[Tensor, Tensor]:

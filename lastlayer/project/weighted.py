@@ -104,14 +104,14 @@ def project(
     given: tuple[Tensor | None, ...],
     mask: Tensor | None,
     temperature: float,
-    at_most: bool,
+    kind: str,
     impl: str,
 ) -> Tensor:
-    """Return the values from a kernel, which reads plain tensors as they are."""
+    """Return the projection from a kernel, which reads plain tensors as they are; nu is in float64, ``(..., 1)``."""
     if recorded(logits, k, *given):
-        out: Tensor = _Values.apply(logits, k, *given, mask, temperature, at_most, impl)
+        out: Tensor = _Kernel.apply(logits, k, *given, mask, temperature, kind, impl)
         return out
-    budget = Budget(logits, given, mask, temperature, at_most)
+    budget = Budget(logits, given, mask, temperature, kind)
     return kernels(impl).forward(budget, k)[0]  # type: ignore[no-any-return]
 
 
@@ -145,10 +145,17 @@ def values(terms: Terms, nu: Tensor) -> Tensor:
 
 
 def log_values(terms: Terms, nu: Tensor) -> Tensor:
-    """Return the logarithm of the values, for bounds from 0."""
+    """Return the logarithm of the values, for bounds from 0; one that is infinite whatever nu is has no slope."""
     some = terms.upper > 0
-    most = torch.where(some, torch.where(some, terms.upper, 1).log(), -torch.inf)  # a bound of 0 has no slope, not nan
-    return torch.where(nu.isnan(), nu, most + F.logsigmoid(points(terms, nu)))
+    most = torch.where(some, torch.where(some, terms.upper, 1).log(), -torch.inf)
+    z = points(terms, nu)
+    z = torch.where(some & terms.x.isfinite(), z, z.detach())
+    return torch.where(nu.isnan(), nu, most + F.logsigmoid(z))
+
+
+def result(terms: Terms, nu: Tensor, kind: str) -> Tensor:
+    """Return values or their logarithms."""
+    return log_values(terms, nu) if kind == "log" else values(terms, nu)
 
 
 def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
@@ -353,17 +360,17 @@ class _ThresholdForwardMode(_Threshold):
         return torch.where(unsolved, torch.nan, straight + missing / slope)
 
 
-class _Values(torch.autograd.Function):
-    """``(logits, k, weight, lower, upper) -> y`` by a kernel; further derivatives are those of plain torch."""
+class _Kernel(torch.autograd.Function):
+    """``(logits, k, weight, lower, upper) -> projection`` by a kernel; further derivatives are those of plain torch."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        logits, k, *given, mask, temperature, at_most, impl = inputs
+        logits, k, *given, mask, temperature, kind, impl = inputs
         wanted = {"wanted": tuple(ctx.needs_input_grad[2:5])} if impl == "triton" else {}
-        out, nu = kernels(impl).forward(Budget(logits, given, mask, temperature, at_most), k, **wanted)
+        out, nu = kernels(impl).forward(Budget(logits, given, mask, temperature, kind), k, **wanted)
         ctx.number = k if isinstance(k, float) else None
         ctx.save_for_backward(logits, None if isinstance(k, float) else k, *given, mask, nu)
-        ctx.temperature, ctx.at_most, ctx.impl = temperature, at_most, impl
+        ctx.temperature, ctx.kind, ctx.impl = temperature, kind, impl
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -374,7 +381,7 @@ class _Values(torch.autograd.Function):
             k = torch.full_like(nu, ctx.number) if k is None else k
             return *_plain_gradients(ctx, logits, k, given, mask, grad), None, None, None, None
         wanted = tuple(ctx.needs_input_grad[2:5])
-        budget = Budget(logits, given, mask, ctx.temperature, ctx.at_most)
+        budget = Budget(logits, given, mask, ctx.temperature, ctx.kind)
         grad_x, grad_k, others = kernels(ctx.impl).backward(budget, nu, grad, wanted)
         others = [None if o is None else o.sum_to_size(v.shape).to(v.dtype) for o, v in zip(others, given, strict=True)]
         return grad_x, grad_k if ctx.needs_input_grad[1] else None, *others, None, None, None, None
@@ -390,9 +397,9 @@ def _plain_gradients(
         wanted = [value for value, asked in inputs if asked and value is not None]
         x = scores(logits.double(), mask, ctx.temperature)
         terms = in_one_shape(x, k, (given[0], given[1], given[2]))
-        nu = at_most_threshold(terms, None) if ctx.at_most else threshold(terms, None)
-        y = values(terms, nu).to(logits.dtype)
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=torch.is_grad_enabled()))
+        nu = at_most_threshold(terms, None) if ctx.kind == "at most" else threshold(terms, None)
+        out = nu if ctx.kind == "nu" else result(terms, nu, ctx.kind).to(logits.dtype)
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=torch.is_grad_enabled()))
     return [next(found) if asked else None for asked in ctx.needs_input_grad[:5]]
 
 

@@ -21,6 +21,7 @@ from lastlayer.project.groups import grouped
 from lastlayer.shard import ClassShard, local_part, replicate, unwrap
 
 Dim = int | tuple[int, ...]
+_BY_TRITON = ("y", "at most")  # the kinds that have kernels on a GPU
 
 
 class Wider(NamedTuple):
@@ -47,10 +48,12 @@ def project_wider(
     impl: Impl,
 ) -> Tensor:
     """Return the projection `kind` ("y", "log", "nu" or "at most"); `function` is the ordinary one of that kind."""
-    if kind == "y" and mask is None and shard is None and dim == -1 and impl == "auto":
+    if mask is None and shard is None and dim == -1 and impl == "auto" and given.groups is given.group_limit is None:
         terms: tuple[Any, ...] = given[:3]
-        if given.groups is given.group_limit is None and _common(logits, k, temperature, terms):
-            return weighted.project(logits, float(k), terms, None, 1.0, False, "native")
+        checked = kind != "log" or given.lower is None
+        if checked and _common(logits, k, temperature, terms):
+            found = weighted.project(logits, float(k), terms, None, 1.0, kind, "native")
+            return found.squeeze(-1).to(logits.dtype) if kind == "nu" else found
     if isinstance(dim, tuple | list):
         return _over_dimensions(op, kind, function, logits, k, given, dim, temperature, mask, shard, impl)
     logits, shard, wrap = unwrap(op, logits, shard, dim, k)
@@ -123,10 +126,11 @@ def _with_weights(
     as_given = logits.movedim(-1, -1 - behind) if behind else logits
     checked = weighted.check(op, as_given, *map(local_part, given[:3]))
     checked = tuple(map(at_end, checked)) if behind else checked
+    checked = (checked[0], None, checked[2]) if kind == "log" else checked  # a lower bound of 0
     if mask is not None and checked[1] is not None:  # what takes no part has no bounds to keep
         checked = checked[0], *(None if bound is None else torch.where(mask, bound, 0) for bound in checked[1:])
     number = isinstance(k, int | float) and not isinstance(k, bool) and abs(k) < 1e30
-    number = number and impl == "triton" and kind in ("y", "at most") and not transformed()
+    number = number and impl == "triton" and kind in _BY_TRITON and not transformed()
     # A number stays one: a tensor takes a kernel to make.
     size: Any = float(k) if number else _size(op, k, logits, kind)
     if impl == "triton":
@@ -134,15 +138,17 @@ def _with_weights(
         if reason and asked == impl:
             raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: {reason}. Use `impl="auto"`.')
         impl = "torch" if reason else impl
-    if impl != "torch" and kind in ("y", "at most") and not transformed() and direct(logits, size, mask, *checked):
-        return weighted.project(logits, size, checked, mask, temperature, kind == "at most", impl)
+    able = impl == "native" or (impl == "triton" and kind in _BY_TRITON)
+    if able and not transformed() and direct(logits, size, mask, *checked):
+        found = weighted.project(logits, size, checked, mask, temperature, kind, impl)
+        return found.squeeze(-1) if kind == "nu" else found
     size = _size(op, k, logits, kind) if number else size
     terms = weighted.in_one_shape(scores(logits.double(), mask, temperature), size, checked)
     solve = weighted.at_most_threshold if kind == "at most" else weighted.threshold
     nu = solve(terms, shard, impl)
     if kind == "nu":
         return replicate(nu, shard).squeeze(-1)
-    return weighted.log_values(terms, nu) if kind == "log" else weighted.values(terms, nu)
+    return weighted.result(terms, nu, kind)
 
 
 def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: ClassShard | None) -> Tensor:

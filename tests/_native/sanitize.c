@@ -195,6 +195,17 @@ static int check_weighted(int type, int64_t rows, int64_t n, int shared, int wit
         call.out = out, call.grad_weight = array[5];
         for (int half = HALF_BFLOAT16; !type && half <= HALF_FLOAT16; half++) bad += check_half(call, half);
     }
+    call.at_most = 0, call.lower = 0, call.lower_stride = 0; /* logarithms, and nu alone with its gradients */
+    for (call.kind = KIND_LOG; call.kind <= KIND_NU; call.kind++) {
+        void *out = call.out;
+        call.out = call.kind == KIND_LOG ? out : 0;
+        bad += lastlayer_run_weighted(&call, type, 0);
+        for (size_t i = 0; i < size && call.out && !call.upper; i++) bad += get(out, type, (int64_t)i) > 0;
+        call.out = array[5], call.grad_weight = array[6], call.grad_lower = 0;
+        if (call.kind == KIND_NU) call.grad = 0, call.grad_nu = k;
+        bad += lastlayer_run_weighted(&call, type, 1);
+        call.out = out;
+    }
     for (int i = 0; i < 8; i++) free(array[i]);
     free(k), free(nu), free(grad_k), free(mask);
     if (bad) printf("weights, type %d, %d rows of %d: %d wrong\n", type, (int)rows, (int)n, bad);

@@ -15,8 +15,8 @@ DOUBLE = torch.float64
 weighted = None if native.missing else importlib.import_module("lastlayer._native.weighted")
 
 
-def problem(rows, n, kind, dtype, seed=0, scale=2.0, per_row=False):
-    """Return logits, k per row within reach, and weights and bounds, shared or per row."""
+def problem(rows, n, kind, dtype, seed=0, scale=2.0, per_row=False, below=True):
+    """Return logits, k per row within reach, and weights and bounds, shared or per row; with lower ones if `below`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, n) if per_row else (n,)
 
@@ -30,10 +30,10 @@ def problem(rows, n, kind, dtype, seed=0, scale=2.0, per_row=False):
         "bounds": torch.ones(shape, dtype=DOUBLE),
     }[kind].to(dtype)
     bounded = kind in ("bounds", "signs")
-    lower = (0.3 * draw(*shape).sigmoid()).to(dtype) if bounded else None
+    lower = (0.3 * draw(*shape).sigmoid()).to(dtype) if bounded and below else None
     upper = (0.5 + draw(*shape).sigmoid()).to(dtype) if bounded else None
     x = (scale * draw(rows, n)).to(dtype)
-    low = weight.double() * (lower.double() if bounded else 0.0)
+    low = weight.double() * (0.0 if lower is None else lower.double())
     high = weight.double() * (upper.double() if bounded else 1.0)
     least, most = (t.expand(rows, n).sum(-1) for t in (torch.minimum(low, high), torch.maximum(low, high)))
     k = least + torch.linspace(0.02, 0.7, rows, dtype=DOUBLE) * (most - least)
@@ -45,13 +45,13 @@ def results(function, x, k, options, impl, grad):
     leaves = [t.detach().requires_grad_() for t in (x, k, *(v for v in options.values() if v is not None))]
     names = [name for name, value in options.items() if value is not None]
     y = function(leaves[0], leaves[1], impl=impl, **dict(zip(names, leaves[2:], strict=True)))
+    grad = grad if y.ndim == grad.ndim else grad[..., 0]  # one number per row
     return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
 
 
 @pytest.mark.parametrize("kind", ["positive", "signs", "wide", "bounds"])
-@pytest.mark.parametrize("at_most", [False, True])
-def test_agrees_with_plain_torch(isa, kind, at_most):
-    function = ll.lml_at_most if at_most else ll.lml
+@pytest.mark.parametrize("function", [ll.lml, ll.lml_at_most, ll.log_lml, ll.lml_threshold])
+def test_agrees_with_plain_torch(isa, kind, function):
     for dtype, rows, n, per_row, scale in (
         (DOUBLE, 9, 40, False, 2.0),
         (torch.float32, 33, 100, False, 2.0),
@@ -63,7 +63,7 @@ def test_agrees_with_plain_torch(isa, kind, at_most):
         (torch.float32, 21, 1001, True, 2.0),
         (torch.float32, 16, 256, False, 40.0),
     ):
-        x, k, options = problem(rows, n, kind, dtype, scale=scale, per_row=per_row)
+        x, k, options = problem(rows, n, kind, dtype, scale=scale, per_row=per_row, below=function is not ll.log_lml)
         grad = torch.linspace(-1, 1, x.numel(), dtype=DOUBLE).reshape(x.shape)
         wide = {name: None if value is None else value.double() for name, value in options.items()}
         found = results(function, x, k, options, "native", grad)
@@ -109,11 +109,12 @@ def test_half_precision_is_the_rounded_float32_result(isa, kind, dtype):
             x[0, 3], x[1, 4], x[2, 5] = torch.inf, -torch.inf, torch.nan
         upstream = torch.randn(rows, n, generator=torch.Generator().manual_seed(1)).to(dtype)
         mask = torch.rand(rows, n, generator=torch.Generator().manual_seed(2)) < 0.9
-        for function in (ll.lml, ll.lml_at_most):
+        for function in (ll.lml, ll.lml_at_most, ll.log_lml):
+            terms = options | {"lower": None} if function is ll.log_lml else options
             for given in ({}, {"mask": mask}, {"temperature": 0.7}):
                 call = partial(function, **given)
-                found = results(call, x, k, options, "native", upstream)
-                exact = results(call, x.to(wider), k, options, "native", upstream)
+                found = results(call, x, k, terms, "native", upstream)
+                exact = results(call, x.to(wider), k, terms, "native", upstream)
                 for ours, wanted in zip(found, exact, strict=True):
                     torch.testing.assert_close(ours, wanted.to(ours.dtype), rtol=0, atol=0, equal_nan=True)
                 assert found[0].dtype == found[1].dtype == dtype
@@ -279,6 +280,43 @@ def test_temperatures_and_thresholds(isa, n, per_row):
         found = function(x, k, impl="native", **kwargs)
         exact = function(x.double(), k, impl="torch", **kwargs | {"weight": options["weight"].double()})
         torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("n", [5, 100, 300, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_logarithms_and_thresholds_of_odd_rows(isa, dtype, n, per_row):
+    """Ruled-out classes, bounds of 0 and next to 0, far scores, sums at their ends and out of reach."""
+    x, k, options = problem(12, n, "bounds", dtype, scale=3.0, per_row=per_row, below=False)
+    x[1, 0], x[2, 1:3], x[3, 4], x[4] = torch.inf, -torch.inf, torch.nan, 100 * x[4]
+    x[5, 2:] = -500.0  # logarithms that values of the type do not have
+    weight, upper = options["weight"], options["upper"].clone()
+    upper[..., 3], upper[..., 4] = 0, 1e-42 if dtype == torch.float32 else 1e-310
+    most = (weight * upper).double().expand(x.shape).sum(-1)
+    k[6], k[7], k[8] = 0, most[7] * (1 + 1e-8), 2 * most[8]  # sums within 1e-6 of the end are taken for it
+    options = {"weight": weight, "upper": upper}
+    wide = {name: value.double() for name, value in options.items()}
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) < 0.8
+    for function in (ll.log_lml, ll.lml_threshold):
+        for given in ({}, {"mask": mask}, {"temperature": 0.7}):
+            call = partial(function, **given)
+            grad = upstream if function is ll.lml_threshold else torch.where(upper > 1e-40, upstream, 0)
+            found = results(call, x, k, options, "native", grad)
+            exact = results(call, x.double(), k, wide, "torch", grad)
+            for value, expected in zip(found, exact, strict=True):
+                rows = (12, -1) if len(value) == 12 else (1, -1)  # what rows share is a sum over them
+                value, expected = value.double().reshape(rows), expected.reshape(rows)
+                bad = expected.isnan().any(-1)
+                assert torch.equal(value.isnan().any(-1), bad)
+                value, expected = value[~bad], expected[~bad]
+                infinite = expected.isinf()
+                assert torch.equal(value[infinite], expected[infinite])
+                value, expected = value.masked_fill(infinite, 0), expected.masked_fill(infinite, 0)
+                size = 1 + expected.abs().amax(-1) if expected.numel() else expected.sum(-1)
+                assert (
+                    (value - expected).abs().amax(-1) <= 5000 * torch.finfo(dtype).eps * size
+                ).all()  # scores reach 1000
 
 
 @pytest.mark.parametrize("n", [33, 500, 1000, 4096])

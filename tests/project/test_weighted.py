@@ -390,6 +390,26 @@ def test_a_class_that_may_take_nothing_has_no_logarithm_and_no_slope():
     assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_a_logarithm_that_is_infinite_anyway_pulls_at_nothing(impl, dtype):
+    x = draw(3, 6).to(dtype)
+    x[1, 2], x[2, 4] = -torch.inf, torch.inf
+    mask = torch.tensor([[True] * 5 + [False]] * 3)
+    for given in ({}, {"mask": mask}):
+        x.requires_grad_()
+        (wanted,) = torch.autograd.grad(ll.log_lml(x, 2.5, **given).sum(), x)
+        (found,) = torch.autograd.grad(
+            ll.log_lml(x, 2.5, weight=torch.ones(6, dtype=dtype), impl=impl, **given).sum(), x
+        )
+        torch.testing.assert_close(found, wanted)
+        # A bound of 0 rules a class out as a mask does.
+        upper = torch.where(mask[0], 1, 0).to(dtype)
+        (found,) = torch.autograd.grad(ll.log_lml(x, 2.5, upper=upper, impl=impl).sum(), x)
+        (wanted,) = torch.autograd.grad(ll.log_lml(x, 2.5, mask=mask, impl=impl, upper=1.0).sum(), x)
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("impl", ["torch", "auto"])
 @pytest.mark.parametrize("bound", [0.2, torch.full((5,), 0.2, dtype=DOUBLE)])
 def test_what_a_mask_leaves_out_has_no_lower_bound(impl, bound):
