@@ -206,6 +206,12 @@ def _logarithms(z, w, side, center):
 
 
 @triton.jit
+def _certain(z):
+    """Whether a score of a tile is +inf or nan, over its w: one that is masked out is neither."""
+    return max_w(((is_finite(z) == 0) & (z != float("-inf"))).to(tl.float32))
+
+
+@triton.jit
 def _no_score(z):
     """Infinite scores take no part: with -inf they add nothing to any sum."""
     return tl.where(is_finite(z), z, float("-inf"))
@@ -300,6 +306,14 @@ def resident(
     wrong = unit * 0.0
     if BOUNDED:
         wrong = _narrowest(da, db, dc, WB, WC)
+    certain = unit * 0.0  # with a mask the moments are those of the finite scores
+    if MASKED:
+        most = _certain(za)
+        if WB > 0:
+            most = tl.maximum(most, _certain(zb))
+        if WC > 0:
+            most = tl.maximum(most, _certain(zc))
+        certain = tl.max(most, 1)
     turned = tl.max(down.to(tl.int32), 0) > 0
     if turned:
         za = _turn(za, w_ptr, row, n, 0, WA, C, FULL_A, WEIGHT)
@@ -313,7 +327,7 @@ def resident(
     second = w2
     bad = wrong
     # Not finite where a score, a weight or a bound is not.
-    odd = is_finite(z1 + z2 + zw + w1 + w2) == 0
+    odd = (is_finite(z1 + z2 + zw + w1 + w2) == 0) | (certain > 0)
     infinite = tl.max(odd.to(tl.int32), 0) > 0
     if infinite:
         za = _no_score(za)

@@ -215,6 +215,22 @@ def test_masked_infinite_and_half_precision_rows():
     torch.testing.assert_close(*pair, equal_nan=True)
 
 
+@pytest.mark.parametrize("n", [40, 300])
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("score", [torch.inf, -torch.inf, torch.nan])
+def test_odd_scores_beside_a_mask(score, hidden, n):
+    x = torch.randn(4, n, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    mask = torch.rand(4, n, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE) < 0.8
+    x[0, 2], mask[:, 2] = score, not hidden
+    weight = torch.rand(4, n, generator=torch.Generator(DEVICE).manual_seed(2), device=DEVICE) + 0.5
+    for given in ({"weight": weight}, {"weight": weight[0], "upper": weight[1]}, {"upper": weight}):
+        wide = {name: value.double() for name, value in given.items()}
+        found = ll.lml(x, 0.2 * n, mask=mask, impl="triton", **given)
+        exact = ll.lml(x.double(), 0.2 * n, mask=mask, impl="torch", **wide)
+        torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5, equal_nan=True)
+        assert found[0].isnan().all() == (score != score and not hidden)
+
+
 def test_rows_at_their_ends():
     x = torch.zeros(4, 3, device=DEVICE)
     weight = torch.tensor([1.0, 2.0, -1.0], device=DEVICE)
