@@ -68,6 +68,7 @@ static void budget_again(struct budget *b) {
 
 #define BUDGET_SLACK 1e-6 /* of the sum: a k out of reach by less is taken for the end, as sums of float32 differ by that */
 #define BUDGET_SMALL 1e-290 /* a sum of w^2 h below it has no quotient */
+#define BUDGET_FARTHEST 1e250 /* of scores: beyond that, as -1.8e308 is, a quotient by a weight would overflow */
 #define BUDGET_FLAT 1e-3  /* tails below this part of the sum: they are balanced instead */
 
 /* Whether there is nothing to search, with nu. */

@@ -684,7 +684,7 @@ FN double NAME(budget_solve)(const struct weighted *call, const NAME(given) * g,
         memset(wide, 0, 3 * (size_t)width * sizeof *wide);
         for (int64_t i = 0; i < g->n; i++) {
             double share = NAME(finite)(g->x[i]) ? fabs((double)g->weight[i]) * over : 0;
-            wide[i] = (double)row->z[i];
+            wide[i] = fmin(fmax((double)row->z[i], -BUDGET_FARTHEST), BUDGET_FARTHEST);
             wide[width + i] = share;
             wide[2 * width + i] = share * ((double)g->upper[i] - (double)g->lower[i]);
         }

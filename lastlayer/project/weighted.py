@@ -23,6 +23,7 @@ from lastlayer.shard import ClassShard, reduce
 _STEPS = 120  # bounds the search; Newton's steps with halvings in between
 _BIG = 1e300
 _SMALL = 1e-290
+_FARTHEST = 1e250  # of scores: beyond that, as -1.8e308 is, a quotient by a weight would overflow
 _HUGE = 600.0  # as a logarithm
 _FLAT = 1e-3  # tails below this part of the sum: its rounding costs three digits, and the tails are balanced instead
 _SLACK = 1e-6  # of the sum: a `k` out of reach by less is taken for the end, as sums of float32 differ by that
@@ -199,7 +200,7 @@ def _unsound(x: Tensor, weight: Tensor, width: Tensor) -> Tensor:
 def _root(z: Tensor, w: Tensor, a: Tensor, c: Tensor, rest: Tensor, wanted: Tensor, shard: ClassShard | None) -> Tensor:
     """Solve ``sum a s(z + w nu) = c``, ``rest`` being ``sum a - c``; both are positive."""
     live = a > 0
-    z = torch.where(live, z, 0)
+    z = torch.where(live, z, 0).clamp(-_FARTHEST, _FARTHEST)
     w = torch.where(live, w, 1)
     shift = (c.log() - rest.log() - z) / w  # where a class alone would have the mean share
     lo = reduce(torch.where(live, shift, _BIG), "min", shard)

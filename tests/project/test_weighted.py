@@ -428,6 +428,22 @@ def test_what_a_mask_leaves_out_has_no_lower_bound(impl, bound):
     assert (at_infinity[~mask] == 0.2).all()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("function", [ll.lml, ll.lml_at_most, ll.lml_threshold])
+def test_the_lowest_number_rules_a_class_out(function, impl):
+    x, out = draw(200, 6), uniform(200, 6, seed=1) < 0.4
+    weight = 10 ** (4 * uniform(200, 6, seed=2) - 2) * torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0])
+    upper = 0.5 + uniform(6, seed=3)
+    for terms in ({"weight": weight}, {"weight": weight.abs(), "upper": upper}):
+        least, most = ends(terms["weight"], torch.zeros(()), terms.get("upper", torch.ones(())).expand(6) * ~out)
+        k = least + 0.4 * (most - least)
+        found, exact = (
+            function(x.masked_fill(out, low), k, impl=impl, **terms) for low in (torch.finfo(DOUBLE).min, -torch.inf)
+        )
+        solved = most > least
+        torch.testing.assert_close(found[solved], exact[solved])
+
+
 def test_masked_and_free_classes():
     x = draw(5)
     mask = torch.tensor([True, False, True, True, True])
