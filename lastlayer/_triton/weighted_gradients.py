@@ -51,7 +51,7 @@ def _write_gradients(
     fixed = by_row((tl.abs(exact) == float("inf")) | (exact != exact))  # at its ends a row does not move
     lost = by_row(exact != exact)  # what is bad in such a row stays out of the gradients, if the row is not used
     v = tl.where(fixed, g, g - weight * by_row(share))
-    by_x = tl.where(fixed, 0.0, h * v)
+    by_x = tl.where((fixed & (weight != 0)) | lost, 0.0, h * v)  # a class of weight 0 is free at the ends, too
     store_tile(gx_ptr, row, n, scaled(by_x, inv_t) + by_row(gone), first, W, C, FULL)
     if BY_W or BY_L or BY_U:
         x = score_tile(x_ptr, m_ptr, row, m_row, m_col, n, first, inv_t, W, C, FULL, MASKED)

@@ -480,7 +480,8 @@ def backward_row(
         small = tail * over
         width = upper - lower
         v = tl.where(fixed, g, g - weight * share)
-        by_x = tl.where(fixed, 0.0, tl.where(is_finite(x), small * over * width * v, 0.0))
+        moves = tl.where(ends, tl.where(weight == 0, 1.0, 0.0), tl.where(lost, 0.0, 1.0))  # at its ends, what is free
+        by_x = tl.where((moves > 0) & is_finite(x), small * over * width * v, 0.0)
         at = row * n + cols
         tl.store(gx_ptr + at, (scaled(by_x, inv_t) + gone).to(gx_ptr.dtype.element_ty), mask=inside)
         if BY_W:

@@ -231,6 +231,16 @@ def test_odd_scores_beside_a_mask(score, hidden, n):
         assert found[0].isnan().all() == (score != score and not hidden)
 
 
+@pytest.mark.parametrize("longest", [16384, 1])
+def test_a_free_class_has_a_gradient_in_a_row_at_its_end(longest, monkeypatch):
+    monkeypatch.setattr("lastlayer._triton.weighted.LONGEST", longest)  # 1: the kernel of long rows
+    x, weight = torch.tensor([[0.3, -0.2, 0.5]] * 3, device=DEVICE), torch.tensor([1.0, 0.0, 2.0], device=DEVICE)
+    k = torch.tensor([0.0, 3.0, 1.0], dtype=DOUBLE, device=DEVICE)
+    pair = [results(ll.lml, x, k, {"weight": weight}, impl) for impl in ("triton", "torch")]
+    for value, expected in zip(*pair, strict=True):
+        torch.testing.assert_close(value, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_rows_at_their_ends():
     x = torch.zeros(4, 3, device=DEVICE)
     weight = torch.tensor([1.0, 2.0, -1.0], device=DEVICE)
