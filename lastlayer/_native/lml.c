@@ -22,6 +22,7 @@ enum { HALF_NONE, HALF_BFLOAT16, HALF_FLOAT16 };
 enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, solved, solved in logarithms */
 
 #define PART 16384       /* scores a thread takes at a time from a long row */
+#define AHEAD 1024       /* numbers that the backward pass fetches ahead of those it reads and writes */
 #define TILE_BELOW 1024  /* rows up to here are solved several at once, in lml_tile.h */
 #define TILE_FROM 4      /* fewer rows would leave most of a vector idle */
 #define BAND_FROM 128    /* with weights or bounds, rows from here on are read where they are, in weighted_band.h */

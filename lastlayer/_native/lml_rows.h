@@ -280,6 +280,7 @@ INLINE VEC NAME(magnitude)(VEC x) {
 /* h to `out`, in vectors; the last of them overlaps the one before it. */
 FN void NAME(write_h)(const NAME(row) * row, int64_t first, int64_t last) {
     const REAL *restrict x = row->x;
+    const REAL *u = row->u;
     REAL *restrict out = row->out, c = row->c, t = row->t;
     VEC zero = {0}, one = zero + R(1.0), most = zero - EXP_LOW;
     if (last - first < LANES) {
@@ -294,6 +295,9 @@ FN void NAME(write_h)(const NAME(row) * row, int64_t first, int64_t last) {
         int64_t at = i + LANES > last ? last - LANES : i;
         VEC score;
         memcpy(&score, x + at, sizeof score);
+        __builtin_prefetch(x + at + AHEAD, 0, 2);
+        __builtin_prefetch(u + at + AHEAD, 0, 2);
+        __builtin_prefetch(out + at + AHEAD, 1, 2);
         VEC far = NAME(magnitude)((score - c) + t);
         NAME(lanes) near = far <= most;
         VEC e = (VEC)(near & (NAME(lanes))NAME(vector_exp)(-NAME(select)(near, far, most)));
