@@ -1,7 +1,8 @@
 /* What follows nu, for one type and one instruction set: the logarithms of values, and the backward pass; after
    weighted_rows.h, whose names it uses. */
 
-/* At the point z of class i: o = 1 / (1 + exp(-|z|)), i = 1 - o, and h = width s (1 - s), where s is the sigmoid of z. */
+/* At the point z of class i: outer = 1 / (1 + exp(-|z|)), inner = 1 - outer, and h = width s (1 - s), where s is the sigmoid
+   of z. */
 #define POINT_BUDGET                                                            \
     REAL w = weight[i], width = upper[i] - lower[i];                            \
     REAL z = (x[i] + w * high) + w * low;                                       \
@@ -69,9 +70,9 @@ FN void NAME(weighted_log)(const struct weighted *call, int64_t index, int count
 
 /* ---- Backward. An upstream gradient u pulls at the point of its class by t, which is h u for values, (1 - s) u for their
    logarithms, and 0 for nu. With given = (sum w t + the upstream gradient of nu) / sum w^2 h, which is the gradient of k,
-   that of x is t - w h given, that of the weight nu (t - w h given) - y given, and those of the bounds are
-   (1 - s) (u - w given) and s (u - w given) for values; without the u for nu; and of upper u / upper - s w given for
-   logarithms. ---- */
+   that of x is t - w h given, and that of the weight nu (t - w h given) - y given. Those of lower and upper are
+   (1 - s) (u - w given) and s (u - w given) for values, the same without u for nu, and that of upper is
+   u / upper - s w given for logarithms. ---- */
 
 /* The gradients of a row without a solution: nan if any of its values is used, else 0. */
 FN void NAME(weighted_backward_none)(const struct weighted *call, const REAL *u, int64_t index, int64_t n) {
