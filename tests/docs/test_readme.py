@@ -64,6 +64,22 @@ def test_the_goals_of_the_gpu_kernels_have_the_numbers_of_the_results():
         assert ", ".join(f"{100 * share[n]:.0f}" for n in sizes) + " %" in page
 
 
+def test_the_ranges_of_speed_are_those_of_the_results():
+    page = (ROOT / "README.md").read_text("utf-8")
+    rows = {name: json.loads((speed_table.RESULTS / f"{name}.json").read_text())["rows"] for name in ("cpu", "h200")}
+
+    def span(machine: str, kind: str, digits: int = 2) -> str:
+        ratios = [row["ratio"] for row in rows[machine] if row["name"].startswith(kind + "/")]
+        return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}"
+
+    for kind in ("lml", "lml_backward", "lml_loss"):
+        assert f" | {span('cpu', kind)} | {span('h200', kind)} |" in page
+    drawing = (ROOT / "docs" / "kernels.md").read_text("utf-8").split("{drawing} speed")[1].split("```")[0]
+    assert f"On two CPU threads lml takes {span('cpu', 'lml', 1)} times a softmax" in drawing
+    assert f"and lml_loss {span('cpu', 'lml_loss', 1)} times cross-entropy" in drawing
+    assert f"lml_loss takes {span('h200', 'lml_loss')} times cross-entropy" in drawing
+
+
 def test_a_table_from_results(tmp_path):
     common = {"dtype": "float32", "k": 5, "against": "softmax"}
     rows = [
