@@ -11,9 +11,9 @@ from typing import Any
 _COLUMNS = {
     "text": "column of the text, or several joined by commas",
     "label": "column of the labels, or columns of 0 and 1: a,b,c or first..last",
-    "id": "column of the rows' names",
+    "id": "column of row names",
     "vector": "column of a list of numbers, or columns of numbers",
-    "group": "column of what a split keeps together",
+    "group": "column of groups, which a split keeps together",
     "weight": "column of row weights",
     "split": "column that says train, valid or test",
 }

@@ -317,7 +317,7 @@ class LabelTree:
         return tuple(c for c, leaf in enumerate(self._leaves) if begin[node] <= begin[leaf] < end[node])
 
     def probabilities(self, p: Tensor, rule: Rule = "sum", *, recalibrate: bool = True) -> Tensor:
-        r"""Put probabilities on all nodes, given those of the classes; differentiable.
+        r"""Compute the probabilities of all nodes from those of the classes; differentiable.
 
         .. math:: P(V) = \sum_{l \in V} p_l \quad \text{(sum)}, \qquad
             P(V) = 1 - \prod_{l \in V} (1 - p_l) \quad \text{(negation)}
@@ -352,7 +352,7 @@ class LabelTree:
         return node.to(p.dtype)
 
     def log_probabilities(self, log_p: Tensor, rule: Rule = "sum", *, recalibrate: bool = True) -> Tensor:
-        """Put log-probabilities on all nodes, given those of the classes: accurate where probabilities underflow.
+        """Compute the log-probabilities of all nodes from those of the classes, accurate where probabilities underflow.
 
         Args:
             log_p: Log-probabilities of the classes, shape ``(..., n_classes)``, e.g. from `log_softmax`.

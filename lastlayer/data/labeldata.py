@@ -148,7 +148,7 @@ class LabelData:
         return np.arange(len(self)) if self.rows is None else self.rows
 
     def unknown_labels(self, label_names: Sequence[str]) -> dict[str, int]:
-        """Return the labels that are not among the given names, and how often each occurs, the commonest first.
+        """Return the labels that are not among the given names, and how often each occurs, the most frequent first.
 
         Example:
             >>> from lastlayer.data import LabelData

@@ -28,7 +28,7 @@ _FOREIGN = {  # files that people try, and what to do with them
 
 
 class DataError(ValueError):
-    """A file that cannot be read as asked: one line that names the file, the place and the text that offends."""
+    """A file that cannot be read as asked: one line that names the file, the place and the offending text."""
 
 
 @dataclass(frozen=True)

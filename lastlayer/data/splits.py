@@ -32,8 +32,9 @@ def split_rows(
 
     Without `stratify`, a hash of a row's group, id, text or features decides its part, whatever the other rows are: a
     file that grows keeps its split. With it, every label has about the given share of its rows in every part (iterative
-    stratification; Sechidis, Tsoumakas and Vlahavas 2011). Labels of a single row would all go to the largest part: if
-    that makes a part a tenth too small or too large, they do not count, and so on with two rows and more.
+    stratification; Sechidis, Tsoumakas and Vlahavas 2011). Labels that occur in a single row would all go to the
+    largest part. If that makes a part a tenth too small or too large, they are ignored, then those of two rows, and so
+    on.
 
     Args:
         data: The rows.

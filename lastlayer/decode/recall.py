@@ -16,7 +16,7 @@ def tune_recall(scores: Tensor, target: Target, recall: float = 0.9) -> Tensor:
 
     This is conformal risk control (Angelopoulos et al., 2022) for the false negative rate. If the held-out rows and a
     new row are exchangeable (drawn from the same source, and the model has seen neither), the new row's recall is at
-    least `recall` in expectation over both, whatever the model and however it is calibrated. The sets are as small as
+    least `recall` in expectation over both, for any model, calibrated or not. The sets are as small as
     one threshold for all classes allows; a better model makes them smaller.
 
     The promise is about an average over rows, not about each row or each class, and about rows that have a label. It

@@ -130,7 +130,7 @@ def suggest_labels(
     Balanced suggestions use :math:`\log (\rho_c / (1 - \rho_c)) = a + b \log n_c`. The estimated rates are shrunk
     towards the common one, which flattens their trend, so :math:`b` is 1.5 times its slope, limited to 0 to 0.5.
 
-    Memory beside the scores does not depend on the number of rows. Rows are looked at in chunks; the estimates come
+    Memory beyond the scores does not depend on the number of rows. Rows are looked at in chunks; the estimates come
     from a sample of rows where there are more than 130 million scores.
 
     Args:

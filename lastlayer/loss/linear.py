@@ -81,7 +81,7 @@ def linear_lml_loss(
     for which they do not suffice (as a rule, `k` above about 1 % of the classes) is solved from all its logits, a few
     rows at a time.
 
-    Memory beyond the arguments and their gradients is one block and some thousand numbers per row. If the weight needs
+    Memory beyond the arguments and their gradients is one block and a few thousand numbers per row. If the weight needs
     a gradient, the memory for it is taken in the forward pass already: until the gradient is written there, it holds as
     many logits as fit (all of them if there are fewer rows than features), which are then not computed again.
     With many more rows than features, in bfloat16 on a GPU, the other rows are processed in turns with up to 256 MB of
@@ -91,7 +91,7 @@ def linear_lml_loss(
     with a smaller error than torch's own products; if TF32 is allowed, torch computes them.
 
     On a GPU a flag is read back, so the call cannot be captured in a CUDA graph. Logits that fit in one block (128 MB
-    on a GPU, 1 MB on a CPU) are simply given to :func:`~lastlayer.lml_loss`.
+    on a GPU, 1 MB on a CPU) are passed to :func:`~lastlayer.lml_loss`.
 
     Args:
         features: The inputs of the layer, shape ``(*batch, in_features)``.
@@ -113,8 +113,9 @@ def linear_lml_loss(
         generator: The source of randomness; with `shard`, each rank draws from its own classes.
         filter: Leave classes out of the backward pass where, in every row, the derivative of that row's loss by the
             logit is smaller than this. Each such derivative is then taken as 0; the loss and all others are exact. For
-            trained weights 2**-12, what bfloat16 rounds away beside a label, spares most of the work. Rows that are
-            still undecided have many classes above it, and are computed in full. The default computes all.
+            trained weights 2**-12, which bfloat16 rounds away next to the derivative of a label, saves most of the
+            work. Rows that are still undecided have many classes above it, and are computed in full. The default
+            computes all.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows that contribute, 0 if there is none.

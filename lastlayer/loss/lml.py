@@ -268,9 +268,9 @@ def lml_fenchel_young_loss(
 
     .. math:: \sum_j \log(1 + e^{x_j + \nu}) - k \nu - \sum_j t_j x_j
 
-    with :math:`t_j = 1` for a label and 0 for any other class, or a number between them for a soft label. For `k` the
-    number of labels it is at least 0 if they are hard, and 0 in the limit where the labels lead by a wide gap; soft
-    labels have their entropy as the least value.
+    with :math:`t_j = 1` for a label and 0 for any other class, or a number between them for a soft label. If `k` is the
+    number of labels and they are hard, it is at least 0, and 0 in the limit where the labels lead by a wide gap. With
+    soft labels its least value is their entropy.
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
@@ -278,7 +278,7 @@ def lml_fenchel_young_loss(
             classes (-1 in a multi-hot target) are left out of the projection: they have no influence and no gradient.
             Other numbers are taken as in :func:`lml_loss`.
         k: The size of the label set; ``None`` is each row's number of labels, the sum of the target where it is soft. A
-            row with fewer known classes takes those: where nothing is known the loss is 0.
+            row with fewer known classes than that takes all of them; where nothing is known, the loss is 0.
         mask: Boolean, True where a class takes part.
         sample_weight: One weight per row, shape ``batch``; the mean is weighted by it.
         shard: This rank's slice, when the classes are split over processes; index targets hold global classes.

@@ -87,7 +87,8 @@ def metric_surrogate_loss(
 
     Args:
         logits: The scores, shape ``(*batch, n_classes)``; ``-inf`` rules a class out.
-        target: Multi-hot (-1 is unknown: compared with nothing), one class per row, or index lists padded with -1.
+        target: Multi-hot (-1 is unknown, and takes part in no comparison), one class per row, or index lists padded
+            with -1.
         metric: ``"accuracy"`` (of several labels the lowest class counts), ``"average_precision"``, ``"recall_at_5"``
             for any number, ``"recall_at_k"`` with each row's number of labels as `k`, or a :class:`MetricRefactoring`.
             All are means over the rows with a label. For the metric of a class over the batch, pass ``logits.T`` and

@@ -121,7 +121,7 @@ def smooth_topk_svm_loss(
     .. math:: \tau \log \sum_{|A| = k} e^{(\alpha [y \notin A] + \frac1k \sum_A x) / \tau}
               - \tau \log \sum_{|A| = k,\, y \in A} e^{\frac1k \sum_A x / \tau}
 
-    over all subsets :math:`A` of `k` classes; ``tau`` to 0 is the hard hinge with margin `alpha`. It is
+    over all subsets :math:`A` of `k` classes; as ``tau`` goes to 0 it becomes the hard hinge with margin `alpha`. It is
     :math:`\tau\,\mathrm{softplus}(\alpha / \tau + \log e_k - \log e_{k-1} - x_y / k\tau)`, with the elementary
     symmetric polynomials of the other classes as in :func:`~lastlayer.project.subset_log_prob`. It never
     switches to the hard loss.

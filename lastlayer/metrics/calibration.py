@@ -86,7 +86,7 @@ def label_calibration_error(
     .. math:: \text{ECE} = \sum_b \frac{|B_b|}{\sum_{b'} |B_{b'}|} \, |\text{acc}_b - \text{conf}_b|
 
     over the bins of :func:`reliability_bins`. With many classes almost all pairs are sure negatives and the error over
-    all of them is small whatever the model: use `k`, the number of labels that are put out.
+    all of them is small for any model: use `k`, the number of labels that are shown.
 
     Args:
         scores: Probabilities, ``(*batch, n_classes)``; not logits.
@@ -117,16 +117,17 @@ def fit_temperature(logits: Tensor, target: Target, *, link: Literal["sigmoid", 
 
     with independent labels, :math:`p_c = \sigma(x_c / T)`, or each label drawn from the softmax. The likelihood is
     concave in :math:`1 / T`, so the maximum is the only one. The order of the classes, and with it every metric at k,
-    stays the same. Use data that the model was not trained on; data told apart without an error give the lower bound.
+    stays the same. Use data that the model was not trained on; data that the scores separate without an error give the
+    lower bound.
 
     Args:
         logits: Scores before the link, ``(*batch, n_classes)``; ``-inf`` rules a class out.
         target: Multi-hot of the shape of `logits` (-1 is unknown and left out), one class per row, or index lists.
-        link: ``"sigmoid"`` or ``"softmax"``; a row without labels says nothing about the latter.
+        link: ``"sigmoid"`` or ``"softmax"``; a row without labels does not count for the softmax.
 
     Returns:
-        The temperature, a number in float32 (float64 for float64 logits): use ``logits / temperature``. It is 1 where
-        the data say nothing.
+        The temperature, a number in float32 (float64 for float64 logits): use ``logits / temperature``. It is 1 if the
+        data do not determine it.
 
     Example:
         >>> logits = torch.tensor([[4.0], [4.0], [4.0], [4.0]])  # confidence 0.98, right three times in four

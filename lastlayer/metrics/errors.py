@@ -26,7 +26,7 @@ _MEANING = {
     "sibling confusion": "a wrong label in place of a true one with the same parent",
     "other confusion": "a wrong label in place of a true one from elsewhere in the tree",
     "count": "ranked right, but too many or too few labels were taken",
-    "threshold": "the class's own best threshold would have decided it right",
+    "threshold": "the best threshold of the class would have decided it correctly",
     "hallucination": "a wrong label, and no true one was left out for it",
     "miss": "a true label that nothing was taken for",
 }
@@ -103,20 +103,20 @@ def label_set_errors(
 ) -> LabelSetErrors:
     """Explain each false alarm and each miss, and price each kind of error.
 
-    The kinds, each error having the first that fits:
+    The kinds; each error gets the first one that fits:
 
     1. *confusion*: a false alarm paired with a miss of the same row, one to one; pairs of siblings in the tree come
        first, then the highest scores. With a tree, siblings and others are counted apart.
     2. *count*: in a row with labels, a false alarm outside of the row's best ``|T|`` classes, or a miss among them,
-       ``|T|`` being its number of labels: the right number of labels would have mended it.
-    3. *threshold*: the threshold that gives the class its best F1 on this data decides it right.
+       ``|T|`` being its number of labels: the right number of labels would have prevented it.
+    3. *threshold*: the threshold that gives the class its best F1 on this data would decide it correctly.
     4. *hallucination* for a false alarm, *miss* for a miss.
 
-    The gain of a kind is the metric with the errors of that kind mended and all others left, less the metric of the
-    original predictions; it is never measured on top of another repair. All kinds mended, the sets are right.
+    The gain of a kind is the metric with only the errors of that kind mended, minus the metric of the original
+    predictions; it is never measured on top of another repair. With all kinds mended, the sets are right.
 
-    Labels that are unknown (-1) take no part, nor do predictions of them. Holds several Boolean tensors of the shape
-    of `scores`: for very many classes give a sample of the rows.
+    Labels that are unknown (-1) take no part, nor do predictions of them. Several Boolean tensors of the shape of
+    `scores` are held: with very many classes, pass a sample of the rows.
 
     Args:
         scores: Shape ``(..., n_classes)``.
@@ -132,7 +132,7 @@ def label_set_errors(
 
     Returns:
         A :class:`LabelSetErrors`: the kinds; the oracles "no false alarms", "no misses", "true count" (the best ``|T|``
-        classes of each row) and "best thresholds", as gains, the last two of which may be negative; the most
+        classes of each row) and "best thresholds", as gains, of which the last two may be negative; the most
         frequent confusions; and the pairs of labels whose number of common rows differs most between predictions
         and data.
 

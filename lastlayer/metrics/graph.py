@@ -46,7 +46,7 @@ def graph_recall_at_k(
         target_boxes: True boxes, if they are not `boxes` (as they are where boxes are given to the model).
         target_labels: Their classes, likewise.
         iou: The least overlap.
-        empty: What images without a relation count: not at all, 0 or 1.
+        empty: What an image without a relation counts as: ``"skip"`` (not at all), ``"zero"`` or ``"one"``.
 
     Returns:
         The recall, float64: shape ``()``, or ``(len(k),)`` for a list. Without an image that counts it is 0.
@@ -93,9 +93,9 @@ def graph_mean_recall_at_k(
         target_boxes: As in :func:`graph_recall_at_k`.
         target_labels: As in :func:`graph_recall_at_k`.
         iou: As in :func:`graph_recall_at_k`.
-        average: ``"macro"``, the mean over predicates, or ``"none"``, one value a predicate.
-        empty: What predicates without a true relation count: not at all, 0 or 1. With ``average="none"`` a
-            predicate that does not count is nan.
+        average: ``"macro"``, the mean over predicates, or ``"none"``, one value per predicate.
+        empty: What a predicate without a true relation counts as: ``"skip"``, ``"zero"`` or ``"one"``. With
+            ``average="none"`` a predicate that does not count is nan.
 
     Returns:
         The recall, float64: shape ``()`` or ``(len(k),)``, with a last dimension of predicates for ``"none"``.
@@ -142,7 +142,7 @@ def graph_zero_shot_recall_at_k(
         target_boxes: As in :func:`graph_recall_at_k`.
         target_labels: As in :func:`graph_recall_at_k`.
         iou: As in :func:`graph_recall_at_k`.
-        empty: What images without such a relation count: not at all, 0 or 1.
+        empty: What an image without such a relation counts as: ``"skip"``, ``"zero"`` or ``"one"``.
 
     Returns:
         The recall, float64, as in :func:`graph_recall_at_k`.

@@ -85,8 +85,8 @@ def label_ranking_loss(
 
     .. math:: \frac{1}{|T| \, |\bar T|} \big|\{(c, j) : c \in T,\ j \in \bar T,\ s_j \ge s_c\}\big|
 
-    It is a metric, not a loss to train with. Equal scores are ordered wrongly, as in scikit-learn; where they should
-    count half, this is one minus ``auroc(..., per="sample")``.
+    It is a metric, not a loss to train with. Equal scores are ordered wrongly, as in scikit-learn; if they should count
+    half, use one minus ``auroc(..., per="sample")``.
 
     Args:
         scores: Scores or logits, ``(*batch, n_classes)``; only their order matters.

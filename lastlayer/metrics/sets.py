@@ -180,8 +180,8 @@ def hamming_loss(
 
     .. math:: H = \frac{|T \mathbin{\triangle} S|}{n}
 
-    It is a metric, not a loss to train with. With many classes almost all decisions are easy, and it is close to 0
-    whatever the model: the number of wrong labels per row is ``n_classes`` times this.
+    It is a metric, not a loss to train with. With many classes almost all decisions are easy, and it is close to 0 for
+    any model: the number of wrong labels per row is ``n_classes`` times this.
 
     Args:
         predicted: The label sets, as in :func:`label_set_precision`.

@@ -262,7 +262,7 @@ class PrecisionRecallCurve(Stream):
 class TuneRecall(Stream):
     """Streaming form of :func:`~lastlayer.tune_recall`: the threshold that promises a recall, from batches of rows.
 
-    It keeps a histogram of the scores of true labels over all float32 numbers, in 8 MB whatever the number of rows and
+    It keeps a histogram of the scores of true labels over all float32 numbers, in 8 MB for any number of rows and
     classes. The threshold lies between two bins, whose width is 1/2048 of the score or less, and keeps the promise
     exactly: the sets may be larger than those of the function by what falls into one bin.
 

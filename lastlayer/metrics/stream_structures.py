@@ -245,7 +245,7 @@ class RotationError(Stream):
         if bins is not None and (reduction == "mean" or isinstance(bins, bool) or not isinstance(bins, int)):
             raise TypeError(f"{op}: `bins` must be None, or a whole number for the median, got {bins!r}.")
         if bins is not None and bins < 1:
-            raise ValueError(f"{op}: `bins` must be at least 1, got {bins}. 1800 are a tenth of a degree each.")
+            raise ValueError(f"{op}: `bins` must be at least 1, got {bins}. 1800 bins are 0.1 degrees wide.")
         if reduction == "mean":
             self._sum("total")
             self._sum("count")

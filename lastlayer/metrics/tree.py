@@ -31,7 +31,7 @@ def tree_accuracy(index: Tensor, target: Target, tree: LabelTree, *, empty: Empt
             n rows of `target`.
         target: The classes, in any of the three forms; classes are the leaves of the tree.
         tree: The tree.
-        empty: What rows without labels count: not at all, 0 or 1.
+        empty: What a row without labels counts as: ``"skip"`` (not at all), ``"zero"`` or ``"one"``.
 
     Returns:
         A number between 0 and 1, float64; 0 if no row counts.
@@ -63,7 +63,7 @@ def tree_specificity(
         target: The classes, as in :func:`tree_accuracy`.
         tree: The tree.
         hits_only: Whether a node that is wrong scores 0.
-        empty: What rows without labels count: not at all, 0 or 1.
+        empty: What a row without labels counts as: ``"skip"`` (not at all), ``"zero"`` or ``"one"``.
 
     Returns:
         A number between 0 and 1, float64; 0 if no row counts.

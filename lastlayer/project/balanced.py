@@ -64,8 +64,8 @@ def lml_balanced(
         logits: The scores :math:`x`, shape ``(..., rows, columns)``; ``-inf`` rules a pair out, ``+inf`` chooses it.
         k: The sum of each row; a number, or a tensor that broadcasts to ``(..., rows)``. Differentiable.
         capacity: The sum of each column; a number, or a tensor that broadcasts to ``(..., columns)``. Differentiable.
-            ``None`` shares the sum of `k` equally. The capacities must add up to the sum of `k`, or reach it with
-            `at_most`. A bad number is an error; the values of a tensor are not read.
+            ``None`` shares the sum of `k` equally. The capacities must add up to the sum of `k`; with `at_most`, to
+            at least that. A bad number is an error; the values of a tensor are not read.
         at_most: Whether `capacity` is an upper limit: columns that stay below it are free (:math:`\mu_j = 0`).
         mask: Boolean, True where a pair may be chosen; broadcasts to the shape of `logits`.
         temperature: Divides the logits.

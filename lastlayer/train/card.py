@@ -162,7 +162,7 @@ def _limits(run: RunFolder, about: dict[str, Any], metrics: dict[str, Any]) -> l
     if metrics["rows"] < 100:
         said.append(f"Only {metrics['rows']} rows were held out: look at the intervals.")
     said.append("The numbers hold for rows from the same source. Measure again where rows change: lastlayer evaluate.")
-    said.append("Labels that people forgot or got wrong count as they stand: lastlayer suggest finds the likely ones.")
+    said.append("Labels that people forgot or got wrong count as recorded: lastlayer suggest finds the likely ones.")
     return [*(f"- {text(line)}" for line in said), ""]
 
 

@@ -125,7 +125,7 @@ class Config:
         default=False, metadata={"help": "compute the features of the encoder once, and train a model on top of them"}
     )
     download: bool = field(default=False, metadata={"help": "allow the network to be asked for `encoder` by name"})
-    scratch: bool = field(default=False, metadata={"help": "start the encoder at random weights"})
+    scratch: bool = field(default=False, metadata={"help": "start the encoder from random weights"})
     pooling: str = field(default="mean", metadata={"help": "tokens that stand for a text: mean of all, first or last"})
     max_length: int = field(default=256, metadata={"help": "largest number of tokens per text; the rest is cut off"})
     augment: bool = field(default=True, metadata={"help": "shift, scale and mirror images at random in training"})

@@ -70,8 +70,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         decide: How ``predict`` makes label sets: ``"micro_f1"``, ``"macro_f1"``, ``"recall=0.9"``, ``"precision=0.8"``
             tune thresholds on held-out rows, ``"top_k"`` takes the expected number of labels; ``"auto"`` is
             ``"micro_f1"`` where probabilities are calibrated and `k` is not given.
-        epochs: Passes over the rows by minibatches, or ``"auto"``: 1600 over the root of their number, 50 at most
-            (1,000 rows) and 8 at least (40,000).
+        epochs: Passes over the rows by minibatches, or ``"auto"``: 1600 divided by the square root of their number,
+            at most 50 (up to 1,000 rows) and at least 8 (from 40,000 on).
         lr: The learning rate at its peak; ``"auto"`` follows the optimiser: 10, 0.05, or 0.005 with hidden layers.
         weight_decay: The weight decay, or ``"auto"``: 1e-5 with SGD, 0.01 (decoupled) with AdamW.
         batch_size: Rows per step.
@@ -174,7 +174,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             row_weight: The same, by the name that `fit_linear` has for it.
             groups: One value per row (author, project, ...), or None. Rows of one group are held out together, so that
                 the loss is chosen, and probabilities are calibrated, for rows of new groups. A row whose value is None,
-                nan or empty stands alone.
+                nan or empty is a group of its own.
 
         Returns:
             Itself.
@@ -329,7 +329,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         return float(np.average(values[seen], weights=weight[seen])) if seen.any() else 0.0
 
     def _tell_unknown(self, y: _Lists) -> None:
-        """Warn of labels that are not among `classes_`, the commonest first."""
+        """Warn of labels that are not among `classes_`, the most frequent first."""
         known = set(self.classes_.tolist())
         unknown = Counter(name for row in y.rows for name in set(row) if name not in known)
         if unknown:

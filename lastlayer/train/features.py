@@ -179,7 +179,7 @@ class FeatureMap:
         is_word = self.state.get("analyzer", "word") == "word"
         what = "word" if is_word else "sequence of characters"
         hint = " If words are not separated by spaces, use --analyzer char." if is_word else ""
-        return f"{unknown} of {rows} {which} have no known {what}: nothing but label frequencies speaks there.{hint}"
+        return f"{unknown} of {rows} {which} have no known {what}: label frequencies alone decide there.{hint}"
 
     def _words(self, texts: list[str]) -> Any:
         if self.kind == "hashing":

@@ -302,7 +302,7 @@ def evaluate(run: Any, data: LabelData, *, resamples: int = 200) -> dict[str, An
 
     Returns:
         ``{"rows", "metrics", "labels", "unknown_labels", "unknown_names", "notes"}``, with the names of the five
-        commonest unknown labels.
+        most frequent unknown labels.
     """
     model = run if isinstance(run, TrainedModel) else load(run)
     known, unknown = data.with_labels(model.labels)

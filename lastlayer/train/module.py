@@ -85,7 +85,7 @@ class LabelSetData(pl.LightningDataModule):
     def val_dataloader(self) -> Any:
         """Return the validation rows in order; every rank sees all of them, so that metrics are exact.
 
-        Rows of weight 0 are left out, unless all rows are such; other weights have no effect.
+        Rows of weight 0 are left out, unless all rows have weight 0; other weights have no effect.
         """
         if self.valid_rows is None:
             return []

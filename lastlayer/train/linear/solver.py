@@ -155,7 +155,7 @@ def fit_linear(
     ``LogisticRegression(solver="liblinear")`` for each label. The dual is solved by coordinate descent (Hsieh et al.
     2008; Yu, Huang and Lin 2011); `train.linear.plain` has the formulas.
 
-    The answer is the same for any number of threads. Memory beside the rows is, per thread, that of 16 labels' weights
+    The answer is the same for any number of threads. Memory beyond the rows is, per thread, that of 16 labels' weights
     and dual variables, and what is stored of the weights. A label all of whose rows are alike (none positive, or all)
     has no weights, and the intercept that is best without any.
 
