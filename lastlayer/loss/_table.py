@@ -24,7 +24,8 @@ class Facts:
         pos_weight: Whether it takes weights of classes for the terms of labels.
         sample_weight: Whether it takes weights of rows.
         mean: The rows that the mean is over: those with a label, those with a label or, if `observed` is given, a known
-            class, those with a label and a class that is none, those with a known class, or all.
+            class, those with a label and a class that is none, those with a known class, those with a class that is not
+            ruled out, or all.
         by_row: Whether the loss of a row does not depend on the other rows.
         apart: In what it differs from ``loss(logits, target, [k], *, reduction)``, and why; empty if it does not.
     """
@@ -37,7 +38,7 @@ class Facts:
     weight: bool = False
     pos_weight: bool = False
     sample_weight: bool = True
-    mean: Literal["label", "observed", "pair", "known", "all"] = "known"
+    mean: Literal["label", "observed", "pair", "known", "open", "all"] = "known"
     by_row: bool = True
     apart: str = ""
 
@@ -97,10 +98,10 @@ LOSSES = {
     "splc_loss": Facts("relabel", weight=True, pos_weight=True),
     "large_loss": Facts("relabel", weight=True, pos_weight=True, by_row=False),
     "outlier_uniform_loss": Facts(
-        "openset", inputs=("logits",), mean="all", apart="takes no target: its rows are known to have no label"
+        "openset", inputs=("logits",), mean="open", apart="takes no target: its rows are known to have no label"
     ),
     "outlier_max_confidence_loss": Facts(
-        "openset", inputs=("logits",), mean="all", apart="takes no target: its rows are known to have no label"
+        "openset", inputs=("logits",), mean="open", apart="takes no target: its rows are known to have no label"
     ),
     "reciprocal_point_loss": Facts(
         "reciprocal",
@@ -136,6 +137,7 @@ def markdown() -> str:
         "observed": "rows with a label; with `observed` rows with a known class",
         "pair": "rows with a label and a class that is none",
         "known": "rows with a known class",
+        "open": "rows with a class that is not ruled out",
         "all": "all rows",
     }
     for name, facts in LOSSES.items():

@@ -588,6 +588,14 @@ def test_the_mean_is_over_the_rows_of_the_table(loss):
     torch.testing.assert_close(loss(x, target, reduction="sum"), rows * loss(x, target, reduction="mean"))
 
 
+@pytest.mark.parametrize("name", [name for name, facts in LOSS_FACTS.items() if facts.inputs == ("logits",)])
+def test_the_mean_without_a_target_is_over_the_rows_of_the_table(name):
+    loss = loss_function(name)
+    x = torch.tensor([[1.0, -1.0], [2.0, -torch.inf], [-torch.inf, -torch.inf]], device=DEVICE)
+    rows = {"open": 2, "all": 3}[LOSS_FACTS[name].mean]
+    torch.testing.assert_close(loss(x, reduction="sum"), rows * loss(x, reduction="mean"))
+
+
 def test_the_trainers_table_agrees():
     from lastlayer.train.losses import LOSSES as TRAINED
 
