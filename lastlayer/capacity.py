@@ -32,14 +32,14 @@ class Collective(NamedTuple):
     bytes: int
 
     def sent(self, ranks: int) -> float:
-        """Bytes that leave one rank of a ring."""
+        """Return the bytes that leave one rank of a ring."""
         if self.kind == "all_gather":
             return self.bytes * (ranks - 1)
         return 2 * self.bytes * (ranks - 1) / ranks
 
 
 def start_traffic(rows: int, k: float, ranks: int, bytes_each: int = 4, known: bool = True) -> list[Collective]:
-    """The search for two order statistics: one gather, or digit counts; `known`: whether k is a Python number."""
+    """Return the messages that find two order statistics: one gather, or digit counts; `known`: k is a Python number."""
     from lastlayer.shard import digit_bits, gathers
 
     limit = math.floor(k) + 1
@@ -61,7 +61,7 @@ def lml_traffic(
     backward: bool = True,
     warm: bool = False,
 ) -> list[Collective]:
-    """The collectives of ``lml(logits, k, shard=...)`` and its backward pass; `warm` starts from known thresholds."""
+    """Return the collectives of ``lml(logits, k, shard=...)`` both passes; `warm` starts from known thresholds."""
     one = rows * bytes_each
     if warm:  # the first pass comes with the counts
         traffic = [Collective("all_reduce", 8 * one), *[Collective("all_reduce", 5 * one)] * (passes - 1)]
@@ -76,7 +76,7 @@ def lml_traffic(
 def lml_loss_traffic(
     rows: int, k: float, ranks: int, *, passes: int, bytes_each: int = 4, warm: bool = False
 ) -> list[Collective]:
-    """The collectives of ``lml_loss(logits, target, k, shard=...)`` and its backward pass."""
+    """Return the collectives of ``lml_loss(logits, target, k, shard=...)`` and its backward pass."""
     one = rows * bytes_each
     traffic = lml_traffic(rows, k, ranks, passes=passes, bytes_each=bytes_each, backward=False, warm=warm)
     traffic += [Collective("all_reduce", one)] * 2  # the loss, and the number of labels
@@ -94,7 +94,7 @@ def linear_traffic(
     feature_bytes: int = 4,
     warm: bool = False,
 ) -> list[Collective]:
-    """The collectives of ``linear_lml_loss(..., shard=...)``, both passes; k is at most 1 % of a rank's classes."""
+    """Return the collectives of ``linear_lml_loss(..., shard=...)``, both passes; k <= 1 % of a rank's classes."""
     one = rows * bytes_each
     return [
         Collective("all_gather", 6 * one),

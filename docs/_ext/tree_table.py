@@ -86,7 +86,7 @@ def _hidden(row: dict[str, Any]) -> str:
 
 
 def hidden(data: dict[str, Any]) -> str:
-    """Two lines per set and share of hidden labels: the defaults beside `LinearSVC`."""
+    """Two lines per set and share of hidden labels: the defaults and `LinearSVC`."""
     columns = ("P@1", "R@5", "micro-F1", "macro-F1", "ECE@5")
     keys = ("P@1", "R@5", "micro_f1", "macro_f1", "ece@5")
     rows = []

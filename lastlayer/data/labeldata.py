@@ -107,19 +107,19 @@ class LabelData:
         return len(self.label_names)
 
     def row_counts(self) -> np.ndarray:
-        """The number of labels of each row."""
+        """Return the number of labels of each row."""
         return np.diff(self.indptr)
 
     def label_counts(self) -> np.ndarray:
-        """The number of rows of each label."""
+        """Return the number of rows of each label."""
         return np.bincount(self.indices, minlength=self.n_labels)
 
     def row_labels(self, row: int) -> np.ndarray:
-        """The labels of one row."""
+        """Return the labels of one row."""
         return self.indices[self.indptr[row] : self.indptr[row + 1]]
 
     def names(self, row: int) -> list[str]:
-        """The names of the labels of one row."""
+        """Return the names of the labels of one row."""
         return [self.label_names[i] for i in self.row_labels(row)]
 
     def take(self, rows: np.ndarray) -> LabelData:

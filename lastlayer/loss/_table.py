@@ -91,7 +91,7 @@ LOSSES = {
         inputs=("logits", "target", "estimates"),
         k="real",
         by_row=False,
-        apart="takes label estimates between the target and `k`: they are trained beside the model",
+        apart="takes label estimates between the target and `k`: they are trained along with the model",
     ),
     "entropy_max_loss": Facts("incomplete", weight=True, pos_weight=True),
     "hill_loss": Facts("incomplete", weight=True, pos_weight=True),

@@ -44,17 +44,17 @@ class MetricRefactoring:
 
     @classmethod
     def accuracy(cls) -> MetricRefactoring:
-        """The share of rows whose label has the highest score: one comparison for each other class."""
+        """Return the share of rows whose label has the highest score: one comparison for each other class."""
         return cls(_against_label, _accuracy)
 
     @classmethod
     def average_precision(cls) -> MetricRefactoring:
-        """The mean over rows of the average precision: each label is compared with each class that is no label."""
+        """Return the mean average precision of the rows: each label is compared with each class that is no label."""
         return cls(_label_against_rest, _average_precision)
 
     @classmethod
     def recall_at_k(cls, k: int | None = None) -> MetricRefactoring:
-        """The mean over rows of the share of labels among the `k` highest scores; None: `k` is the number of labels.
+        """Return the mean share of a row's labels among the `k` highest scores; None: `k` is the number of labels.
 
         Each label is compared with each class that is no label: two labels cannot both be above each other.
         """

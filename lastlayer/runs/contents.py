@@ -65,12 +65,12 @@ class Held:
         return hits(self.top_index, self.indptr, self.index)
 
     def listed(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The best labels of a row and their probabilities, those of its predicted label set first."""
+        """Return the best labels of a row and their probabilities, those of its predicted label set first."""
         at = slice(None) if self.order is None else self.order[row]
         return self.top_index[row, at], self.top_probability[row, at]
 
     def taken(self) -> np.ndarray:
-        """The predicted label sets as index lists padded with -1."""
+        """Return the predicted label sets as index lists padded with -1."""
         most = int(self.size.max(initial=0))
         top = self.top_index if self.order is None else np.take_along_axis(self.top_index, self.order, 1)
         return np.where(np.arange(most) < self.size[:, None], top[:, :most], -1)
@@ -95,7 +95,7 @@ class Run:
     reasons: dict[str, Any] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Any]:
-        """What data.json tells about the parts; empty if it tells nothing."""
+        """Return what data.json tells about the parts; empty if it tells nothing."""
         parts = self.data.get("parts")
         return parts if isinstance(parts, dict) else {}
 
