@@ -39,7 +39,7 @@ class Collective(NamedTuple):
 
 
 def start_traffic(rows: int, k: float, ranks: int, bytes_each: int = 4, known: bool = True) -> list[Collective]:
-    """Return the messages that find two order statistics: one gather, or digit counts; `known`: k is a Python number."""
+    """Return the messages that find two order statistics: one gather or digit counts; `known`: k is a Python number."""
     from lastlayer.shard import digit_bits, gathers
 
     limit = math.floor(k) + 1
