@@ -26,7 +26,7 @@ function reliabilities() {
     });
     series.push({name: "as sure as right", limit: true, points: [{x: 0, y: 0}, {x: 1, y: 1}]});
     lines(figure, {series, xName: "confidence", yName: "right, %", x: [0, 1], y: [0, 1],
-      label: "share of labels that are right against their confidence, one line a run; arrow keys read the values"});
+      label: "share of labels that are right against their confidence, one line per run; arrow keys read the values"});
   }
 }
 
@@ -307,7 +307,7 @@ function history() {
   const redraw = () => {
     metric.replaceChildren(make("figcaption", {}, `${title(pick.value)} on validation rows`));
     lines(metric, {series: runs.map((run, i) => series(pick.value, run.name, i, run)).filter((one) => one.points.length), xName: "epoch", yName: "%", whole: true,
-      label: `${title(pick.value)} on validation rows by epoch, one line a run`});
+      label: `${title(pick.value)} on validation rows by epoch, one line per run`});
   };
   if (metric) { pick.addEventListener("change", redraw); redraw(); }
   runs.forEach((run, i) => {
