@@ -207,6 +207,14 @@ def test_large_loss_takes_no_more_entries_where_losses_round_to_the_same():
     assert large_loss(far, torch.zeros_like(far), mode="temporary", rate=0.1) == pytest.approx(100 + 101 + 102 + 103)
 
 
+@pytest.mark.parametrize("mode", ["reject", "temporary"])
+def test_nan_does_not_change_which_entries_of_other_rows_large_loss_finds(mode):
+    x = torch.tensor([[0.0, 3.0, 2.0, 1.0], [torch.nan] * 4])
+    found = large_loss_corrections(x, torch.zeros_like(x), mode=mode, rate=2 / 8)
+    assert torch.equal(found, torch.tensor([[False, True, True, False], [False] * 4]))
+    assert large_loss(x, torch.zeros_like(x), mode=mode, rate=1.0, reduction="none").isnan().tolist() == [False, True]
+
+
 def test_large_loss_count_is_not_off_by_rounding():
     x = torch.randn(10, 100)
     assert large_loss_corrections(x, torch.zeros(10, 100), rate=0.001, epoch=3).sum() == 3
