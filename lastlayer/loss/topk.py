@@ -140,8 +140,8 @@ def smooth_topk_svm_loss(
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a label, 0 if there is none.
 
     Returns:
-        The loss, of the dtype of `logits`. It is 0 for a row without a label, and where all classes fit into `k`. A label
-        that is ruled out has an infinite loss if there are `k` others.
+        The loss, of the dtype of `logits`. It is 0 for a row without a label, and where all classes fit into `k`. A
+        label that is ruled out has an infinite loss if there are `k` others.
 
     Example:
         >>> smooth_topk_svm_loss(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([0]), k=2)
