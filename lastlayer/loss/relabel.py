@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -207,13 +207,25 @@ def _largest(
 
 
 class _Scheduled(LossModule):
-    """A loss with an epoch."""
+    """A loss with an epoch, which is saved with it."""
 
     epoch: int
 
     def step_epoch(self) -> None:
         """Count one more epoch."""
         self.epoch += 1
+
+    def get_extra_state(self) -> Tensor:
+        """Return the epoch for ``state_dict``: a tensor, as safetensors files hold no numbers."""
+        return torch.tensor(self.epoch)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the epoch of a ``state_dict``."""
+        self.epoch = int(state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any) -> None:
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # older versions did not save it
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)
 
 
 class SPLCLoss(_Scheduled):
