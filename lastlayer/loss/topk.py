@@ -237,8 +237,9 @@ def topk_distillation_loss(
     dtype = torch.promote_types(_check.work_dtype(logits), _check.work_dtype(teacher_logits))
     x = logits.to(dtype)
     rows = _rows.row_weight(op, sample_weight, x)
-    log_t = _log_softmax(teacher_logits.detach().to(dtype) / temperature, shard, None if rows is None else rows != 0)
-    log_s = _log_softmax(x / temperature, shard, _rows.any_class(log_t != -torch.inf, shard))
+    kept = None if rows is None else rows.expand(x.shape[:-1]) != 0
+    log_t, some = _log_softmax(teacher_logits.detach().to(dtype) / temperature, shard, kept)
+    log_s, _ = _log_softmax(x / temperature, shard, some)
     if shard is None:
         log_t, best = log_t.topk(k, dim=-1)
         log_s, chosen = log_s.gather(-1, best), log_t != -torch.inf
@@ -249,16 +250,18 @@ def topk_distillation_loss(
     return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 
 
-def _log_softmax(x: Tensor, shard: ClassShard | None, rows: Tensor | None) -> Tensor:
-    """Return the log of the softmax, ``-inf`` throughout a row without a class, and outside of `rows`."""
+def _log_softmax(x: Tensor, shard: ClassShard | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the log of the softmax, ``-inf`` throughout a row without a class or outside of `rows`; and the others."""
     peak = reduce(x.detach(), "max", shard)
     some = peak != -torch.inf
     some = some if rows is None else some & rows.unsqueeze(-1)
     x = torch.where(some, x, 0)
     if shard is None:
-        return torch.where(some, x.log_softmax(-1), -torch.inf)
-    x = x - torch.where(some, peak, 0)
-    return torch.where(some, x - reduce(x.exp(), "sum", shard).log(), -torch.inf)
+        log = x.log_softmax(-1)
+    else:
+        x = x - torch.where(some, peak, 0)
+        log = x - reduce(x.exp(), "sum", shard).log()
+    return torch.where(some, log, -torch.inf), some.squeeze(-1)
 
 
 def _places(op: str, k: Any, n: int | None) -> int:
