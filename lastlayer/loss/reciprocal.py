@@ -66,8 +66,8 @@ def reciprocal_point_loss(
     labels = _check.target(op, target, features.new_empty(()).expand(*features.shape[:-1], len(points)))
     here = first_label(labels)
     place, has_label = here.clamp(min=0), here.squeeze(-1) >= 0
-    features = _rows.in_rows(_rows.weighing(op, features, sample_weight), has_label)
-    distance = squared_distances(features, points)
+    wide = _rows.weighing(op, features.to(_check.work_dtype(features)), sample_weight)
+    distance = squared_distances(_rows.in_rows(wide, has_label), points)
     x, live = _rows.taking_part(scale * distance.mean(-1), labels)
     log_p = torch.where(live, x, -torch.inf).log_softmax(-1)
     mine = distance.gather(-2, place.unsqueeze(-1).expand(*place.shape, distance.shape[-1])).squeeze(-2)
