@@ -15,22 +15,42 @@ from lastlayer._threshold.dispatch import direct, transformed
 from lastlayer.shard import ClassShard, Ranks, local_part, reduce, total, unwrap
 
 
-def enter(op: str, logits: Tensor, target: Target, shard: ClassShard | None = None) -> tuple[Tensor, Labels, Tensor]:
+def enter(
+    op: str, logits: Tensor, target: Target, shard: ClassShard | None = None, sample_weight: Any = None
+) -> tuple[Tensor, Labels, Tensor]:
     """Check the input; return scores in the work dtype, labels, and the entries that take part.
 
     An entry takes part where the target is known and the logit is not ``-inf``. Scores are 0 elsewhere, so that nothing
     there has a value or a gradient.
     """
-    logits, labels = given(op, logits, target, shard)
+    logits, labels = given(op, logits, target, shard, sample_weight)
     x, live = taking_part(logits, labels)
     return x, labels, live
 
 
-def given(op: str, logits: Tensor, target: Target, shard: ClassShard | None = None) -> tuple[Tensor, Labels]:
-    """Check the input; return the scores in the work dtype, and the labels."""
+def given(
+    op: str, logits: Tensor, target: Target, shard: ClassShard | None = None, sample_weight: Any = None
+) -> tuple[Tensor, Labels]:
+    """Check the input; return the scores in the work dtype, 0 in rows of weight 0, and the labels."""
     logits = _check.logits(op, logits)
     labels = _check.target(op, local_part(target), logits, shard)
-    return logits.to(_check.work_dtype(logits)), labels
+    return weighing(op, logits.to(_check.work_dtype(logits)), sample_weight), labels
+
+
+def weighing(op: str, x: Tensor, sample_weight: Any) -> Tensor:
+    """Return the scores, 0 in rows of weight 0."""
+    rows = row_weight(op, sample_weight, x)
+    return x if rows is None else in_rows(x, rows != 0)
+
+
+def in_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the scores, 0 in the other rows: these may hold nan, and 0 times nan would be their gradient."""
+    return torch.where(rows.unsqueeze(-1), x, 0)
+
+
+def row_weight(op: str, value: Any, x: Tensor) -> Tensor | None:
+    """Check `sample_weight`: one number per row."""
+    return _check.weights(op, "sample_weight", value, x, x.shape[:-1], "Give one weight per row.")
 
 
 def taking_part(x: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:

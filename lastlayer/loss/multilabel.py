@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -82,12 +83,12 @@ def two_way_loss(
         _check.number(op, "margin", margin),
     )
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels = _rows.given(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard, sample_weight)
     if per == "both" and shard is None and data_group is None:
         whole = _by_kernels(End(op, reduction, logits.dtype, sample_weight), x, labels, form)
         if whole is not None:
             return whole
-        rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
+        rows = _rows.row_weight(op, sample_weight, x)
         both = _both_at_once(x, labels, form, rows)
         if both is not None:
             return _rows.leave(op, both[0], reduction, both[1], logits.dtype, sample_weight)
@@ -97,7 +98,7 @@ def two_way_loss(
             return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
     # The classes of a column are on one rank: only the means go over the ranks of `shard`.
     data = None if data_group is None else Replicas(data_group)
-    rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
+    rows = _rows.row_weight(op, sample_weight, x)
     by_class, occurs = _per_class(x, labels, form, rows, data)
     if per == "class" and (reduction == "none" or shard is None):
         return _rows.leave(op, by_class, reduction, occurs, logits.dtype)
@@ -295,7 +296,7 @@ def asymmetric_loss(
     if not cut < 1:
         raise ValueError(f"{op}: `clip` must be below 1, got {clip}. No negative would be left.")
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels = _rows.given(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
 
     def plain(x: Tensor) -> Tensor:
@@ -367,22 +368,24 @@ def multihot_softmax_loss(
     op = "multihot_softmax_loss"
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     each = _rows.class_weight(op, "weight", weight, x)
     each = None if each is None else each.expand(x.shape)
-    peak, rest, _ = _rows.logsumexp(x, live, shard)
-    if labels.dense is None:  # gather: nothing of the size of the logits
-        here = live.to(x.dtype)
-        mass = labels.sum_over_positives(lambda here: here, here)
-        held = mass if each is None else labels.sum_over_positives(torch.mul, here, each)
-        parts = (here, x, peak) if each is None else (here, x, peak, each)
-        hit = labels.sum_over_positives(lambda here, score, top, w=1.0: here * w * (score - top), *parts)
-    else:
-        part = torch.where(live & (labels.dense > 0), labels.dense.to(x.dtype), 0)
-        mass, part = part.sum(-1), part if each is None else part * each
-        held, hit = part.sum(-1), (part * (x - peak)).sum(-1)
-    mass, held, hit = (total(value, shard) for value in (mass, held, hit))
+    dense = labels.dense
+    part = live.to(x.dtype) if dense is None else torch.where(live & (dense > 0), dense.to(x.dtype), 0)
+
+    def over_labels(term: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        """Sum a term over the labels of all ranks; it is 0 for the other classes."""
+        found = labels.sum_over_positives(term, *values) if dense is None else term(*values).sum(-1)
+        return total(found, shard)
+
+    mass = over_labels(lambda part: part, part)
     counts = mass > 0
+    # Only rows with a label: else nan in the others would have a gradient.
+    peak, rest, _ = _rows.logsumexp(x, live & counts.unsqueeze(-1), shard)
+    factors = () if each is None else (each,)
+    held = mass if each is None else over_labels(torch.mul, part, each)
+    hit = over_labels(lambda part, score, top, *w: _rows.times(part, w) * (score - top), part, x, peak, *factors)
     mass = torch.where(counts, mass, 1)
     loss = held / mass * rest - hit / mass
     if smoothing > 0:
@@ -436,7 +439,7 @@ def binary_loss(
     op = "binary_loss"
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels = _rows.given(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
 
     def plain(x: Tensor) -> Tensor:

@@ -55,12 +55,12 @@ def quasibinary_loss(
     """
     op = "quasibinary_loss"
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels = _rows.given(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard, sample_weight)
     if log_normalizer is None:
         whole = _by_kernels(End(op, reduction, logits.dtype, sample_weight), x, labels) if shard is None else None
         if whole is not None:
             return whole
-        rows = _check.weights(op, "sample_weight", sample_weight, x, x.shape[:-1], "Give one weight per row.")
+        rows = _rows.row_weight(op, sample_weight, x)
         loss = _at_once(x, labels, rows) if shard is None and not recorded(rows) else None
         if loss is None:
             loss = _plain(x, labels, rows, shard)
@@ -141,9 +141,6 @@ def _at_once(x: Tensor, labels: Labels, weight: Tensor | None) -> Tensor | None:
             return loss
         term = sums.out * torch.where(known, mass / whole, 0).unsqueeze(-1)
         grad, part = found.out * known, found.extra.squeeze(-1) * known
-        if kept is not None:  # scores that are nan or infinite must not reach the other rows
-            term, grad = (torch.where(kept.unsqueeze(-1), value, 0) for value in (term, grad))
-            part = torch.where(kept, part, 0)
     return with_shared_term(x, loss, grad, part, term, lambda x: _plain(x, labels, weight, None))
 
 

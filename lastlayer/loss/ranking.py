@@ -60,7 +60,7 @@ def warp_loss(
     """
     op = "warp_loss"
     logits = _rows.whole(op, logits, shard, "its ranks need all classes of a row")
-    x, labels = _rows.given(op, logits, target)
+    x, labels = _rows.given(op, logits, target, sample_weight=sample_weight)
     each = _rows.class_weight(op, "weight", weight, x)
 
     def plain(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def rml_loss(
     start = _check.number(op, "ramp_start", ramp_start, high=1)
     flat = _check.number(op, "beta", beta, 0, 1)
     logits = _rows.whole(op, logits, shard, "its ranks need all classes of a row")
-    picked, is_label, negatives, live, share = _sorted(*_rows.given(op, logits, target))
+    picked, is_label, negatives, live, share = _sorted(*_rows.given(op, logits, target, sample_weight=sample_weight))
     weight = _weights(picked, negatives, live.shape[-1], exact, generator)
     pairs = _hinges(picked, negatives, 1.0) - flat * _hinges(picked, negatives, start)
     terms = _rows.weighed(weight * pairs + unary * _ramp(picked, start, flat), share)

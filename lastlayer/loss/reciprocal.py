@@ -63,15 +63,16 @@ def reciprocal_point_loss(
         raise TypeError(f"{op}: `radius` must be a tensor, got {type(radius).__name__}. Give one number per class.")
     if radius.shape != points.shape[:1]:
         raise ValueError(f"{op}: `radius` must have shape ({points.shape[0]},), got {tuple(radius.shape)}.")
-    distance = squared_distances(features, points)
-    x, labels, live = _rows.enter(op, scale * distance.mean(-1), target)
+    labels = _check.target(op, target, features.new_empty(()).expand(*features.shape[:-1], len(points)))
     here = first_label(labels)
-    place = here.clamp(min=0)
+    place, has_label = here.clamp(min=0), here.squeeze(-1) >= 0
+    wide = _rows.weighing(op, features.to(_check.work_dtype(features)), sample_weight)
+    distance = squared_distances(_rows.in_rows(wide, has_label), points)
+    x, live = _rows.taking_part(scale * distance.mean(-1), labels)
     log_p = torch.where(live, x, -torch.inf).log_softmax(-1)
     mine = distance.gather(-2, place.unsqueeze(-1).expand(*place.shape, distance.shape[-1])).squeeze(-2)
     open_space = (mine - radius.to(mine)[place]).square().mean(-1)
     loss = open_weight * open_space - log_p.gather(-1, place).squeeze(-1)
-    has_label = here.squeeze(-1) >= 0
     return _rows.leave(op, torch.where(has_label, loss, 0), reduction, has_label, features.dtype, sample_weight)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ def splc_loss(
     power = _check.number(op, "gamma", gamma, 0)
     active = _check.number(op, "epoch", epoch, 0) >= _check.number(op, "change_epoch", change_epoch, 0)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
     silent = focal_positive(-x, power)
     if active:
@@ -131,8 +131,9 @@ def large_loss(
     logits, shard, _ = unwrap(op, logits, shard)
     x, labels, live = _rows.enter(op, logits, target, shard)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
-    yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
     large = _largest(op, x, labels, live, mode, rate, epoch, shard)
+    x = _rows.weighing(op, x, sample_weight)
+    yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
     changed = torch.zeros_like(yes) if mode == "reject" else yes
     loss = _rows.mixed(labels, live, _rows.weighed(yes, positives), torch.where(large, changed, no))
     loss = _rows.over_classes(loss, live, shard, each)
@@ -189,7 +190,7 @@ def _largest(
     _check.choice(op, "mode", mode, ("reject", "temporary", "permanent"))
     share, epochs = _check.number(op, "rate", rate, 0, 1), _check.number(op, "epoch", epoch, 0)
     share = min(share if mode == "permanent" else share * epochs, 1.0)
-    unobserved = live & ~labels.positive()
+    unobserved = live & ~labels.positive() & ~x.isnan()  # nan is no score: it takes no place among the largest
     candidates = torch.where(unobserved, x.detach(), -torch.inf)
     if share == 0 or epochs == 0:
         return torch.zeros_like(unobserved)
@@ -206,13 +207,25 @@ def _largest(
 
 
 class _Scheduled(LossModule):
-    """A loss with an epoch."""
+    """A loss with an epoch, which is saved with it."""
 
     epoch: int
 
     def step_epoch(self) -> None:
         """Count one more epoch."""
         self.epoch += 1
+
+    def get_extra_state(self) -> Tensor:
+        """Return the epoch for ``state_dict``: a tensor, as safetensors files hold no numbers."""
+        return torch.tensor(self.epoch)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the epoch of a ``state_dict``."""
+        self.epoch = int(state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any) -> None:
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # older versions did not save it
+        super()._load_from_state_dict(state_dict, prefix, *args, **options)
 
 
 class SPLCLoss(_Scheduled):

@@ -74,13 +74,16 @@ def spherical_loss(
         )
     dtype = _check.work_dtype(o)
     known = (target != 0).any(-1)
-    y = F.normalize(target.to(dtype), dim=-1)
-    log_p = torch.log_softmax(2 * o.to(dtype), -1) / 2
+    weight = _rows.row_weight(op, sample_weight, o.to(dtype))
+    rows = known if weight is None else known & (weight != 0)
+    o, s, y = (_rows.in_rows(value.to(dtype), rows) for value in (o, s, target))
+    y = F.normalize(y, dim=-1)
+    log_p = torch.log_softmax(2 * o, -1) / 2
     if kind == "cosine":
         loss = -(log_p.exp() * y.abs()).sum(-1)
     else:
         loss = -2 * torch.where(y == 0, 0, y.square() * log_p).sum(-1)
-    log_signs = torch.log_softmax(s.to(dtype), -1)
+    log_signs = torch.log_softmax(s, -1)
     loss = loss - sign_weight * log_signs.gather(-1, sign_class(y, signed).unsqueeze(-1)).squeeze(-1)
     return _rows.leave(op, torch.where(known, loss, 0), reduction, known, magnitude_logits.dtype, sample_weight)
 

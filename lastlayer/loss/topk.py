@@ -65,7 +65,7 @@ def truncated_entropy_loss(
     logits, shard, _ = unwrap(op, logits, shard)
     logits = _check.logits(op, logits)
     k = _places(op, k, logits.shape[-1] if shard is None else None)
-    x, labels = _rows.given(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard, sample_weight)
     each = _rows.class_weight(op, "weight", weight, x)
     end, loss = End(op, reduction, logits.dtype, sample_weight), None
     if shard is None:
@@ -80,9 +80,9 @@ def _truncated(
     """Return the loss of each row, and whether it has a label, by differentiable operations."""
     x, live = _rows.taking_part(x, labels)
     positive = labels.positive()
-    rival = live & ~positive
     here = labels.count()
     count = here if shard is None else reduce(here.unsqueeze(-1).to(x.dtype), "sum", shard).squeeze(-1)
+    rival = live & ~positive & (count > 0).unsqueeze(-1)  # else nan in a row without a label would have a gradient
     rival = rival & ~_best(torch.where(rival, x, -torch.inf).detach(), k - count, k - 1, shard)
     x = torch.where(live | ~positive, x, -torch.inf)  # a label ruled out has an infinite loss, if there are rivals
     return _above(x, labels, rival, _rows.label_factors(labels, live, x.dtype, weight), shard), count > 0
@@ -140,7 +140,8 @@ def smooth_topk_svm_loss(
         reduction: ``"none"`` is one loss per row; ``"mean"`` is over the rows with a label, 0 if there is none.
 
     Returns:
-        The loss, of the dtype of `logits`. It is 0 for a row without a label, and where all classes fit into `k`.
+        The loss, of the dtype of `logits`. It is 0 for a row without a label, and where all classes fit into `k`. A
+        label that is ruled out has an infinite loss if there are `k` others.
 
     Example:
         >>> smooth_topk_svm_loss(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([0]), k=2)
@@ -150,7 +151,7 @@ def smooth_topk_svm_loss(
     logits = _check.logits(op, _rows.whole(op, logits, shard, "its polynomials need all classes of a row"))
     k = _places(op, k, logits.shape[-1])
     tau, alpha = _positive(op, "tau", tau), _check.number(op, "alpha", alpha)
-    x, labels = _rows.given(op, logits, target)
+    x, labels = _rows.given(op, logits, target, sample_weight=sample_weight)
     each = _rows.class_weight(op, "weight", weight, x)
     end, loss = End(op, reduction, logits.dtype, sample_weight), None
     if k <= _FEW:
@@ -168,7 +169,8 @@ def _svm(x: Tensor, labels: Labels, k: int, tau: float, alpha: float, weight: Te
     own = torch.arange(x.shape[-1], device=x.device) == here
     # A constant added to the row changes nothing: about the label's score the sums keep their digits.
     pivot = torch.where(has_label, x.gather(-1, here.clamp(min=0)), 0).detach() if x.shape[-1] else x
-    scores = torch.where(live, x - pivot, -torch.inf) / (k * tau)
+    # A row without a label has no scores either: else nan in it would have a gradient.
+    scores = torch.where(live & has_label, x - pivot, -torch.inf) / (k * tau)
     others = scores.masked_fill(own, -torch.inf)
     # Half way between k - 1 and k classes both sums are near the most likely count.
     enough = (others != -torch.inf).sum(-1, keepdim=True) >= k
@@ -233,8 +235,11 @@ def topk_distillation_loss(
     k = _places(op, k, logits.shape[-1] if shard is None else None)
     temperature = _positive(op, "temperature", temperature)
     dtype = torch.promote_types(_check.work_dtype(logits), _check.work_dtype(teacher_logits))
-    log_t = _log_softmax(teacher_logits.detach().to(dtype) / temperature, shard)
-    log_s = _log_softmax(logits.to(dtype) / temperature, shard)
+    x = logits.to(dtype)
+    rows = _rows.row_weight(op, sample_weight, x)
+    kept = None if rows is None else rows.expand(x.shape[:-1]) != 0
+    log_t, some = _log_softmax(teacher_logits.detach().to(dtype) / temperature, shard, kept)
+    log_s, _ = _log_softmax(x / temperature, shard, some)
     if shard is None:
         log_t, best = log_t.topk(k, dim=-1)
         log_s, chosen = log_s.gather(-1, best), log_t != -torch.inf
@@ -245,15 +250,18 @@ def topk_distillation_loss(
     return _rows.leave(op, loss, reduction, None, logits.dtype, sample_weight)
 
 
-def _log_softmax(x: Tensor, shard: ClassShard | None) -> Tensor:
-    """Return the log of the softmax, ``-inf`` throughout a row without a class."""
+def _log_softmax(x: Tensor, shard: ClassShard | None, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the log of the softmax, ``-inf`` throughout a row without a class or outside of `rows`; and the others."""
     peak = reduce(x.detach(), "max", shard)
     some = peak != -torch.inf
+    some = some if rows is None else some & rows.unsqueeze(-1)
     x = torch.where(some, x, 0)
     if shard is None:
-        return torch.where(some, x.log_softmax(-1), -torch.inf)
-    x = x - torch.where(some, peak, 0)
-    return torch.where(some, x - reduce(x.exp(), "sum", shard).log(), -torch.inf)
+        log = x.log_softmax(-1)
+    else:
+        x = x - torch.where(some, peak, 0)
+        log = x - reduce(x.exp(), "sum", shard).log()
+    return torch.where(some, log, -torch.inf), some.squeeze(-1)
 
 
 def _places(op: str, k: Any, n: int | None) -> int:

@@ -106,6 +106,13 @@ class Stream(Metric):
 
         return super()._apply(moved, exclude_state)
 
+    def reset(self) -> None:
+        """Forget all rows. Lists stay as they are for whoever holds them, as the wrapper ``Running`` does."""
+        for name, default in self._defaults.items():
+            if isinstance(default, list):
+                setattr(self, name, [])
+        super().reset()
+
     def _same_classes(self, scores: Tensor, n_classes: int) -> None:
         op = type(self).__name__
         scores = _check.logits(op, scores, "scores")

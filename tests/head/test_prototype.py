@@ -70,6 +70,30 @@ def test_reciprocal_loss_by_hand():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("score", [torch.nan, torch.inf])
+def test_rows_left_out_of_the_reciprocal_loss_do_not_reach_the_points(score):
+    features, points, radius = torch.randn(3, 4), torch.randn(5, 2, 4), torch.zeros(5)
+    features[1:] = score
+    given = [t.requires_grad_() for t in (features, points, radius)]
+    reciprocal_point_loss(*given, torch.tensor([2, -1, 0]), sample_weight=torch.tensor([1.0, 1.0, 0.0])).backward()
+    alone = [t.detach().clone().requires_grad_() for t in (features[:1], points, radius)]
+    reciprocal_point_loss(*alone, torch.tensor([2])).backward()
+    assert (features.grad[1:] == 0).all()
+    torch.testing.assert_close(features.grad[:1], alone[0].grad)
+    torch.testing.assert_close(points.grad, alone[1].grad)
+    torch.testing.assert_close(radius.grad, alone[2].grad)
+
+
+def test_small_row_weights_of_the_reciprocal_loss_survive_float16():
+    features, points, radius = torch.randn(3, 4).half().requires_grad_(), torch.randn(5, 2, 4), torch.zeros(5)
+    target = torch.tensor([2, 1, 0])
+    even = reciprocal_point_loss(features, points, radius, target)
+    small = reciprocal_point_loss(features, points, radius, target, sample_weight=torch.full((3,), 1e-8))
+    torch.testing.assert_close(small, even)
+    (wanted,), (found,) = (torch.autograd.grad(loss, features) for loss in (even, small))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_heads_compile():
     features, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     for head in (PrototypeHead(4, 3), PrototypeHead(4, 3, multilabel=True), ReciprocalPointHead(4, 3, n_points=2)):

@@ -134,6 +134,22 @@ def learn(head, loss, predict):
         return angular_error(predict(body(x)), y, degrees=True, reduction="median").item()
 
 
+@pytest.mark.parametrize("kind", ["cosine", "squares"])
+@pytest.mark.parametrize("score", [torch.nan, torch.inf, -torch.inf])
+def test_rows_left_out_have_no_gradient_whatever_they_hold(kind, score):
+    o, s = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 16, dtype=torch.float64)
+    y = torch.randn(3, 4, dtype=torch.float64)
+    y[1] = 0
+    o[1:], s[1:] = score, score
+    o.requires_grad_()
+    s.requires_grad_()
+    spherical_loss(o, s, y, kind=kind, sample_weight=torch.tensor([1.0, 1.0, 0.0])).backward()
+    for grad in (o.grad, s.grad):
+        assert (grad[1:] == 0).all()
+        assert grad[0].isfinite().all()
+        assert grad[0].abs().sum() > 0
+
+
 def test_less_error_than_direct_regression():
     sphere, direct = SphericalHead(64, 1), nn.Linear(64, 2)
     by_sphere = learn(sphere, sphere.loss, sphere.predict)

@@ -197,6 +197,42 @@ def test_rows_of_unknown_labels_are_left_out(loss):
     assert (grad == 0).all()
 
 
+@every([loss for loss in LABELS if LOSS_FACTS[loss.name].mean in ("label", "pair", "observed") and loss.rows])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("score", [torch.nan, torch.inf, -torch.inf])
+def test_rows_without_a_label_have_no_gradient_whatever_they_hold(loss, dtype, score):
+    x, target = case(loss, dtype=dtype)
+    target[3] = 0
+    if loss.options.get("observed"):
+        target[3] = -1  # there a row without a label says that it has none
+    for places in (slice(None), slice(4, 5)):
+        moved = x.clone()
+        moved[3, places] = score
+        for form in (target, lists(target)) if not loss.options.get("observed") else (target,):
+            for found, wanted in zip(grad_of(loss, moved, form), grad_of(loss, x, form), strict=True):
+                torch.testing.assert_close(found, wanted)
+            assert (grad_of(loss, moved, form)[1][3] == 0).all()
+
+
+@every(FOUND)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("score", [torch.nan, torch.inf, -torch.inf])
+def test_rows_of_weight_0_have_no_gradient_whatever_they_hold(loss, dtype, score):
+    x, target = case(loss, dtype=dtype)
+    weight = torch.tensor([1.0, 2.0, 3.0, 0.0], device=DEVICE)
+    for reduction in ("none", "mean", "sum"):
+        value, grad = grad_of(loss, x, target, sample_weight=weight, reduction=reduction)
+        for places in (slice(None), slice(4, 5)):
+            moved = x.clone()
+            moved[3, places] = score
+            other, found = grad_of(loss, moved, target, sample_weight=weight, reduction=reduction)
+            assert (found[3] == 0).all()
+            assert other.isfinite().all()
+            if loss.name != "large_loss":  # what it changes does not depend on weights
+                torch.testing.assert_close(other, value)
+                torch.testing.assert_close(found, grad)
+
+
 @every(FOUND)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtype_and_device(loss, dtype):

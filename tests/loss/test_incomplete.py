@@ -1,5 +1,6 @@
 """Losses for incomplete labels, and those that relabel."""
 
+import io
 import math
 
 import pytest
@@ -205,6 +206,34 @@ def test_large_loss_takes_no_more_entries_where_losses_round_to_the_same():
         assert found.sum() == math.ceil(rate * x.numel() - 1e-9)
         assert (x[found].min() > x[~found]).all()
     assert large_loss(far, torch.zeros_like(far), mode="temporary", rate=0.1) == pytest.approx(100 + 101 + 102 + 103)
+
+
+@pytest.mark.parametrize("make", [ll.SPLCLoss, ll.LargeLoss])
+def test_a_checkpoint_keeps_the_epoch(make):
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 3), "loss": make(epoch=0)})
+    for _ in range(3):
+        model["loss"].step_epoch()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 3), "loss": make(epoch=0)})
+    again.load_state_dict(saved)
+    assert again["loss"].epoch == 3
+    assert type(again["loss"].epoch) is int
+
+    older = {name: value for name, value in saved.items() if not name.startswith("loss.")}
+    resumed = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 3), "loss": make(epoch=7)})
+    resumed.load_state_dict(older)  # of a version that did not keep it: what the caller says counts
+    assert resumed["loss"].epoch == 7
+
+
+@pytest.mark.parametrize("mode", ["reject", "temporary"])
+def test_nan_does_not_change_which_entries_of_other_rows_large_loss_finds(mode):
+    x = torch.tensor([[0.0, 3.0, 2.0, 1.0], [torch.nan] * 4])
+    found = large_loss_corrections(x, torch.zeros_like(x), mode=mode, rate=2 / 8)
+    assert torch.equal(found, torch.tensor([[False, True, True, False], [False] * 4]))
+    assert large_loss(x, torch.zeros_like(x), mode=mode, rate=1.0, reduction="none").isnan().tolist() == [False, True]
 
 
 def test_large_loss_count_is_not_off_by_rounding():

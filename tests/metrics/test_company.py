@@ -128,6 +128,22 @@ def test_bootstrapper():
     assert 0.01 < found["std"].item() < 0.05
 
 
+@pytest.mark.parametrize(
+    ("metric", "function"),
+    [
+        (ll.RecallAtK(3), lambda s, t: ll.recall_at_k(s, t, 3)),
+        (ll.MeanAveragePrecision(), ll.mean_average_precision),
+        (ll.AUROC(), ll.auroc),
+    ],
+)
+def test_running_window(metric, function):
+    scores, target = batches()
+    running = torchmetrics.wrappers.Running(metric, window=2).to(DEVICE)
+    for i in (0, 0, 1):
+        running.update(scores[i], target[i])
+    torch.testing.assert_close(running.compute(), function(scores.flatten(0, 1), target.flatten(0, 1)))
+
+
 def test_representations_show_the_options():
     assert repr(ll.RecallAtK(5)) == "RecallAtK(k=5)"
     assert repr(ll.NDCGAtK([1, 5], empty="zero")) == "NDCGAtK(k=[1, 5], empty='zero')"
