@@ -360,6 +360,10 @@ def _solve(
         best, nu, mu = (torch.where(unsolved, new, old) for new, old in zip(found, (best, nu, mu), strict=True))
     possible = possible & (best <= _ACCEPTED)
     nu, mu = (torch.where(end == 0, dual, end * torch.inf) for end, dual in zip(ends, (nu, mu), strict=True))
+    if not at_most:  # the search had a mean of 0 over all columns, with those that are now infinite
+        ended = reduce((ends[1] != 0).to(x.dtype), "max", shard) > 0
+        surplus = torch.where(ended, _mean(mu, shard), 0)
+        nu, mu = nu + surplus, mu - surplus
     return torch.where(possible, nu, torch.nan), torch.where(possible, mu, torch.nan), fixed
 
 

@@ -147,6 +147,21 @@ def test_rows_and_columns_that_take_nothing_or_everything():
     assert leaf.grad[0].eq(0).all()
 
 
+@pytest.mark.parametrize(
+    ("k", "capacity"), [([1.0, 1.0, 2.0], [0.0, 1.0, 1.2, 1.8]), ([1.0, 3.0, 2.0], [3.0, 0.8, 1.2, 1.0])]
+)
+def test_finite_duals_have_mean_0_beside_infinite_ones(k, capacity):
+    def finite(x):
+        nu, mu = ll.lml_balanced_duals(x, torch.tensor(k), torch.tensor(capacity))
+        return nu, mu[mu.isfinite()]
+
+    x = matrix(3, 4, bias=4.0).requires_grad_()
+    mu = finite(x)[1]
+    assert mu.numel() == 3
+    assert abs(mu.mean()) < 1e-12
+    assert torch.autograd.gradcheck(finite, x, check_forward_ad=True)
+
+
 def test_mask_and_infinite_logits():
     x, mask = matrix(6, 4), torch.ones(6, 4, dtype=torch.bool)
     mask[0, :2] = mask[3, 1] = False
