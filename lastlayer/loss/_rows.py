@@ -15,22 +15,44 @@ from lastlayer._threshold.dispatch import direct, transformed
 from lastlayer.shard import ClassShard, Ranks, local_part, reduce, total, unwrap
 
 
-def enter(op: str, logits: Tensor, target: Target, shard: ClassShard | None = None) -> tuple[Tensor, Labels, Tensor]:
+def enter(
+    op: str, logits: Tensor, target: Target, shard: ClassShard | None = None, sample_weight: Any = None
+) -> tuple[Tensor, Labels, Tensor]:
     """Check the input; return scores in the work dtype, labels, and the entries that take part.
 
     An entry takes part where the target is known and the logit is not ``-inf``. Scores are 0 elsewhere, so that nothing
     there has a value or a gradient.
     """
-    logits, labels = given(op, logits, target, shard)
+    logits, labels = given(op, logits, target, shard, sample_weight)
     x, live = taking_part(logits, labels)
     return x, labels, live
 
 
-def given(op: str, logits: Tensor, target: Target, shard: ClassShard | None = None) -> tuple[Tensor, Labels]:
+def given(
+    op: str, logits: Tensor, target: Target, shard: ClassShard | None = None, sample_weight: Any = None
+) -> tuple[Tensor, Labels]:
     """Check the input; return the scores in the work dtype, and the labels."""
     logits = _check.logits(op, logits)
     labels = _check.target(op, local_part(target), logits, shard)
-    return logits.to(_check.work_dtype(logits)), labels
+    return without_left_out(op, logits.to(_check.work_dtype(logits)), sample_weight), labels
+
+
+def without_left_out(op: str, x: Tensor, sample_weight: Any) -> Tensor:
+    """Return the scores, with no gradient in rows of weight 0: these may hold nan, and 0 times nan is nan."""
+    return x if sample_weight is None else torch.where(_kept(op, x, sample_weight), x, x.detach())
+
+
+def features_of_weight(op: str, features: Tensor, sample_weight: Any) -> Tensor:
+    """Return the features, 0 in rows of weight 0: what multiplies them has no gradient from there."""
+    return features if sample_weight is None else torch.where(_kept(op, features, sample_weight), features, 0)
+
+
+def _kept(op: str, x: Tensor, sample_weight: Any) -> Tensor:
+    """Return which rows of `x` have a weight that is not 0, ``(*batch, 1)``."""
+    like = x.new_empty((), dtype=_check.work_dtype(x))
+    weight = _check.weights(op, "sample_weight", sample_weight, like, x.shape[:-1], "Give one weight per row.")
+    assert weight is not None
+    return (weight != 0).expand(x.shape[:-1]).unsqueeze(-1)
 
 
 def taking_part(x: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:

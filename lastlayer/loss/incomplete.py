@@ -65,7 +65,7 @@ def assume_negative_loss(
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
     silence = _check.number(op, "negative_weight", negative_weight, 0)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
     yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
     if smoothing > 0:
@@ -114,7 +114,7 @@ def expected_positive_loss(
     """
     op = "expected_positive_loss"
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     batch = _batch(op, logits, live, k, sample_weight, shard)
     each = _rows.class_weight(op, "weight", weight, x)
     fit = _rows.over_positives(labels, live, lambda score: -F.logsigmoid(score), x, weight=each)
@@ -189,7 +189,7 @@ def role_loss(
     """
     op = "role_loss"
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     estimates = _check.logits(op, local_part(estimates), "estimates")
     if estimates.shape != logits.shape:
         raise ValueError(
@@ -299,7 +299,7 @@ def entropy_max_loss(
     entropy_weight = _check.number(op, "alpha", alpha, 0)
     pseudo_weight = _check.number(op, "beta", beta, 0)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
     yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
     held = _rows.capped(x)  # of an infinite score the entropy is 0, and not 0 times infinity
@@ -365,7 +365,7 @@ def hill_loss(
     shift = _check.number(op, "margin", margin)
     power = _check.number(op, "gamma", gamma, 0)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
     p = x.sigmoid()
     fit = _rows.weighed(focal_positive(x - shift, power), positives)

@@ -139,6 +139,7 @@ def linear_lml_loss(
         raise ValueError(f"{op}: `filter` must be 0 with `negatives`, got {filter}. A sample has few classes as it is.")
     batch, n = features.shape[:-1], weight.shape[0]
     rows = batch.numel()
+    features = _rows.features_of_weight(op, features, sample_weight)
     dtype = _dot_dtype(features)
     shape = torch.empty((), dtype=dtype, device=features.device).expand(*batch, n)
     cardinality = _check.cardinality(op, k, shape, shard) if isinstance(k, Tensor) else None

@@ -82,7 +82,7 @@ def two_way_loss(
         _check.number(op, "margin", margin),
     )
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels = _rows.given(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard, sample_weight)
     if per == "both" and shard is None and data_group is None:
         whole = _by_kernels(End(op, reduction, logits.dtype, sample_weight), x, labels, form)
         if whole is not None:
@@ -295,7 +295,7 @@ def asymmetric_loss(
     if not cut < 1:
         raise ValueError(f"{op}: `clip` must be below 1, got {clip}. No negative would be left.")
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels = _rows.given(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
 
     def plain(x: Tensor) -> Tensor:
@@ -367,7 +367,7 @@ def multihot_softmax_loss(
     op = "multihot_softmax_loss"
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     each = _rows.class_weight(op, "weight", weight, x)
     each = None if each is None else each.expand(x.shape)
     peak, rest, _ = _rows.logsumexp(x, live, shard)
@@ -436,7 +436,7 @@ def binary_loss(
     op = "binary_loss"
     smoothing = _check.number(op, "label_smoothing", label_smoothing, 0, 1)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels = _rows.given(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
 
     def plain(x: Tensor) -> Tensor:

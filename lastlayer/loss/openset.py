@@ -40,7 +40,7 @@ def outlier_uniform_loss(
     """
     op = "outlier_uniform_loss"
     logits, shard, _ = unwrap(op, logits, shard)
-    x, live, peak, rest, counts = _softmax(op, logits, shard)
+    x, live, peak, rest, counts = _softmax(op, logits, shard, sample_weight)
     n = total(live.sum(-1).to(x.dtype), shard).clamp(min=1)
     loss = torch.where(counts, rest - _rows.over_classes(x - peak, live, shard) / n - n.log(), 0)
     return _rows.leave(op, loss, reduction, counts, logits.dtype, sample_weight)
@@ -73,18 +73,21 @@ def outlier_max_confidence_loss(
     """
     op = "outlier_max_confidence_loss"
     logits, shard, _ = unwrap(op, logits, shard)
-    x, live, peak, rest, counts = _softmax(op, logits, shard)
+    x, live, peak, rest, counts = _softmax(op, logits, shard, sample_weight)
     ties = live & (x == peak)
     largest = _rows.over_classes(x - peak, ties, shard)  # 0, with the gradient of the largest
     largest = largest / total(ties.sum(-1).to(x.dtype), shard).clamp(min=1)
     return _rows.leave(op, torch.where(counts, largest - rest, 0), reduction, counts, logits.dtype, sample_weight)
 
 
-def _softmax(op: str, logits: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _softmax(
+    op: str, logits: Tensor, shard: ClassShard | None, sample_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return scores (0 where ruled out), where they are not, both parts of their logsumexp, and the rows with one."""
     logits = _check.logits(op, logits)
     live = logits != -torch.inf
-    x = torch.where(live, logits.to(_check.work_dtype(logits)), 0)
+    x = _rows.without_left_out(op, logits.to(_check.work_dtype(logits)), sample_weight)
+    x = torch.where(live, x, 0)
     return x, live, *_rows.logsumexp(x, live, shard)
 
 

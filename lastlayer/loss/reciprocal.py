@@ -63,6 +63,7 @@ def reciprocal_point_loss(
         raise TypeError(f"{op}: `radius` must be a tensor, got {type(radius).__name__}. Give one number per class.")
     if radius.shape != points.shape[:1]:
         raise ValueError(f"{op}: `radius` must have shape ({points.shape[0]},), got {tuple(radius.shape)}.")
+    features = _rows.features_of_weight(op, features, sample_weight)
     distance = squared_distances(features, points)
     x, labels, live = _rows.enter(op, scale * distance.mean(-1), target)
     here = first_label(labels)

@@ -73,7 +73,7 @@ def splc_loss(
     power = _check.number(op, "gamma", gamma, 0)
     active = _check.number(op, "epoch", epoch, 0) >= _check.number(op, "change_epoch", change_epoch, 0)
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
     silent = focal_positive(-x, power)
     if active:
@@ -129,7 +129,7 @@ def large_loss(
     """
     op = "large_loss"
     logits, shard, _ = unwrap(op, logits, shard)
-    x, labels, live = _rows.enter(op, logits, target, shard)
+    x, labels, live = _rows.enter(op, logits, target, shard, sample_weight)
     each, positives = _rows.class_weights(op, weight, pos_weight, x)
     yes, no = -F.logsigmoid(x), -F.logsigmoid(-x)
     large = _largest(op, x, labels, live, mode, rate, epoch, shard)

@@ -73,6 +73,7 @@ def spherical_loss(
             f"{len(signed)} signs, got {tuple(s.shape)}."
         )
     dtype = _check.work_dtype(o)
+    o, s = (_rows.without_left_out(op, value, sample_weight) for value in (o, s))
     known = (target != 0).any(-1)
     y = F.normalize(target.to(dtype), dim=-1)
     log_p = torch.log_softmax(2 * o.to(dtype), -1) / 2

@@ -65,7 +65,7 @@ def truncated_entropy_loss(
     logits, shard, _ = unwrap(op, logits, shard)
     logits = _check.logits(op, logits)
     k = _places(op, k, logits.shape[-1] if shard is None else None)
-    x, labels = _rows.given(op, logits, target, shard)
+    x, labels = _rows.given(op, logits, target, shard, sample_weight)
     each = _rows.class_weight(op, "weight", weight, x)
     end, loss = End(op, reduction, logits.dtype, sample_weight), None
     if shard is None:
@@ -150,7 +150,7 @@ def smooth_topk_svm_loss(
     logits = _check.logits(op, _rows.whole(op, logits, shard, "its polynomials need all classes of a row"))
     k = _places(op, k, logits.shape[-1])
     tau, alpha = _positive(op, "tau", tau), _check.number(op, "alpha", alpha)
-    x, labels = _rows.given(op, logits, target)
+    x, labels = _rows.given(op, logits, target, None, sample_weight)
     each = _rows.class_weight(op, "weight", weight, x)
     end, loss = End(op, reduction, logits.dtype, sample_weight), None
     if k <= _FEW:
@@ -234,7 +234,8 @@ def topk_distillation_loss(
     temperature = _positive(op, "temperature", temperature)
     dtype = torch.promote_types(_check.work_dtype(logits), _check.work_dtype(teacher_logits))
     log_t = _log_softmax(teacher_logits.detach().to(dtype) / temperature, shard)
-    log_s = _log_softmax(logits.to(dtype) / temperature, shard)
+    x = _rows.without_left_out(op, logits.to(dtype), sample_weight)
+    log_s = _log_softmax(x / temperature, shard)
     if shard is None:
         log_t, best = log_t.topk(k, dim=-1)
         log_s, chosen = log_s.gather(-1, best), log_t != -torch.inf
