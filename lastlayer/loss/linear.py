@@ -140,6 +140,10 @@ def linear_lml_loss(
         raise ValueError(f"{op}: `filter` must be 0 with `negatives`, got {filter}. A sample has few classes as it is.")
     batch, n = features.shape[:-1], weight.shape[0]
     rows = batch.numel()
+    if sample_weight is not None:  # nan in the features of a row that is left out would reach the gradient of `weight`
+        like = features.new_empty((), dtype=_check.work_dtype(features)).expand(features.shape)
+        kept = _rows.row_weight(op, sample_weight, like)
+        features = features if kept is None else _rows.in_rows(features, kept.expand(batch) != 0)
     dtype = _dot_dtype(features)
     shape = torch.empty((), dtype=dtype, device=features.device).expand(*batch, n)
     cardinality = _check.cardinality(op, k, shape, shard) if isinstance(k, Tensor) else None

@@ -169,7 +169,7 @@ def _duals(
     live = logits != -torch.inf if mask is None else mask & (logits != -torch.inf)
     x = torch.where(live, x, 0)
     x = x / divisor if isinstance(divisor, float) else divided(x, divisor)
-    sums = _check.cardinality(op, k, logits, shard).double()  # (..., rows, 1)
+    sums = _check.cardinality(op, k, x, shard)  # (..., rows, 1)
     limits = _column_sums(op, capacity, sums, logits, shard)
     limits = limits if at_most else _agreeing(sums, limits, shard)
     function = _Duals if compiled_without_tangents("lml_balanced") else _DualsForwardMode
@@ -220,7 +220,8 @@ def _by_kernel(op: str, logits: Any, k: Any, capacity: Any, temperature: Any) ->
     limits: Tensor | float
     given: tuple[Tensor | float, Tensor | float]
     if isinstance(k, Tensor) or isinstance(capacity, Tensor):
-        sums = _check.cardinality(op, k, logits).double()
+        wide = logits.new_empty((), dtype=torch.float64).expand(logits.shape)  # `k` takes its dtype
+        sums = _check.cardinality(op, k, wide)
         limits = _column_sums(op, capacity, sums, logits, None)
         limits = limits if capacity is None else _agreeing(sums, limits, None)
         given = sums.detach(), limits.detach()
@@ -347,12 +348,15 @@ def _solve(
     """
     given, room = sums.sum(-2, keepdim=True), reduce(limits, "sum", shard)
     agree = room >= given * (1 - _ACCEPTED) if at_most else (room - given).abs() <= _ACCEPTED * given
+    slack = _ACCEPTED * sums, _ACCEPTED * limits
     fixed, ends, sums, limits = _decide(x, live, sums, limits, at_most, shard)
     live = fixed == 0
+    if not at_most:
+        limits = _left(live, sums, limits, shard)
     if at_most:  # a limit above what a column can take is none
         limits = torch.minimum(limits, live.sum(-2, keepdim=True))
     unknown = reduce((x.isnan() & live).to(x.dtype).flatten(-2), "max", shard).unsqueeze(-1) > 0
-    possible = agree & _fits(live, sums, limits, at_most, shard) & ~unknown
+    possible = agree & _fits(live, sums, limits, slack, at_most, shard) & ~unknown
     best, nu, mu = _search(x, live, sums, limits, torch.zeros_like(limits), possible, at_most, shard)
     unsolved = possible & (best > _ACCEPTED)
     if bool(unsolved.any()):
@@ -360,6 +364,10 @@ def _solve(
         best, nu, mu = (torch.where(unsolved, new, old) for new, old in zip(found, (best, nu, mu), strict=True))
     possible = possible & (best <= _ACCEPTED)
     nu, mu = (torch.where(end == 0, dual, end * torch.inf) for end, dual in zip(ends, (nu, mu), strict=True))
+    if not at_most:  # the search had a mean of 0 over all columns, with those that are now infinite
+        ended = reduce((ends[1] != 0).to(x.dtype), "max", shard) > 0
+        surplus = torch.where(ended, _mean(mu, shard), 0)
+        nu, mu = nu + surplus, mu - surplus
     return torch.where(possible, nu, torch.nan), torch.where(possible, mu, torch.nan), fixed
 
 
@@ -467,12 +475,27 @@ def _decide(
     return fixed, (row_end.clamp(-1, 1), column_end.clamp(-1, 1)), sums, limits
 
 
-def _fits(free: Tensor, sums: Tensor, limits: Tensor, at_most: bool, shard: ClassShard | None) -> Tensor:
+def _left(free: Tensor, sums: Tensor, limits: Tensor, shard: ClassShard | None) -> Tensor:
+    """Return the column sums with those of free columns scaled to what the rows have left.
+
+    The totals of all agree, but a column that is decided cannot take its part of their rounding.
+    """
+    row, column = reduce(free.to(sums.dtype), "max", shard) > 0, free.any(-2, keepdim=True)
+    given = spread(torch.where(row, sums, 0).sum(-2, keepdim=True), shard)
+    room = reduce(torch.where(column, limits, 0), "sum", shard)
+    ratio = torch.where(room > 0, given / room.where(room > 0, 1), 1)
+    off = (ratio - 1).abs()
+    return torch.where(column & (off > _TOLERANCE) & (off <= _AGREEMENT), limits * ratio, limits)
+
+
+def _fits(
+    free: Tensor, sums: Tensor, limits: Tensor, slack: tuple[Tensor, Tensor], at_most: bool, shard: ClassShard | None
+) -> Tensor:
     """Which matrices can hold what is left of the sums, ``(..., 1, 1)``; necessary, not sufficient."""
-    tiny = 1e-9
+    tiny, (row, column) = 1e-9, slack
     n, m = reduce(free.to(sums.dtype), "sum", shard), free.sum(-2, keepdim=True)
-    fits = ((sums >= -tiny) & (sums <= n + tiny)).all(-2, keepdim=True)
-    wrong = (limits < -tiny) | (limits.isnan()) | (False if at_most else limits > m + tiny)
+    fits = ((sums >= -tiny - row) & (sums <= n + tiny + row)).all(-2, keepdim=True)
+    wrong = (limits < -tiny - column) | limits.isnan() | (False if at_most else limits > m + tiny + column)
     return fits & (reduce(wrong.to(sums.dtype), "max", shard) == 0)
 
 

@@ -106,9 +106,14 @@ def _binding(x: Tensor, live: Tensor, k: Tensor, groups: Tensor, at: Tensor, lim
 
 
 def _check_groups(op: str, groups: Any, n: int) -> tuple[Tensor, int]:
-    if not isinstance(groups, Tensor) or groups.dtype not in (torch.int64, torch.int32) or groups.shape != (n,):
-        got = f"{groups.dtype} of shape {tuple(groups.shape)}" if isinstance(groups, Tensor) else type(groups).__name__
-        raise TypeError(f"{op}: `groups` must be an integer tensor with the group of each of {n} classes, got {got}.")
+    if not isinstance(groups, Tensor) or groups.dtype not in (torch.int64, torch.int32):
+        got = groups.dtype if isinstance(groups, Tensor) else type(groups).__name__
+        raise TypeError(f"{op}: `groups` must be a tensor of int64 or int32, got {got}. Use `torch.as_tensor`.")
+    if groups.shape != (n,):
+        raise ValueError(
+            f"{op}: `groups` must hold the group of each of {n} classes, got shape {tuple(groups.shape)}. "
+            "All rows share their groups."
+        )
     if n and int(groups.min()) < 0:
         raise ValueError(f"{op}: `groups` must be at least 0, got {int(groups.min())}. Number the groups from 0.")
     return groups.long(), int(groups.max()) + 1 if n else 0

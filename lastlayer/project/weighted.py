@@ -45,6 +45,7 @@ def check(op: str, x: Tensor, weight: Any, lower: Any, upper: Any) -> tuple[Tens
         low, high = 0.0 if lower is None else lower, 1.0 if upper is None else upper
         if isinstance(low, numbers.Real) and isinstance(high, numbers.Real) and float(low) > float(high):
             remedy = "Raise `upper`: `lower` is 0 if left out." if lower is None else "Exchange them."
+            remedy = "Give `upper`, which is 1 if left out." if upper is None else remedy
             raise ValueError(f"{op}: `lower` must be at most `upper`, got {low} and {high}. {remedy}")
     names = (("weight", weight), ("lower", lower), ("upper", upper))
     return tuple(None if value is None else _tensor(op, name, value, x) for name, value in names)

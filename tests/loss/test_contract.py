@@ -415,6 +415,45 @@ def test_a_row_of_weight_two_counts_as_two_rows(loss):
     torch.testing.assert_close(module(*inputs, sample_weight=weight), loss(x, target, sample_weight=weight))
 
 
+@every([loss for loss in FOUND if loss.name != "large_loss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_of_weight_0_may_hold_nan(loss, dtype):
+    x, target = case(loss, dtype=dtype)
+    target = target if target.dtype == torch.int64 else target.to(dtype)
+    bad = x.detach().index_fill(0, torch.tensor([0], device=x.device), torch.nan)
+    weight = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=dtype, device=DEVICE)
+    for reduction in ("none", "mean", "sum"):
+        options = {"sample_weight": weight, "reduction": reduction}
+        for found, expected in zip(
+            grad_of(loss, bad, target, **options), grad_of(loss, x, target, **options), strict=True
+        ):
+            torch.testing.assert_close(found, expected)
+
+
+def test_features_of_a_row_of_weight_0_may_hold_nan():
+    generator = torch.Generator().manual_seed(0)
+    features, points = torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator).requires_grad_()
+    bad = features.index_fill(0, torch.tensor([0]), torch.nan).requires_grad_()
+    weight, target = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1, 2, 3])
+
+    def reciprocal(features, sample_weight=None):
+        return ll.loss.reciprocal_point_loss(
+            features, points[:, None], torch.ones(5), target[-len(features) :], sample_weight=sample_weight
+        )
+
+    def linear(features, sample_weight=None):
+        return ll.linear_lml_loss(features, points, target[-len(features) :], 2, sample_weight=sample_weight)
+
+    for loss in (reciprocal, linear):
+        found, expected = loss(bad, weight), loss(features[1:], weight[1:])
+        torch.testing.assert_close(found, expected)
+        by_features, by_points = torch.autograd.grad(found, (bad, points))
+        torch.testing.assert_close(by_points, torch.autograd.grad(expected, points)[0])
+        assert by_features[0].eq(0).all()
+    loss = ll.loss.spherical_loss(bad, torch.zeros(3, 16), torch.ones(3, 4), sample_weight=weight)
+    assert torch.autograd.grad(loss, bad)[0][0].eq(0).all()
+
+
 def test_rows_left_out_do_not_count_in_a_weighted_mean():
     x, target = torch.randn(3, 4), torch.tensor([[0, 1], [-1, -1], [2, -1]])
     weight = torch.tensor([1.0, 5.0, 3.0])

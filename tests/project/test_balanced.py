@@ -147,6 +147,46 @@ def test_rows_and_columns_that_take_nothing_or_everything():
     assert leaf.grad[0].eq(0).all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_decided_rows_and_columns_forgive_the_rounding_of_the_sums(masked):
+    """Float32 sums of an assignment do not add up exactly, and what is full or empty cannot take the difference."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        y = torch.rand(6, 5, generator=generator)
+        y[:, 0], y[1], y[:, 2], y[3, 3] = 1.0, 0.0, 0.0, 1.0
+        mask = torch.rand(6, 5, generator=generator) < 0.7 if masked else torch.ones(6, 5, dtype=torch.bool)
+        y = y * mask
+        y[3] = mask[3]
+        found = ll.lml_balanced(torch.randn(6, 5, generator=generator), y.sum(1), y.sum(0), mask=mask).double()
+        torch.testing.assert_close(found.sum(1), y.double().sum(1), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found.sum(0), y.double().sum(0), rtol=1e-6, atol=1e-6)
+
+
+def test_k_is_not_rounded_to_the_dtype_of_the_logits():
+    x, weight = matrix(2, 3).float(), matrix(2, 3, seed=1).float()
+
+    def gradient(x):
+        k = torch.tensor([1.0, 1.3], dtype=DOUBLE, requires_grad=True)
+        return torch.autograd.grad(ll.lml_balanced(x, k), k, weight.to(x))[0]
+
+    torch.testing.assert_close(gradient(x), gradient(x.double()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("k", "capacity"), [([1.0, 1.0, 2.0], [0.0, 1.0, 1.2, 1.8]), ([1.0, 3.0, 2.0], [3.0, 0.75, 1.25, 1.0])]
+)
+def test_finite_duals_have_mean_0_beside_infinite_ones(k, capacity):
+    def finite(x):
+        nu, mu = ll.lml_balanced_duals(x, torch.tensor(k), torch.tensor(capacity))
+        return nu[nu.isfinite()], mu[mu.isfinite()]
+
+    x = matrix(3, 4, bias=4.0).requires_grad_()
+    mu = finite(x)[1]
+    assert mu.numel() == 3
+    assert abs(mu.mean()) < 1e-12
+    assert torch.autograd.gradcheck(finite, x, check_forward_ad=True)
+
+
 def test_mask_and_infinite_logits():
     x, mask = matrix(6, 4), torch.ones(6, 4, dtype=torch.bool)
     mask[0, :2] = mask[3, 1] = False

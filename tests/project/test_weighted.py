@@ -458,14 +458,24 @@ def test_masked_and_free_classes():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"lower": 2.0}, ValueError, "`lower` must be at most `upper`, got 2.0 and 1.0"),
+        ({"lower": 2.0}, ValueError, r"`lower` must be at most `upper`, got 2.0 and 1.0\. Give `upper`"),
         ({"weight": "1"}, TypeError, "`weight` must be a number or a tensor, got str"),
         ({"weight": math.nan}, ValueError, "`weight` must be finite, got nan"),
         ({"upper": torch.ones(7)}, ValueError, r"`upper` must broadcast to the shape \(2, 4\), got shape \(7,\)"),
         ({"weight": torch.ones(4, dtype=torch.bool)}, TypeError, "`weight` must be real"),
         ({"weight": 1.0, "groups": torch.zeros(4, dtype=torch.long), "group_limit": 1}, ValueError, "`groups` cannot"),
         ({"groups": torch.zeros(4, dtype=torch.long)}, ValueError, "`group_limit` must be given with `groups`"),
-        ({"groups": torch.zeros(4), "group_limit": 1}, TypeError, "`groups` must be an integer tensor"),
+        (
+            {"groups": torch.zeros(4), "group_limit": 1},
+            TypeError,
+            "`groups` must be a tensor of int64 or int32, got torch",
+        ),
+        ({"groups": [0] * 4, "group_limit": 1}, TypeError, "`groups` must be a tensor of int64 or int32, got list"),
+        (
+            {"groups": torch.tensor([0, 1]), "group_limit": 1},
+            ValueError,
+            r"group of each of 4 classes, got shape \(2,\)",
+        ),
         ({"groups": torch.tensor([0, -1, 0, 0]), "group_limit": 1}, ValueError, "`groups` must be at least 0, got -1"),
         ({"weight": 0.2}, ValueError, "`k` must be between 0 and 0.8, which is what 4 classes can add up to, got 1"),
         ({"upper": 0.2, "lower": 0.1}, ValueError, "`k` must be between 0.4 and 0.8"),
