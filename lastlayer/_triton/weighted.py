@@ -195,6 +195,19 @@ def forward(budget: Budget, k: Tensor | float, wanted: tuple[bool, ...] | None =
         return out.to(x.dtype), nu
 
 
+def near(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor) -> Tensor:
+    """Return nu ``(..., 1)`` in the digits of float32, for a search that goes on in float64; all in one shape."""
+    terms = [_shared_by_rows(t).float() for t in (weight, lower, upper)]
+    with shapes.general_form():  # whose kernels come with the package
+        return _own_forward(_general(Budget(x.float(), terms, None, 1.0, "y")), k, None)[1]
+
+
+def _shared_by_rows(value: Tensor) -> Tensor:
+    """Return the one row of a tensor that was expanded to all of them, or the tensor."""
+    one = all(step == 0 or size == 1 for step, size in zip(value.stride()[:-1], value.shape[:-1], strict=True))
+    return value[(0,) * (value.ndim - 1)] if one and value.numel() > 0 else value
+
+
 def _own_forward(budget: Budget, k: Tensor | float, wanted: tuple[bool, ...] | None) -> tuple[Tensor, Tensor]:
     logits = budget.logits
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -160,11 +160,19 @@ def result(terms: Terms, nu: Tensor, kind: str) -> Tensor:
     return log_values(terms, nu) if kind == "log" else values(terms, nu)
 
 
-def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, shard: ClassShard | None) -> Tensor:
+def _solve(
+    x: Tensor,
+    weight: Tensor,
+    lower: Tensor,
+    upper: Tensor,
+    k: Tensor,
+    shard: ClassShard | None,
+    near: Tensor | None = None,
+) -> Tensor:
     """Return nu: the root of an increasing function, by Newton's method on the logarithm of its smaller side.
 
     A class with a negative weight is turned around, since ``w s(x + w nu) = w + |w| s(-x + |w| nu)``. All weights are
-    then positive, and divided by a power of two, which rounds nothing.
+    then positive, and divided by a power of two, which rounds nothing. The search starts at `near`, if that is known.
     """
     width = upper - lower
     largest = reduce(weight.abs(), "max", shard)
@@ -186,7 +194,8 @@ def _solve(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, s
     c = (k - sure) / unit
     rest = total - c
     inside = (c > 0) & (rest > 0)
-    nu = _root(z, w, a, torch.where(inside, c, total / 2), torch.where(inside, rest, total / 2), inside, shard)
+    near = None if near is None else near * unit
+    nu = _root(z, w, a, torch.where(inside, c, total / 2), torch.where(inside, rest, total / 2), inside, shard, near)
     slack = _SLACK * (total + (k / unit).abs())
     end = torch.where(c.abs() <= slack, -torch.inf, torch.where(rest.abs() <= slack, torch.inf, torch.nan))
     nu = torch.where(inside, nu / unit, end)
@@ -198,7 +207,16 @@ def _unsound(x: Tensor, weight: Tensor, width: Tensor) -> Tensor:
     return ~(width >= 0) | width.isinf() | ~weight.isfinite() | x.isnan()
 
 
-def _root(z: Tensor, w: Tensor, a: Tensor, c: Tensor, rest: Tensor, wanted: Tensor, shard: ClassShard | None) -> Tensor:
+def _root(
+    z: Tensor,
+    w: Tensor,
+    a: Tensor,
+    c: Tensor,
+    rest: Tensor,
+    wanted: Tensor,
+    shard: ClassShard | None,
+    near: Tensor | None = None,
+) -> Tensor:
     """Solve ``sum a s(z + w nu) = c``, ``rest`` being ``sum a - c``; both are positive."""
     live = a > 0
     z = torch.where(live, z, 0).clamp(-_FARTHEST, _FARTHEST)
@@ -208,7 +226,7 @@ def _root(z: Tensor, w: Tensor, a: Tensor, c: Tensor, rest: Tensor, wanted: Tens
     hi = reduce(torch.where(live, shift, -_BIG), "max", shard)
     small = c <= rest
     goal = torch.where(small, c, rest)
-    nu = _start(z, w, a, c, lo, hi, shard)
+    nu = _start(z, w, a, c, lo, hi, shard) if near is None else _inside(near, lo, hi)
     eps = torch.finfo(z.dtype).eps
     done = ~wanted | (lo >= hi)
     before = hi - lo
@@ -285,6 +303,11 @@ def _start(z: Tensor, w: Tensor, a: Tensor, c: Tensor, lo: Tensor, hi: Tensor, s
     return torch.minimum(torch.maximum(order.values.gather(-1, place), lo), hi)
 
 
+def _inside(near: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+    """Return a start within a bracket, which is its middle where `near` is infinite or nan."""
+    return torch.where(near.isfinite(), torch.minimum(torch.maximum(near, lo), hi), _middle(lo, hi))
+
+
 def _middle(lo: Tensor, hi: Tensor) -> Tensor:
     """Return a point between: halves the orders of magnitude of a wide bracket, else the bracket."""
     half = lo / 2 + hi / 2
@@ -297,7 +320,8 @@ def _op(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor, impl
     if impl == "native":
         nu: Tensor = kernels(impl).threshold(x, weight, lower, upper, k)
         return nu
-    return _solve(x, weight, lower, upper, k, None)
+    near = kernels(impl).near(x, weight, lower, upper, k) if impl == "triton" else None
+    return _solve(x, weight, lower, upper, k, None, near)
 
 
 @fake("weighted_threshold")

@@ -258,6 +258,46 @@ def test_rows_at_their_ends():
     torch.testing.assert_close(free, torch.full_like(x, 0.5))
 
 
+@pytest.mark.parametrize("kind", ["positive", "signs", "wide"])
+@pytest.mark.parametrize(("n", "per_row", "scale"), [(20, False, 2.0), (70, True, 3.0), (30, False, 2000.0)])
+def test_logarithms_and_thresholds_start_where_a_kernel_has_found_nu(kind, n, per_row, scale, monkeypatch):
+    """The search in float64 takes a few steps then, and its own start takes a dozen more."""
+    from lastlayer.project import weighted
+
+    x, k, options = problem(9, n, kind, scale, per_row)
+    options = options | {"lower": None}
+    mask = torch.ones(9, n, dtype=torch.bool, device=DEVICE)
+    mask[4, :5], x[1, 3], x[2, 4], x[3, 5] = False, -torch.inf, torch.inf, torch.nan
+    weight = options["weight"].double().expand(9, n).clamp(min=0).masked_fill(~mask, 0)
+    upper = 1.0 if options["upper"] is None else options["upper"].double()
+    k[5], k[6], k[7] = 0.0, (weight * upper).sum(-1)[6], 1e-4
+    wide = {name: None if value is None else value.double() for name, value in options.items()}
+    for function in (ll.log_lml, ll.lml_threshold):
+        exact = results(function, x.double(), k, wide, "torch", mask=mask, temperature=0.7)
+        with monkeypatch.context() as few:
+            few.setattr(weighted, "_STEPS", 8 if scale > 100 else 4)
+            found = results(function, x, k, options, "triton", mask=mask, temperature=0.7)
+        assert exact[0][[0, 4, 7, 8]].isfinite().any()
+        for value, expected in zip(found, exact, strict=True):
+            room = 1e-6 * float(1 + expected.nan_to_num(0, 0, 0).abs().max())
+            torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=room, equal_nan=True)
+
+
+def test_logarithms_and_thresholds_of_no_rows_or_several_dimensions():
+    x = torch.randn(3, 2, 5, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    weight = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.5], device=DEVICE)
+    each = weight + torch.arange(3, device=DEVICE)[:, None, None]
+    for function in (ll.log_lml, ll.lml_threshold):
+        for scores, given in ((x, weight), (x, each), (x[:0], weight), (x[..., :0], weight[:0])):
+            k = torch.full(scores.shape[:-1], 0.3 if scores.shape[-1] else 0.0, device=DEVICE)
+            pair = [function(scores, k, weight=given, impl=impl) for impl in ("triton", "torch")]
+            torch.testing.assert_close(*pair, equal_nan=True)
+        across = function(x.mT, 0.3, dim=1, weight=weight[:, None], impl="triton")
+        torch.testing.assert_close(across, function(x.mT, 0.3, dim=1, weight=weight[:, None], impl="torch"))
+        half = [function(x.bfloat16(), 0.3, weight=weight, impl=impl) for impl in ("triton", "torch")]
+        assert torch.equal(*half)
+
+
 @pytest.mark.parametrize("gap", [30.0, 100.0, 600.0])
 def test_rows_that_are_decided(gap):
     """The classes above the gap add up to k: the sum is flat, and the tails on both sides say where nu is."""
@@ -272,6 +312,9 @@ def test_rows_that_are_decided(gap):
             exact = results(ll.lml, x.double(), k, wide, "torch")
             for value, expected in zip(results(ll.lml, x, k, options, "triton"), exact, strict=True):
                 torch.testing.assert_close(value.double(), expected, rtol=1e-3, atol=2e-6)  # points of 300 in float32
+            for function in (ll.log_lml, ll.lml_threshold):  # which are exact
+                found, right = function(x, k, impl="triton", **options), function(x.double(), k, impl="torch", **wide)
+                torch.testing.assert_close(found.double(), right, rtol=1e-6, atol=1e-6)
 
 
 def test_bad_values_inside_a_tensor_make_their_row_nan():
