@@ -471,9 +471,20 @@ static void weighted_part(void *job, int64_t part, int slot) {
         j->work(j->call, i, (int)(last - i < j->group ? last - i : j->group), j->spaces + slot);
 }
 
-/* Run a call; 0, or 1 where there is no memory. */
+static int run_weighted(const struct weighted *call, int type, int backward);
+
+/* Run a call; 0, or 1 where there is no memory. nu is dropped where there is no place for it. */
 EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int backward) {
     if (call->rows == 0) return 0;
+    if (call->nu) return run_weighted(call, type, backward);
+    struct weighted own = *call;
+    own.nu = malloc((size_t)call->rows * sizeof *own.nu);
+    int problem = own.nu ? run_weighted(&own, type, backward) : 1;
+    free(own.nu);
+    return problem;
+}
+
+static int run_weighted(const struct weighted *call, int type, int backward) {
     int64_t n = call->n, threads = call->threads > POOL_MAX ? POOL_MAX : call->threads;
     if (threads < 1 || call->rows * n < SERIAL_BELOW) threads = 1;
     if (threads > call->rows) threads = call->rows;

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._threshold.dispatch import Impl, choose, direct, ordinary, tempered, transformed
+from lastlayer._threshold.dispatch import Impl, choose, direct, has_storage, shortest, tempered, transformed
 from lastlayer._threshold.search import scores
 from lastlayer.project import weighted
 from lastlayer.project.groups import grouped
@@ -48,12 +48,10 @@ def project_wider(
     impl: Impl,
 ) -> Tensor:
     """Return the projection `kind` ("y", "log", "nu" or "at most"); `function` is the ordinary one of that kind."""
-    if mask is None and shard is None and dim == -1 and impl == "auto" and given.groups is given.group_limit is None:
-        terms: tuple[Any, ...] = given[:3]
-        checked = kind != "log" or given.lower is None
-        if checked and _common(logits, k, temperature, terms):
-            found = weighted.project(logits, float(k), terms, None, 1.0, kind, "native")
-            return found.squeeze(-1).to(logits.dtype) if kind == "nu" else found
+    if given.groups is given.group_limit is None and (kind != "log" or given.lower is None):
+        out = _by_short_way(kind, logits, k, given[:3], dim, temperature, mask, shard, impl)
+        if out is not None:
+            return out
     if isinstance(dim, tuple | list):
         return _over_dimensions(op, kind, function, logits, k, given, dim, temperature, mask, shard, impl)
     logits, shard, wrap = unwrap(op, logits, shard, dim, k)
@@ -72,23 +70,46 @@ def project_wider(
     return out if kind == "nu" else wrap(out.movedim(-1, place))
 
 
-def _common(logits: Any, k: Any, temperature: Any, terms: tuple[Any, ...]) -> bool:
-    """Whether this is the common call on a CPU: plain numbers and tensors, terms per class or per entry."""
-    if not ordinary(logits, 0, temperature) or not logits.is_cpu:
-        return False
-    if not (type(k) is int or type(k) is float) or not math.isfinite(k):
-        return False
-    wide = False
-    for term in terms:
-        if term is not None:
-            if type(term) is not Tensor or not term.is_cpu:  # the kernel reads its memory as it is
-                return False
-            if term.shape != logits.shape[-1:] and term.shape != logits.shape:
-                return False
-            if term.dtype != logits.dtype and (term.dtype != torch.float32 or logits.itemsize > 2):
-                return False
-            wide = True
-    return wide and direct(logits, *terms) and not transformed()
+def _by_short_way(
+    kind: str,
+    logits: Tensor,
+    k: Any,
+    terms: tuple[Any, ...],
+    dim: Dim,
+    temperature: Any,
+    mask: Tensor | None,
+    shard: ClassShard | None,
+    impl: Impl,
+) -> Tensor | None:
+    """Return the result of the common call on a CPU: plain numbers and tensors, terms per class or per entry."""
+    kernel = shortest(logits, 0, dim, temperature, mask, shard, impl)
+    if kernel != "native" or not (type(k) is int or type(k) is float) or not math.isfinite(k):
+        return None
+    shape, dtype = logits.shape, logits.dtype
+    n = shape[-1]
+    strides, wide, graph, as_is = [0, 0, 0], False, logits.requires_grad, True
+    for i, term in enumerate(terms):
+        if term is None:
+            continue
+        if type(term) is not Tensor or not term.is_cpu:  # the kernel reads its memory as it is
+            return None
+        if term.dtype is not dtype and (term.dtype is not torch.float32 or logits.itemsize > 2):
+            return None
+        if term.ndim != 1 or term.shape[0] != n:
+            if term.shape != shape:
+                return None
+            strides[i] = n
+        if term.is_neg() or term._is_zerotensor() or not has_storage(term):
+            return None
+        wide, graph = True, graph or term.requires_grad
+        as_is = as_is and term.is_contiguous() and term.itemsize > 2
+    if not wide:
+        return None
+    if as_is and not (graph and torch.is_grad_enabled()):
+        found = weighted.kernels("native").quick(logits, float(k), terms, strides, kind)
+    else:
+        found = weighted.project(logits, float(k), terms, None, 1.0, kind, "native")
+    return found.squeeze(-1).to(dtype) if kind == "nu" else found
 
 
 def _choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None, given: Wider) -> Impl:
