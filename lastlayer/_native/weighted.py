@@ -57,8 +57,8 @@ def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
 def quick(logits: Tensor, k: float, given: tuple[Tensor | None, ...], strides: list[int], kind: str) -> Tensor:
     """Return the projection of a common call that is not recorded, in as few steps as there can be.
 
-    Weights and bounds are contiguous, in the type that the library reads, and of the shape of a row with the stride 0, or
-    that of the logits. For the kind "nu" the result is in float64, ``(..., 1)``.
+    Weights and bounds are contiguous, in the type that the library reads, and of the shape of a row with the stride 0,
+    or that of the logits. For the kind "nu" the result is in float64, ``(..., 1)``.
     """
     dtype, size = logits.dtype, logits.numel()
     wide = dtype is torch.float64

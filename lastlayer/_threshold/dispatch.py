@@ -250,7 +250,7 @@ def batched(gradient: Tensor) -> bool:
 
 
 def shortest(
-    logits: Any, k: Any, dim: int, temperature: Any, mask: Tensor | None, shard: ClassShard | None, impl: Impl
+    logits: Any, k: Any, dim: Any, temperature: Any, mask: Tensor | None, shard: ClassShard | None, impl: Impl
 ) -> Impl | None:
     """Return which kernel takes the common call, on which nothing is to be changed, checked further or watched."""
     if not (mask is None and shard is None and dim == -1 and impl == "auto" and ordinary(logits, k, temperature)):

@@ -63,7 +63,7 @@ def project_wider(
     x, divisor = tempered(op, x, temperature, shard)
     chosen = _choose(op, impl, x, shard, given)
     if given.groups is not None or given.group_limit is not None:
-        out = _with_groups(op, kind, scores(x.double(), allowed, divisor), k, given, shard)
+        out = _with_groups(op, kind, x, k, given, allowed, divisor, shard, chosen)
     else:
         out = _with_weights(op, kind, x, k, given, allowed, divisor, logits.ndim - 1 - place, shard, chosen, impl)
     out = out.to(logits.dtype)
@@ -105,6 +105,7 @@ def _by_short_way(
         as_is = as_is and term.is_contiguous() and term.itemsize > 2
     if not wide:
         return None
+    found: Tensor
     if as_is and not (graph and torch.is_grad_enabled()):
         found = weighted.kernels("native").quick(logits, float(k), terms, strides, kind)
     else:
@@ -113,12 +114,13 @@ def _by_short_way(
 
 
 def _choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None, given: Wider) -> Impl:
-    """Return the implementation; groups have a plain one only."""
+    """Return the implementation; groups have no kernel on a GPU."""
     if given.groups is None and given.group_limit is None:
         return choose(op, impl, x, shard)
-    if impl not in ("auto", "torch"):
-        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: groups are plain torch. Use `impl="auto"`.')
-    return "torch"
+    if impl == "triton":
+        raise RuntimeError(f'{op}: `impl="triton"` cannot run here: groups have no GPU kernel. Use `impl="auto"`.')
+    chosen = choose(op, impl, x, shard)
+    return "native" if chosen == "native" else "torch"
 
 
 def _with_weights(
@@ -172,7 +174,17 @@ def _with_weights(
     return weighted.result(terms, nu, kind)
 
 
-def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: ClassShard | None) -> Tensor:
+def _with_groups(
+    op: str,
+    kind: str,
+    x: Tensor,
+    k: Any,
+    given: Wider,
+    mask: Tensor | None,
+    temperature: float,
+    shard: ClassShard | None,
+    impl: Impl,
+) -> Tensor:
     if kind != "y":
         raise ValueError(f"{op}: `groups` must be None, got a tensor. Only `lml` takes groups.")
     if given.groups is None or given.group_limit is None:
@@ -184,7 +196,8 @@ def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: Cla
         raise ValueError(f"{op}: `groups` cannot be combined with `shard`. Gather the classes first.")
     if not isinstance(k, Tensor):
         _check.cardinality_of_all(op, k, x.shape[-1], x.shape[-1])
-    return grouped(op, x, _size(op, k, x, kind), given.groups, given.group_limit)
+    size = _size(op, k, x, kind)
+    return grouped(op, x, k, size, given.groups, given.group_limit, mask, temperature, impl)
 
 
 def _size(op: str, k: Any, x: Tensor, kind: str) -> Tensor:
