@@ -208,6 +208,8 @@ struct grouped_space {
     struct space row;
 };
 
+enum { BOUND = 1, BOUND_LAST }; /* a group, and one that is among the others still */
+
 #define GROUP_SLACK 1e-6 /* of k: how far it may be above the limits, which as float32 do not add up exactly */
 
 /* ---- One copy of lml_rows.h for each type and instruction set. ---- */
