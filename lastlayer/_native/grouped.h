@@ -79,7 +79,7 @@ FN int64_t NAME(grouped_free)(const struct grouped *call, uint8_t *bound, const 
     return to;
 }
 
-/* Bind the groups whose sums are above their limits; returns what these add up to. */
+/* Bind the groups whose sums are above their limits, which are added to `taken`; whether there were any. */
 FN int NAME(grouped_bind)(const struct grouped *call, const double *y, const double *limit, const double *size,
                           uint8_t *bound, double *taken) {
     int found = 0;
