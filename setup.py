@@ -75,6 +75,7 @@ setup(
             "weighted_rows",
             "weighted_after",
             "weighted_band",
+            "grouped",
             "fused_rows",
             "select",
             more=("fused",),

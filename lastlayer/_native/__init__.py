@@ -56,6 +56,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             return None, f"{path.name} is of another version; install the package again"
         for run in (library.lastlayer_run, library.lastlayer_run_weighted):
             run.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
+        library.lastlayer_run_grouped.argtypes = (ctypes.c_char_p,)
         library.lastlayer_run_fused.argtypes = (ctypes.c_char_p,)
         pointer, whole = ctypes.c_void_p, ctypes.c_int
         types = (pointer, ctypes.c_double, pointer, ctypes.c_int64, whole, whole)

@@ -192,6 +192,26 @@ static int take_step(const struct sums *m, double k, double at, double *lo, doub
 
 #include "weighted.h"
 
+/* A call with limits on groups: what ctypes hands over, for scores in double. */
+struct grouped {
+    int64_t rows, n, groups;
+    const double *x, *k, *limit;
+    int64_t limit_stride;          /* 0 where all rows have the same */
+    const int64_t *order, *first;  /* the classes group by group, and where each group begins, with the end */
+    double *out, *center, *delta;  /* y, and the thresholds of bound groups and of all other classes, groups + 1 per row */
+    uint8_t *bound;
+    int64_t threads;
+};
+
+struct grouped_space {
+    double *sorted, *free, *y, *size;
+    struct space row;
+};
+
+enum { BOUND = 1, BOUND_LAST }; /* a group, and one that is among the others still */
+
+#define GROUP_SLACK 1e-6 /* of k: how far it may be above the limits, which as float32 do not add up exactly */
+
 /* ---- One copy of lml_rows.h for each type and instruction set. ---- */
 
 #define JOIN(x, type, isa) x##_##type##_##isa
@@ -471,9 +491,20 @@ static void weighted_part(void *job, int64_t part, int slot) {
         j->work(j->call, i, (int)(last - i < j->group ? last - i : j->group), j->spaces + slot);
 }
 
-/* Run a call; 0, or 1 where there is no memory. */
+static int run_weighted(const struct weighted *call, int type, int backward);
+
+/* Run a call; 0, or 1 where there is no memory. nu is dropped where there is no place for it. */
 EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int backward) {
     if (call->rows == 0) return 0;
+    if (call->nu) return run_weighted(call, type, backward);
+    struct weighted own = *call;
+    own.nu = malloc((size_t)call->rows * sizeof *own.nu);
+    int problem = own.nu ? run_weighted(&own, type, backward) : 1;
+    free(own.nu);
+    return problem;
+}
+
+static int run_weighted(const struct weighted *call, int type, int backward) {
     int64_t n = call->n, threads = call->threads > POOL_MAX ? POOL_MAX : call->threads;
     if (threads < 1 || call->rows * n < SERIAL_BELOW) threads = 1;
     if (threads > call->rows) threads = call->rows;
@@ -520,6 +551,65 @@ EXPORT int lastlayer_run_weighted(const struct weighted *call, int type, int bac
     if (grain < more) grain = more;
     struct weighted_job job = {call, call->half ? weighted_half_works[isa] : work, space, grain, group};
     pool_run(weighted_part, &job, (call->rows + grain - 1) / grain, (int)threads);
+    free(memory);
+    free(space);
+    return 0;
+}
+
+/* ---- Rows with limits on groups. ---- */
+
+typedef void (*grouped_work)(const struct grouped *, int64_t, struct grouped_space *);
+
+static const grouped_work grouped_works[3] = {
+    grouped_row_f64_baseline,
+#if DISPATCH
+    grouped_row_f64_avx2,
+    grouped_row_f64_avx512,
+#endif
+};
+
+EXPORT int lastlayer_grouped_size(void) { return (int)sizeof(struct grouped); }
+
+struct grouped_job {
+    const struct grouped *call;
+    grouped_work work;
+    struct grouped_space *spaces;
+    int64_t grain;
+};
+
+static void grouped_part(void *job, int64_t part, int slot) {
+    const struct grouped_job *j = job;
+    int64_t first = part * j->grain, last = first + j->grain;
+    if (last > j->call->rows) last = j->call->rows;
+    for (int64_t i = first; i < last; i++) j->work(j->call, i, j->spaces + slot);
+}
+
+/* Run a call; 0, or 1 where there is no memory. */
+EXPORT int lastlayer_run_grouped(const struct grouped *call) {
+    int64_t n = call->n, threads = call->threads > POOL_MAX ? POOL_MAX : call->threads;
+    if (call->rows == 0) return 0;
+    if (threads < 1 || call->rows * n < SERIAL_BELOW) threads = 1;
+    if (threads > call->rows) threads = call->rows;
+    size_t width = round_up(((size_t)n + 127) / 64 * 64 * sizeof(double)), groups = round_up((size_t)call->groups * 8);
+    size_t parts = round_up(((size_t)n / PART + 1) * sizeof(struct sums)), one = 5 * width + groups + parts;
+    char *memory = malloc(one * (size_t)threads + 64);
+    struct grouped_space *space = calloc((size_t)threads, sizeof *space);
+    if (!memory || !space) {
+        free(memory);
+        free(space);
+        return 1;
+    }
+    for (int64_t i = 0; i < threads; i++) {
+        char *at = (char *)(((uintptr_t)memory + 63) / 64 * 64) + one * (size_t)i;
+        struct grouped_space *s = space + i;
+        s->sorted = (double *)at, s->free = (double *)(at + width), s->y = (double *)(at + 2 * width);
+        s->row.e = at + 3 * width, s->row.workspace = (double *)(at + 4 * width);
+        s->size = (double *)(at + 5 * width), s->row.parts = (struct sums *)(at + 5 * width + groups);
+        s->row.threads = 1;
+    }
+    int64_t grain = POOL_GRAIN / (n + 1) + 1;
+    struct grouped_job job = {call, grouped_works[lastlayer_isa()], space, grain};
+    pool_run(grouped_part, &job, (call->rows + grain - 1) / grain, (int)threads);
     free(memory);
     free(space);
     return 0;

@@ -64,6 +64,7 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #include "weighted_rows.h"
 #include "weighted_after.h"
 #include "weighted_band.h"
+#include "grouped.h"
 #endif
 
 #undef TYPE

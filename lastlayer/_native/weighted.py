@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lastlayer._native import library
-from lastlayer._native.lml import _HALF, _NO_MEMORY, _read_mask
+from lastlayer._native.lml import _HALF, _NO_MEMORY, _THREADS, _read_mask
 from lastlayer._threshold.budget import Budget
 
 # ``struct weighted`` of `weighted.h`: rows, n, logits, k, k_stride, mask, mask_stride, temperature, at_most, threads,
@@ -52,6 +52,32 @@ def forward(budget: Budget, k: Tensor | float) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(given.x)
     _run(budget, given, k, out, nu, None, [None] * 4, backward=False)
     return out if out.dtype == logits.dtype else out.to(logits.dtype), nu
+
+
+def quick(logits: Tensor, k: float, given: tuple[Tensor | None, ...], strides: list[int], kind: str) -> Tensor:
+    """Return the projection of a common call that is not recorded, in as few steps as there can be.
+
+    Weights and bounds are contiguous, in the type that the library reads, and of the shape of a row with the stride 0,
+    or that of the logits. For the kind "nu" the result is in float64, ``(..., 1)``.
+    """
+    dtype, size = logits.dtype, logits.numel()
+    wide = dtype is torch.float64
+    if size == 0 or not (wide or _FUSED):
+        return forward(Budget(logits, given, None, 1.0, kind), k)[0]
+    x = logits if logits.is_contiguous() else logits.contiguous()
+    weight, lower, upper = given
+    n = x.shape[-1]
+    out = x.new_empty((*x.shape[:-1], 1), dtype=torch.float64) if kind == "nu" else torch.empty_like(x)
+    number = ctypes.c_double(k)
+    values, nu = (0, out.data_ptr()) if kind == "nu" else (out.data_ptr(), 0)
+    call = _CALL.pack(
+        size // n, n, x.data_ptr(), ctypes.addressof(number), 0, 0, 0, 1.0, kind == "at most", _THREADS(),
+        _KINDS[kind], 0 if weight is None else weight.data_ptr(), 0 if lower is None else lower.data_ptr(),
+        0 if upper is None else upper.data_ptr(), *strides, values, nu, 0, 0, 0, 0, 0, 0, _HALF.get(dtype, 0),
+    )  # fmt: skip
+    if _RUN(call, wide, False):
+        raise MemoryError(_NO_MEMORY)
+    return out
 
 
 def threshold(x: Tensor, weight: Tensor, lower: Tensor, upper: Tensor, k: Tensor) -> Tensor:

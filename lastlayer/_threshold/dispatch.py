@@ -32,7 +32,7 @@ WHOLE: dict[str, Callable[..., Tensor]] = {}  # functions that the compiler may 
 # By name, since the shortest calls notice the way through modules.
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _interpreters: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-_has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
@@ -250,14 +250,14 @@ def batched(gradient: Tensor) -> bool:
 
 
 def shortest(
-    logits: Any, k: Any, dim: int, temperature: Any, mask: Tensor | None, shard: ClassShard | None, impl: Impl
+    logits: Any, k: Any, dim: Any, temperature: Any, mask: Tensor | None, shard: ClassShard | None, impl: Impl
 ) -> Impl | None:
     """Return which kernel takes the common call, on which nothing is to be changed, checked further or watched."""
     if not (mask is None and shard is None and dim == -1 and impl == "auto" and ordinary(logits, k, temperature)):
         return None
     if _dispatch_modes() or _interpreters() is not None or forward_ad._current_level >= 0:
         return None
-    if logits.is_neg() or logits._is_zerotensor() or not _has_storage(logits):
+    if logits.is_neg() or logits._is_zerotensor() or not has_storage(logits):
         return None
     return "native" if logits.is_cpu else "triton"
 
@@ -272,7 +272,7 @@ def unwatched(value: Any) -> bool:
         or forward_ad._current_level >= 0
         or value.is_neg()
         or value._is_zerotensor()
-        or not _has_storage(value)
+        or not has_storage(value)
     )
 
 

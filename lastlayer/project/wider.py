@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._threshold.dispatch import Impl, choose, direct, ordinary, tempered, transformed
+from lastlayer._threshold.dispatch import Impl, choose, direct, has_storage, shortest, tempered, transformed
 from lastlayer._threshold.search import scores
 from lastlayer.project import weighted
 from lastlayer.project.groups import grouped
@@ -48,12 +48,10 @@ def project_wider(
     impl: Impl,
 ) -> Tensor:
     """Return the projection `kind` ("y", "log", "nu" or "at most"); `function` is the ordinary one of that kind."""
-    if mask is None and shard is None and dim == -1 and impl == "auto" and given.groups is given.group_limit is None:
-        terms: tuple[Any, ...] = given[:3]
-        checked = kind != "log" or given.lower is None
-        if checked and _common(logits, k, temperature, terms):
-            found = weighted.project(logits, float(k), terms, None, 1.0, kind, "native")
-            return found.squeeze(-1).to(logits.dtype) if kind == "nu" else found
+    if given.groups is given.group_limit is None and (kind != "log" or given.lower is None):
+        out = _by_short_way(kind, logits, k, given[:3], dim, temperature, mask, shard, impl)
+        if out is not None:
+            return out
     if isinstance(dim, tuple | list):
         return _over_dimensions(op, kind, function, logits, k, given, dim, temperature, mask, shard, impl)
     logits, shard, wrap = unwrap(op, logits, shard, dim, k)
@@ -65,39 +63,64 @@ def project_wider(
     x, divisor = tempered(op, x, temperature, shard)
     chosen = _choose(op, impl, x, shard, given)
     if given.groups is not None or given.group_limit is not None:
-        out = _with_groups(op, kind, scores(x.double(), allowed, divisor), k, given, shard)
+        out = _with_groups(op, kind, x, k, given, allowed, divisor, shard, chosen)
     else:
         out = _with_weights(op, kind, x, k, given, allowed, divisor, logits.ndim - 1 - place, shard, chosen, impl)
     out = out.to(logits.dtype)
     return out if kind == "nu" else wrap(out.movedim(-1, place))
 
 
-def _common(logits: Any, k: Any, temperature: Any, terms: tuple[Any, ...]) -> bool:
-    """Whether this is the common call on a CPU: plain numbers and tensors, terms per class or per entry."""
-    if not ordinary(logits, 0, temperature) or not logits.is_cpu:
-        return False
-    if not (type(k) is int or type(k) is float) or not math.isfinite(k):
-        return False
-    wide = False
-    for term in terms:
-        if term is not None:
-            if type(term) is not Tensor or not term.is_cpu:  # the kernel reads its memory as it is
-                return False
-            if term.shape != logits.shape[-1:] and term.shape != logits.shape:
-                return False
-            if term.dtype != logits.dtype and (term.dtype != torch.float32 or logits.itemsize > 2):
-                return False
-            wide = True
-    return wide and direct(logits, *terms) and not transformed()
+def _by_short_way(
+    kind: str,
+    logits: Tensor,
+    k: Any,
+    terms: tuple[Any, ...],
+    dim: Dim,
+    temperature: Any,
+    mask: Tensor | None,
+    shard: ClassShard | None,
+    impl: Impl,
+) -> Tensor | None:
+    """Return the result of the common call on a CPU: plain numbers and tensors, terms per class or per entry."""
+    kernel = shortest(logits, 0, dim, temperature, mask, shard, impl)
+    if kernel != "native" or not (type(k) is int or type(k) is float) or not math.isfinite(k):
+        return None
+    shape, dtype = logits.shape, logits.dtype
+    n = shape[-1]
+    strides, wide, graph, as_is = [0, 0, 0], False, logits.requires_grad, True
+    for i, term in enumerate(terms):
+        if term is None:
+            continue
+        if type(term) is not Tensor or not term.is_cpu:  # the kernel reads its memory as it is
+            return None
+        if term.dtype is not dtype and (term.dtype is not torch.float32 or logits.itemsize > 2):
+            return None
+        if term.ndim != 1 or term.shape[0] != n:
+            if term.shape != shape:
+                return None
+            strides[i] = n
+        if term.is_neg() or term._is_zerotensor() or not has_storage(term):
+            return None
+        wide, graph = True, graph or term.requires_grad
+        as_is = as_is and term.is_contiguous() and term.itemsize > 2
+    if not wide:
+        return None
+    found: Tensor
+    if as_is and not (graph and torch.is_grad_enabled()):
+        found = weighted.kernels("native").quick(logits, float(k), terms, strides, kind)
+    else:
+        found = weighted.project(logits, float(k), terms, None, 1.0, kind, "native")
+    return found.squeeze(-1).to(dtype) if kind == "nu" else found
 
 
 def _choose(op: str, impl: Impl, x: Tensor, shard: ClassShard | None, given: Wider) -> Impl:
-    """Return the implementation; groups have a plain one only."""
+    """Return the implementation; groups have no kernel on a GPU."""
     if given.groups is None and given.group_limit is None:
         return choose(op, impl, x, shard)
-    if impl not in ("auto", "torch"):
-        raise RuntimeError(f'{op}: `impl="{impl}"` cannot run here: groups are plain torch. Use `impl="auto"`.')
-    return "torch"
+    if impl == "triton":
+        raise RuntimeError(f'{op}: `impl="triton"` cannot run here: groups have no GPU kernel. Use `impl="auto"`.')
+    chosen = choose(op, impl, x, shard)
+    return "native" if chosen == "native" else "torch"
 
 
 def _with_weights(
@@ -151,7 +174,17 @@ def _with_weights(
     return weighted.result(terms, nu, kind)
 
 
-def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: ClassShard | None) -> Tensor:
+def _with_groups(
+    op: str,
+    kind: str,
+    x: Tensor,
+    k: Any,
+    given: Wider,
+    mask: Tensor | None,
+    temperature: float,
+    shard: ClassShard | None,
+    impl: Impl,
+) -> Tensor:
     if kind != "y":
         raise ValueError(f"{op}: `groups` must be None, got a tensor. Only `lml` takes groups.")
     if given.groups is None or given.group_limit is None:
@@ -163,7 +196,8 @@ def _with_groups(op: str, kind: str, x: Tensor, k: Any, given: Wider, shard: Cla
         raise ValueError(f"{op}: `groups` cannot be combined with `shard`. Gather the classes first.")
     if not isinstance(k, Tensor):
         _check.cardinality_of_all(op, k, x.shape[-1], x.shape[-1])
-    return grouped(op, x, _size(op, k, x, kind), given.groups, given.group_limit)
+    size = _size(op, k, x, kind)
+    return grouped(op, x, k, size, given.groups, given.group_limit, mask, temperature, impl)
 
 
 def _size(op: str, k: Any, x: Tensor, kind: str) -> Tensor:

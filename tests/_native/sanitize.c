@@ -212,6 +212,34 @@ static int check_weighted(int type, int64_t rows, int64_t n, int shared, int wit
     return bad;
 }
 
+/* Rows with limits on groups of different sizes, some of which are empty: each sum is k, or the row is nan. */
+static int check_grouped(int64_t rows, int64_t n, int64_t groups) {
+    size_t size = (size_t)(rows * n), cells = (size_t)(rows * (groups + 1));
+    double *x = malloc(size * 8 + 1), *out = malloc(size * 8 + 1), *k = malloc((size_t)rows * 8);
+    double *limit = malloc(cells * 8), *center = malloc(cells * 8), *delta = malloc(cells * 8);
+    int64_t *order = malloc((size_t)n * 8 + 1), *first = calloc((size_t)groups + 1, 8);
+    uint8_t *bound = malloc(cells);
+    for (size_t i = 0; i < size; i++) x[i] = score((int)(i / (size_t)n % 8), (int64_t)i % n);
+    for (int64_t i = 0; i < n; i++) order[i] = n - 1 - i;
+    for (int64_t g = 1; g < groups; g++) first[g] = fmin(n, first[g - 1] + (g % 3) * n / groups);
+    first[groups] = n;
+    for (int64_t i = 0; i < rows; i++) k[i] = 0.2 * (double)n * uniform();
+    for (size_t i = 0; i < cells; i++) limit[i] = 0.7 * (double)n / (double)groups * uniform();
+    struct grouped call = {rows, n, groups, x, k, limit, groups, order, first, out, center, delta, bound, 2};
+    int bad = 0;
+    for (; call.limit_stride >= 0; call.limit_stride -= groups) {
+        bad += lastlayer_run_grouped(&call);
+        for (int64_t i = 0; i < rows; i++) {
+            double sum = 0;
+            for (int64_t j = 0; j < n; j++) sum += out[i * n + j];
+            bad += fabs(sum - k[i]) > 2e-6 * (1 + k[i]);
+        }
+    }
+    free(x), free(out), free(k), free(limit), free(center), free(delta), free(order), free(first), free(bound);
+    if (bad) printf("groups, %d rows of %d in %d: %d wrong\n", (int)rows, (int)n, (int)groups, bad);
+    return bad;
+}
+
 int main(void) {
     int bad = 0;
     int64_t sizes[] = {0, 1, 2, 3, 16, 17, 65, 100, 129, 201, 513, 1000, 2048, 2049};
@@ -223,6 +251,7 @@ int main(void) {
                     bad += check(type, 64, sizes[i], 2, form, form ? 0.7 : 1);
                     for (int kind = 0; kind < 8 && sizes[i]; kind++)
                         bad += check_weighted(type, 61, sizes[i], kind % 2, form, kind / 2);
+                    if (type) bad += check_grouped(61, sizes[i], form ? 1 : 7);
                 }
             bad += check(type, 2, 70001, 2, 0, 1); /* rows split over threads */
         }

@@ -397,3 +397,16 @@ def test_a_row_does_not_depend_on_its_neighbours(n, per_row):
     torch.set_num_threads(1)
     assert torch.equal(again, ll.lml(long, size, impl="native", **terms))
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16])
+@pytest.mark.parametrize("function", [ll.lml, ll.lml_at_most, ll.log_lml, ll.lml_threshold])
+def test_the_short_way_gives_what_the_long_one_gives(isa, dtype, function):
+    for rows, n in ((1, 100), (40, 9), (0, 5), (3, 0), (1, 1)):
+        x, _, shared = problem(rows, n, "signs", dtype)
+        _, _, own = problem(rows, n, "signs", dtype, per_row=True)
+        for terms in (shared, own, {"weight": own["weight"].mT.contiguous().mT, "upper": shared["upper"].float()}):
+            given = {name: value for name, value in terms.items() if name != "lower" or function is not ll.log_lml}
+            for scores in (x, x[:, None].expand(rows, 2, n)[:, 1]):
+                short, long = (function(scores, 0.3 * n, impl=impl, **given) for impl in ("auto", "native"))
+                torch.testing.assert_close(short, long, rtol=0, atol=0, equal_nan=True)

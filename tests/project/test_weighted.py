@@ -493,7 +493,7 @@ def test_masked_and_free_classes():
         ({"weight": torch.ones(7), "dim": (0, 1)}, ValueError, r"`weight` must broadcast to the shape \(2, 4\), got"),
         ({"weight": 1.0, "temperature": torch.ones(3)}, ValueError, r"`temperature` must broadcast to .* \(2,\), got"),
         (
-            {"groups": torch.zeros(4, dtype=torch.long), "group_limit": 1, "impl": "native"},
+            {"groups": torch.zeros(4, dtype=torch.long), "group_limit": 1, "impl": "triton"},
             RuntimeError,
             "cannot run here",
         ),
