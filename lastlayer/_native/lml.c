@@ -17,7 +17,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { KIND_Y, KIND_LOG, KIND_NU };
+enum { KIND_Y, KIND_LOG, KIND_NU, KIND_AT_MOST };
 enum { HALF_NONE, HALF_BFLOAT16, HALF_FLOAT16 };
 enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, solved, solved in logarithms */
 
@@ -189,6 +189,9 @@ static int take_step(const struct sums *m, double k, double at, double *lo, doub
     if (!(at + *step >= *lo && at + *step <= *hi)) *step = (*lo + *hi) / 2 - at;
     return OPEN;
 }
+
+/* Whether the sum at a nu of at least 0 is below k by more than rounding: then so is the sum of the sigmoids. */
+static int unreached(double nu, double sum, double k, double eps) { return nu >= 0 && sum * (1 + 256 * eps) < k; }
 
 #include "weighted.h"
 

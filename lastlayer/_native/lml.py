@@ -19,7 +19,7 @@ _RUN = library().lastlayer_run  # this module is imported where there is a libra
 _SCALE = library().lastlayer_scale_to_half
 _PACK, _ADDRESS, _THREADS = CALL.pack, ctypes.addressof, torch.get_num_threads
 _NO_MEMORY = "lastlayer: no memory for the rows that are being worked on."
-_KINDS = {"y": 0, "log": 1, "nu": 2}
+_KINDS = {"y": 0, "log": 1, "nu": 2, "at most": 3}
 _HALF = {torch.bfloat16: 1, torch.float16: 2}
 _FORWARD, _BACKWARD, _LOSS_FORWARD, _LOSS_BACKWARD = range(4)
 _DENSE = {
@@ -65,28 +65,32 @@ def backward(
 
 
 def probabilities(
-    logits: Tensor, k: float, mask: Tensor | None, temperature: float, record: bool
+    logits: Tensor, k: float | Tensor, mask: Tensor | None, temperature: float, record: bool, kind: str = "y"
 ) -> tuple[Tensor, Tensor | None]:
-    """Return y for one `k`, and with `record` what the backward pass needs: center and delta, ``(2, rows)``."""
+    """Return y, and with `record` what the backward pass needs: center and delta, ``(2, rows)``.
+
+    `k` is one number, or a tensor of the work dtype. The kind is "y", or "at most": then delta is below center where
+    the budget is reached, and both are 0 where it is not.
+    """
     x = logits if logits.is_contiguous() else logits.contiguous()
     out = torch.empty_like(x)
     if not record:
-        _run_short(_FORWARD, x, mask, temperature, k, out, None, None)
+        _run_short(_FORWARD, x, mask, temperature, k, out, None, None, kind)
         return out, None
     work = torch.float64 if x.dtype is torch.float64 else torch.float32
     rows = x.new_empty((2, *x.shape[:-1]), dtype=work)
-    _run_short(_FORWARD, x, mask, temperature, k, out, rows, None)
+    _run_short(_FORWARD, x, mask, temperature, k, out, rows, None, kind)
     return out, rows
 
 
 def probabilities_backward(
-    logits: Tensor, mask: Tensor | None, temperature: float, rows: Tensor, grad: Tensor
+    logits: Tensor, mask: Tensor | None, temperature: float, rows: Tensor, grad: Tensor, kind: str = "y"
 ) -> Tensor:
     """Return the gradient of the logits."""
     x = logits if logits.is_contiguous() else logits.contiguous()
     grad = grad if grad.dtype == x.dtype and grad.is_contiguous() else grad.to(x.dtype).contiguous()
     out = torch.empty_like(x)
-    _run_short(_BACKWARD, x, mask, temperature, 0.0, out, rows, grad)
+    _run_short(_BACKWARD, x, mask, temperature, 0.0, out, rows, grad, kind)
     return out
 
 
@@ -282,24 +286,30 @@ def _run_short(
     x: Tensor,
     mask: Tensor | None,
     temperature: float,
-    k: float,
+    k: float | Tensor,
     out: Tensor,
     rows: Tensor | None,
     grad: Tensor | None,
+    kind: str,
 ) -> None:
-    """Run the common call: y for one number k, or its gradient."""
+    """Run the common call: y, or its gradient."""
     n, dtype, size, mask_stride = x.shape[-1], x.dtype, x.numel(), 0
     double = dtype is torch.float64
     if size == 0:
         return
     if mask is not None:
         mask, mask_stride = _read_mask(mask, n)
-    number = ctypes.c_double(k) if double else ctypes.c_float(k)
+    if isinstance(k, Tensor):
+        k = k.contiguous()
+        k_address, k_stride = k.data_ptr(), 1
+    else:
+        number = ctypes.c_double(k) if double else ctypes.c_float(k)
+        k_address, k_stride = _ADDRESS(number), 0
     count = size // n
     center = 0 if rows is None else rows.data_ptr()
     call = _PACK(
-        count, n, x.data_ptr(), _ADDRESS(number), 0, 0 if mask is None else mask.data_ptr(), mask_stride,
-        temperature, 0, _THREADS(), out.data_ptr(), center, center and center + (count << 2 + double),
+        count, n, x.data_ptr(), k_address, k_stride, 0 if mask is None else mask.data_ptr(), mask_stride,
+        temperature, _KINDS[kind], _THREADS(), out.data_ptr(), center, center and center + (count << 2 + double),
         0 if grad is None else grad.data_ptr(), 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0,
         _HALF.get(dtype, 0),
     )  # fmt: skip

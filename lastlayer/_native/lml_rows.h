@@ -33,6 +33,7 @@ typedef struct {
     REAL temperature, pivot;
     REAL c, s, t, scale, shift, rho, rest, weight; /* rest = 1 - rho */
     int kind, threads;
+    int at_most; /* k is the largest sum, and nu no more than 0 */
     struct sums *parts;
     /* The search. nu is kept as a distance `at` from -c, and its bounds with it: far from 0 a sum would lose digits. */
     int state, passes;
@@ -566,6 +567,7 @@ FN void NAME(begin)(NAME(row) * row, double k, struct start *start) {
         k -= row->top = m.square;
         if (m.above > 0) k = NAN;
     }
+    if (row->at_most && k > n) k = n;
     row->k = k;
     row->state = DEGENERATE;
     row->t = (REAL)(k == 0 ? -INFINITY : k == n ? INFINITY : NAN);
@@ -610,6 +612,11 @@ FN void NAME(split)(NAME(row) * row, double c, double t) {
     row->t = (REAL)(((double)row->c - c) + t);
 }
 
+/* Where the budget is not reached nu is 0: then y follows from the scores alone. */
+INLINE void NAME(loosen)(NAME(row) * row) {
+    if (row->at_most && row->t >= row->c) row->state = HARD, row->c = row->t = 0;
+}
+
 /* After CLOSE, `e` and `s` are set, so that y = 1 / (1 + e s): the last step of the search enters through `s`, and the
    sums are right at the points returned, to rounding. `sum_h` is of the last pass, moved to the solution, or nan where
    the last step was too long for that. After HARD the search in logarithms gives c and t alone. */
@@ -634,9 +641,14 @@ FN void NAME(solve)(NAME(row) * row, double k, struct space *space) {
     NAME(begin)(row, k, &space->start);
     while (row->state == OPEN) {
         NAME(look)(row);
+        if (row->at_most && unreached(row->at - (double)row->c, row->m.f + row->m.above, row->k + row->top, EPS)) {
+            row->state = DEGENERATE, row->t = INFINITE;
+            break;
+        }
         NAME(move)(row);
     }
     NAME(finish)(row, space->workspace);
+    NAME(loosen)(row);
 }
 
 /* ---- Calls: each works on `count` rows from `index` on. ---- */
@@ -654,7 +666,8 @@ FN void NAME(load)(NAME(row) * row, const struct call *call, int64_t index, stru
     row->threads = space->threads;
     row->rho = (REAL)call->observed;
     row->rest = (REAL)(1 - call->observed);
-    row->kind = call->kind;
+    row->at_most = call->kind == KIND_AT_MOST;
+    row->kind = row->at_most ? KIND_Y : call->kind;
     NAME(prepare)(row);
 }
 
@@ -671,7 +684,7 @@ FN void NAME(write)(const struct call *call, NAME(row) * row, int64_t index) {
     if (row->state == DEGENERATE) {
         for (int64_t i = 0; i < row->n; i++) {
             REAL y = row->x[i] == INFINITE ? 1 : row->x[i] == -INFINITE ? 0 : row->t > 0;
-            y = call->kind == KIND_Y ? y : y > 0 ? R(0.0) : -INFINITE;
+            y = row->kind == KIND_Y ? y : y > 0 ? R(0.0) : -INFINITE;
             row->out[i] = row->t != row->t ? row->t : y;
         }
         return;
@@ -747,11 +760,12 @@ FN void NAME(backward_row)(const struct call *call, int64_t index, struct space 
         return;
     }
     struct sums m = NAME(pass)(&row, NAME(weigh_part));
-    if (!(m.a > SMALLEST_SUM)) {
+    int loose = row.at_most && row.t >= row.c;
+    if (!loose && !(m.a > SMALLEST_SUM)) {
         *grad_k = (REAL)NAME(backward_hard)(&row, given);
         return;
     }
-    double total = (m.b + given) / m.a;
+    double total = loose ? 0 : (m.b + given) / m.a;
     row.scale = (REAL)(1 / (double)row.temperature);
     row.shift = (REAL)total;
     *grad_k = (REAL)total;

@@ -13,6 +13,7 @@
 /* What a row of the tile is about, an array for each number. */
 typedef struct {
     int64_t n;
+    int at_most;          /* k is the largest sum */
     VEC *x, *e;           /* class by class */
     VEC pivot, c, s;      /* y = 1 / (1 + e s), e = exp(c - x) */
     int state[LANES];     /* CLOSE if it was solved here */
@@ -208,6 +209,10 @@ FN int NAME(tile_move)(NAME(tile) * tile, int plain, int mass) {
     }
     for (int i = 0; i < LANES; i++) {
         if (tile->state[i] != OPEN) continue;
+        if (tile->at_most && unreached(tile->at[i] - (double)tile->c[i], tile->f[i] + tile->above[i], tile->k[i], EPS)) {
+            tile->state[i] = CLOSE; /* here, or above it: not below 0 */
+            continue;
+        }
         double r = fabs(tile->r[i]), t = fabs(tile->step[i]), sum_h = tile->a[i] + tile->b[i];
         if (plain && !(sum_h > tile->f[i] / 4)) {
             tile->step[i] = 0;
@@ -234,6 +239,7 @@ FN void NAME(tile_solve)(NAME(tile) * tile, const struct call *call, int64_t ind
                          int mass) {
     const REAL *rows[LANES];
     tile->n = call->n;
+    tile->at_most = call->kind == KIND_AT_MOST;
     tile->x = (VEC *)space->copy;
     tile->e = (VEC *)space->e;
     for (int i = 0; i < LANES; i++) {
@@ -272,17 +278,23 @@ FN void NAME(forward_tile)(const struct call *call, int64_t index, int count, st
     NAME(tile) tile;
     REAL *out[LANES] = {0};
     NAME(tile_solve)(&tile, call, index, count, space, 0);
-    for (int i = 0; i < count; i++)
-        if (tile.state[i] == CLOSE) out[i] = (REAL *)call->out + (index + i) * call->n;
-    if (call->kind == KIND_Y) NAME(tile_write)(&tile, out);
     double c[LANES], t[LANES];
     NAME(tile_split)(&tile, c, t);
+    int alone[LANES], some = 0; /* alone: a row is written from its scores */
+    for (int i = 0; i < count; i++) {
+        alone[i] = call->kind == KIND_LOG || (call->kind == KIND_AT_MOST && t[i] >= c[i]);
+        if (tile.state[i] != CLOSE || alone[i] || call->kind == KIND_NU) continue;
+        out[i] = (REAL *)call->out + (index + i) * call->n;
+        some = 1;
+    }
+    if (some) NAME(tile_write)(&tile, out);
     for (int i = 0; i < count; i++) {
         if (tile.state[i] != CLOSE) {
             NAME(forward_rows)(call, index + i, 1, space);
-        } else if (call->kind == KIND_LOG) {
+        } else if (alone[i]) {
             NAME(row) row;
             NAME(row_of_lane)(&row, &tile, i, call, index + i, space);
+            NAME(loosen)(&row);
             NAME(write)(call, &row, index + i);
         } else if (call->center) {
             ((REAL *)call->center)[index + i] = (REAL)c[i];
