@@ -126,26 +126,15 @@ FN void NAME(write_none)(const struct fused *call, int64_t row, struct fused_spa
 /* ---- Sums over the classes of a row. ---- */
 
 /* The sum of A log(1 + exp(-x)) + B log(1 + exp(x)), with A and B linear in the shares: number[0] a + number[1] b and
-   number[2] a + number[3] b. With `first`, x is shifted by the row's two numbers. */
+   number[2] a + number[3] b. */
 FN void NAME(logistic)(const struct fused *call, int64_t row, struct fused_space *s) {
     REAL *restrict x = s->x, *restrict a = s->a, *restrict b = s->b, *restrict g = s->g;
     REAL aa = (REAL)call->number[0], ab = (REAL)call->number[1], ba = (REAL)call->number[2], bb = (REAL)call->number[3];
     double loss = 0;
-    int live = 0, lost = NAME(read)(call, row, s);
+    int live = 0;
+    NAME(read)(call, row, s);
     EACH_PIECE(at, call->n) live |= NAME(some)(a + at) | NAME(some)(b + at);
     NAME(weigh)(call, row, s);
-    if (call->first) {
-        REAL center = call->first[row * call->step], delta = call->second[row * call->step];
-        int labels = lost;
-        EACH_PIECE(at, call->n) labels |= NAME(some)(a + at);
-        if (delta == NOTHING && !labels) { /* no class is taken, and none wanted */
-            NAME(write_none)(call, row, s, live);
-            return;
-        }
-        if (lost) s->odd = 1; /* an infinite loss */
-        if (!(NAME(finite)(center) && NAME(finite)(delta))) s->odd = 1;
-        for (int64_t i = 0; i < call->n; i++) x[i] = (x[i] - center) + delta;
-    }
     EACH_PIECE(at, call->n) {
         double sum = 0;
         PRAGMA(omp simd reduction(+ : sum))

@@ -19,7 +19,7 @@ _RUN = library().lastlayer_run  # this module is imported where there is a libra
 _SCALE = library().lastlayer_scale_to_half
 _PACK, _ADDRESS, _THREADS = CALL.pack, ctypes.addressof, torch.get_num_threads
 _NO_MEMORY = "lastlayer: no memory for the rows that are being worked on."
-_KINDS = {"y": 0, "log": 1, "nu": 2, "at most": 3}
+_KINDS = {"y": 0, "log": 1, "nu": 2, "at most": 3, "fenchel young": 4}
 _HALF = {torch.bfloat16: 1, torch.float16: 2}
 _FORWARD, _BACKWARD, _LOSS_FORWARD, _LOSS_BACKWARD = range(4)
 _DENSE = {
@@ -167,6 +167,41 @@ def reduced_loss(
         _LOSS_FORWARD, x, k, mask, temperature, observed, index, dense, None, None, None, None, total, mean, slope, over
     )
     return total, slope, over.value
+
+
+def fenchel_young_loss(
+    x: Tensor, k: Tensor | float | None, mask: Tensor | None, index: Tensor | None, dense: Tensor | None, gradient: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Return one loss per row and its gradient; None where a row is out of the ordinary, which plain torch must take.
+
+    The scores are float32 or float64. Without `k` each row has its number of labels.
+    """
+    x = x.contiguous()
+    loss, slope = x.new_empty(x.shape[:-1]), torch.empty_like(x) if gradient else None
+    n, double = x.shape[-1], x.dtype is torch.float64
+    mask_stride = k_address = k_stride = labels = dense_type = 0
+    if mask is not None:
+        mask, mask_stride = _read_mask(mask, n)
+    if isinstance(k, Tensor):
+        k = k.contiguous()
+        k_address, k_stride = k.data_ptr(), 1
+    elif k is not None:
+        number = ctypes.c_double(k) if double else ctypes.c_float(k)
+        k_address = _ADDRESS(number)
+    if index is not None:
+        labels, index = index.shape[-1], index.contiguous()
+    if dense is not None:
+        dense, dense_type = _read_dense(dense)
+    call = _PACK(
+        loss.numel(), n, x.data_ptr(), k_address, k_stride, 0 if mask is None else mask.data_ptr(), mask_stride, 1.0,
+        _KINDS["fenchel young"], _THREADS(), loss.data_ptr(), 0, 0, 0, 0, 0, 1.0,
+        0 if index is None else index.data_ptr(), labels, 0 if dense is None else dense.data_ptr(), dense_type, 0, 0,
+        0, 0, 0, 0 if slope is None else slope.data_ptr(), 0, 1.0, 0,
+    )  # fmt: skip
+    problem = _RUN(call, double, _LOSS_FORWARD)
+    if problem == 1:
+        raise MemoryError(_NO_MEMORY)
+    return None if problem else (loss, loss if slope is None else slope)
 
 
 def scaled_to_half(slope: Tensor, factor: float, dtype: torch.dtype) -> Tensor:

@@ -406,6 +406,18 @@ FN void NAME(loss_store_part)(NAME(row) * row, int64_t first, int64_t last, stru
     *sums = (struct sums){.b = b, .f = f};
 }
 
+/* The same for rho = 1, whose terms are those of the Fenchel-Young loss, with dz to `out`. */
+FN void NAME(young_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    const REAL *restrict label = row->label;
+    REAL *restrict out = row->out;
+    REAL c = row->c, t = row->t;
+    const REAL rho = 1, rest = 0;
+    double b = 0, f = 0;
+    SUM_LOSS(out[i] = d;)
+    *sums = (struct sums){.b = b, .f = f};
+}
+
 /* From these (dz - h weight) scale. */
 FN void NAME(loss_stored_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict h = row->h;
@@ -950,7 +962,73 @@ FN void NAME(write_slope)(const struct call *call, NAME(row) * row, int64_t inde
     }
 }
 
+/* ---- The Fenchel-Young loss: the terms of rho = 1, and (labels - k) nu; its gradient is dz. ---- */
+
+/* The labels of a row, in `label`, with their sum, and the size k of its projection. `known` classes take part. */
+FN double NAME(young_size)(const struct call *call, int64_t index, REAL *label, double *labels, int64_t *known) {
+    double total = 0;
+    int64_t found = call->n;
+    if (call->index) {
+        const int64_t *list = call->index + index * call->m;
+        for (int64_t i = 0; i < call->m; i++) total += list[i] >= 0;
+        NAME(mark)(call, index, label, 1);
+    } else {
+        NAME(labels_of_row)(call, index, label);
+        found = 0;
+        PRAGMA(omp simd reduction(+ : total, found))
+        for (int64_t i = 0; i < call->n; i++) {
+            total += (double)(label[i] < 0 ? R(0.0) : label[i]);
+            found += !(label[i] < 0);
+        }
+    }
+    double k = call->k ? (double)((const REAL *)call->k)[index * call->k_stride] : total;
+    *labels = total, *known = found;
+    return k > (double)found ? (double)found : k;
+}
+
+/* The loss of a row that is solved, and its gradient, to `e` where nobody wants it. */
+FN void NAME(write_young)(const struct call *call, NAME(row) * row, int64_t index, double over, struct space *space) {
+    double loss = 0, d;
+    row->out = call->slope ? (REAL *)call->slope + index * row->n : (REAL *)space->e;
+    row->label = (const REAL *)space->label;
+    row->rho = 1, row->rest = 0;
+    if (row->state == DEGENERATE) { /* no class is taken, and none wanted; else plain torch takes the batch */
+        for (int64_t i = 0; i < row->n; i++) row->out[i] = 0;
+        if (!(row->t == -INFINITE && over == 0 && row->k == 0 && row->top == 0)) space->odd = 1;
+    } else if (row->state == CLOSE) {
+        loss = NAME(pass)(row, NAME(young_part)).f;
+    } else {
+        for (int64_t i = 0; i < row->n; i++) {
+            loss += NAME(loss_term)(row, i, row->label[i], &d);
+            row->out[i] = (REAL)d;
+        }
+    }
+    if (row->state != DEGENERATE) loss += over * ((double)row->t - (double)row->c);
+    if (!(fabs(loss) <= LARGEST)) space->odd = 1;
+    ((REAL *)call->out)[index] = (REAL)loss;
+}
+
+FN void NAME(young_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    REAL *label = (REAL *)space->label, *copy = (REAL *)space->copy;
+    for (int64_t i = index; i < index + count; i++) {
+        NAME(row) row;
+        double labels;
+        int64_t known;
+        NAME(load)(&row, call, i, space);
+        double k = NAME(young_size)(call, i, label, &labels, &known);
+        for (int64_t j = 0; j < row.n && known < row.n; j++) copy[j] = label[j] < 0 ? -INFINITE : row.x[j];
+        if (known < row.n) row.x = copy;
+        NAME(solve)(&row, k, space);
+        NAME(write_young)(call, &row, i, labels - k, space);
+        if (call->index) NAME(mark)(call, i, label, 0);
+    }
+}
+
 FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    if (call->kind == KIND_FENCHEL_YOUNG) {
+        NAME(young_rows)(call, index, count, space);
+        return;
+    }
     for (int i = 0; i < count; i++) {
         NAME(row) row;
         NAME(load)(&row, call, index + i, space);

@@ -234,6 +234,15 @@ FN int NAME(tile_move)(NAME(tile) * tile, int plain, int mass) {
     return open;
 }
 
+/* The size of a row of the Fenchel-Young loss; -1 if a class is left out, and the row to be solved alone. */
+FN double NAME(young_size_of_lane)(const struct call *call, int64_t index, struct space *space) {
+    double labels;
+    int64_t known;
+    double k = NAME(young_size)(call, index, (REAL *)space->label, &labels, &known);
+    if (call->index) NAME(mark)(call, index, (REAL *)space->label, 0);
+    return known < call->n ? -1 : k;
+}
+
 /* Solve `count` rows from `index` on. */
 FN void NAME(tile_solve)(NAME(tile) * tile, const struct call *call, int64_t index, int count, struct space *space,
                          int mass) {
@@ -245,7 +254,8 @@ FN void NAME(tile_solve)(NAME(tile) * tile, const struct call *call, int64_t ind
     for (int i = 0; i < LANES; i++) {
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
-        tile->k[i] = (double)((const REAL *)call->k)[row * call->k_stride];
+        tile->k[i] = call->kind == KIND_FENCHEL_YOUNG ? NAME(young_size_of_lane)(call, row, space)
+                                                      : (double)((const REAL *)call->k)[row * call->k_stride];
     }
     NAME(tile_load)(tile, rows, (REAL)call->temperature);
     NAME(tile_begin)(tile, &space->start);
@@ -375,8 +385,29 @@ FN void NAME(tile_listed)(NAME(tile) * tile, const struct call *call, int64_t in
     }
 }
 
+/* The Fenchel-Young loss of the rows of a tile. */
+FN void NAME(young_tile)(NAME(tile) * tile, const struct call *call, int64_t index, int count, struct space *space) {
+    for (int i = 0; i < count; i++) {
+        NAME(row) row;
+        double labels;
+        int64_t known;
+        if (tile->state[i] != CLOSE) continue;
+        NAME(row_of_lane)(&row, tile, i, call, index + i, space);
+        double k = NAME(young_size)(call, index + i, (REAL *)space->label, &labels, &known);
+        NAME(write_young)(call, &row, index + i, labels - k, space);
+        if (call->index) NAME(mark)(call, index + i, (REAL *)space->label, 0);
+    }
+    for (int i = 0; i < count; i++)
+        if (tile->state[i] != CLOSE) NAME(young_rows)(call, index + i, 1, space);
+}
+
 FN void NAME(loss_forward_tile)(const struct call *call, int64_t index, int count, struct space *space) {
     NAME(tile) tile;
+    if (call->kind == KIND_FENCHEL_YOUNG) {
+        NAME(tile_solve)(&tile, call, index, count, space, 0);
+        NAME(young_tile)(&tile, call, index, count, space);
+        return;
+    }
     int listed = call->index && call->observed == 0;
     NAME(tile_solve)(&tile, call, index, count, space, 1);
     if (listed) NAME(tile_listed)(&tile, call, index, count);

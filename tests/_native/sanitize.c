@@ -71,6 +71,17 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
         }
         bad += lastlayer_run(&call, type, BACKWARD);
     }
+    call.kind = KIND_Y;
+    for (int form = 0; form < 6; form++) { /* the Fenchel-Young loss: rows that are out of the ordinary are told */
+        struct call young = {.rows = rows, .n = n, .logits = logits, .k = form % 2 ? k : 0, .k_stride = 1, .temperature = 1};
+        young.kind = KIND_FENCHEL_YOUNG, young.mask = call.mask, young.mask_stride = n, young.threads = threads;
+        young.index = form < 2 ? list : 0, young.m = form < 2 ? 2 : 0;
+        young.dense = form < 2 ? 0 : form < 4 ? (void *)dense : (void *)soft;
+        young.dense_type = form < 4 ? DENSE_I8 : DENSE_F32, young.observed = 1, young.out = row[2];
+        bad += lastlayer_run(&young, type, LOSS_FORWARD) % 3 != 0;
+        young.slope = out;
+        bad += lastlayer_run(&young, type, LOSS_FORWARD) % 3 != 0;
+    }
     for (int form = 0; form < 3; form++)
         for (int step = 0; step < 3; step++) {
             call.index = form ? 0 : list, call.m = form ? 0 : 2;
