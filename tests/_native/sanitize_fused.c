@@ -50,7 +50,8 @@ static int check(int64_t rows, int64_t n, int style, int threads) {
             call.dense = form == 0 ? soft : 0, call.dense_type = DENSE_F32;
             call.index = form == 1 ? list : 0, call.m = 2;
             call.mask = form == 2 ? mask : 0, call.mask_stride = n;
-            call.each = up, call.each_stride = n, call.positive = form ? 0 : up, call.positive_stride = n;
+            call.each = up, call.each_stride = n, call.positive_stride = n;
+            call.positive = form && operation != MARGINALS_BACKWARD ? 0 : up;
             call.first = k, call.step = 1;
             double subset = (double)(n < 6 ? n : 5), numbers[6] = {1, 1, 0.05, 1, 0, 0};
             memcpy(call.number, numbers, sizeof numbers);
