@@ -37,8 +37,8 @@ struct fused {
     int dense_type, operation, threads, unused;
     const float *each, *positive; /* weights of classes, and of labels alone; in backward passes `each` is upstream */
     int64_t each_stride, positive_stride;
-    const float *first, *second; /* numbers of the rows */
-    int64_t step;                /* 0 where all rows have the same number */
+    const float *first; /* a number of each row */
+    int64_t step;       /* 0 where all rows have the same */
     double number[6];
     float *loss, *out, *extra; /* per row; per score, the gradient or the projection; per row, see the operations */
     uint8_t *counts;           /* whether a row counts in the mean */

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lastlayer._check import Labels
 from lastlayer._native import library
-from lastlayer._native.lml import _NO_MEMORY, _read_dense, _read_mask
+from lastlayer._native.lml import _NO_MEMORY, _read_dense, _read_mask, fenchel_young_loss
 
 # ``struct fused`` of `fused.c`: rows, n, logits, mask, mask_stride, dense, index, m, dense_type, operation, threads,
-# unused, each, positive, their strides, first, second, step, six numbers, loss, out, extra, counts.
-_CALL = struct.Struct("@qqPPqPPqiiiiPPqqPPqddddddPPPP")
+# unused, each, positive, their strides, first, step, six numbers, loss, out, extra, counts.
+_CALL = struct.Struct("@qqPPqPPqiiiiPPqqPqddddddPPPP")
 _RUN = library().lastlayer_run_fused  # this module is imported where there is a library
 assert library().lastlayer_fused_size() == _CALL.size
 
@@ -52,8 +52,13 @@ def run(
 ) -> Result | None:
     """Run an operation on float32 scores; None where a row is out of the ordinary, which plain torch must take.
 
-    `each` and `positive` broadcast to the scores; `first` and `second` hold one number per row, or one for all rows.
+    `each` and `positive` broadcast to the scores; `first` holds one number per row, or one for all rows.
     """
+    if name == "fenchel_young":  # which needs the search of lml; numbers: k, below 0 for the number of labels
+        assert labels is not None
+        k = first if first is not None else numbers[0] if numbers[0] >= 0 else None
+        found = fenchel_young_loss(x, k, mask, labels.index, labels.dense, gradient)
+        return None if found is None else Result(*found, torch.ones_like(found[0], dtype=torch.bool), x.new_empty(0))
     if name == "quasibinary":  # two numbers for all rows
         assert first is not None
         assert second is not None
@@ -79,12 +84,10 @@ def run(
     if first is not None:
         step = int(first.numel() > 1)
         first = first.to(x.dtype).expand(batch).contiguous() if step else first.to(x.dtype)
-    if second is not None:
-        second = second.to(x.dtype).contiguous()
     call = _CALL.pack(
         rows, n, x.data_ptr(), _at(mask), mask_stride, _at(dense), _at(index), width, dense_type, _NUMBER[name],
-        torch.get_num_threads(), 0, _at(each), _at(positive), each_stride, positive_stride, _at(first), _at(second),
-        step, *numbers, *(0.0,) * (6 - len(numbers)), loss.data_ptr(), _at(out) if gradient else 0, extra.data_ptr(),
+        torch.get_num_threads(), 0, _at(each), _at(positive), each_stride, positive_stride, _at(first), step,
+        *numbers, *(0.0,) * (6 - len(numbers)), loss.data_ptr(), _at(out) if gradient else 0, extra.data_ptr(),
         counts.data_ptr(),
     )  # fmt: skip
     problem = _RUN(call)

@@ -8,6 +8,7 @@
 #define NOTHING -INFINITE
 
 typedef double NAME(doubles) __attribute__((vector_size(VECTOR)));
+typedef REAL NAME(halves) __attribute__((vector_size(VECTOR / 2)));
 #define DOUBLES (VECTOR / 8)
 
 INLINE int64_t NAME(whole)(int64_t n) { return (n + PIECE - 1) / PIECE * PIECE; }
@@ -126,26 +127,15 @@ FN void NAME(write_none)(const struct fused *call, int64_t row, struct fused_spa
 /* ---- Sums over the classes of a row. ---- */
 
 /* The sum of A log(1 + exp(-x)) + B log(1 + exp(x)), with A and B linear in the shares: number[0] a + number[1] b and
-   number[2] a + number[3] b. With `first`, x is shifted by the row's two numbers. */
+   number[2] a + number[3] b. */
 FN void NAME(logistic)(const struct fused *call, int64_t row, struct fused_space *s) {
     REAL *restrict x = s->x, *restrict a = s->a, *restrict b = s->b, *restrict g = s->g;
     REAL aa = (REAL)call->number[0], ab = (REAL)call->number[1], ba = (REAL)call->number[2], bb = (REAL)call->number[3];
     double loss = 0;
-    int live = 0, lost = NAME(read)(call, row, s);
+    int live = 0;
+    NAME(read)(call, row, s);
     EACH_PIECE(at, call->n) live |= NAME(some)(a + at) | NAME(some)(b + at);
     NAME(weigh)(call, row, s);
-    if (call->first) {
-        REAL center = call->first[row * call->step], delta = call->second[row * call->step];
-        int labels = lost;
-        EACH_PIECE(at, call->n) labels |= NAME(some)(a + at);
-        if (delta == NOTHING && !labels) { /* no class is taken, and none wanted */
-            NAME(write_none)(call, row, s, live);
-            return;
-        }
-        if (lost) s->odd = 1; /* an infinite loss */
-        if (!(NAME(finite)(center) && NAME(finite)(delta))) s->odd = 1;
-        for (int64_t i = 0; i < call->n; i++) x[i] = (x[i] - center) + delta;
-    }
     EACH_PIECE(at, call->n) {
         double sum = 0;
         PRAGMA(omp simd reduction(+ : sum))
@@ -417,21 +407,43 @@ FN void NAME(quasibinary)(const struct fused *call, int64_t row, struct fused_sp
 
 /* ---- The largest scores of a row. ---- */
 
-/* The `count` largest numbers, in order, `count` <= SHORT_LIST; -inf where there are fewer. */
+/* The largest number of a piece. */
+INLINE REAL NAME(most)(const REAL *restrict v) {
+    REAL most = NOTHING;
+    PRAGMA(omp simd reduction(max : most))
+    for (int i = 0; i < PIECE; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+
+/* Put a number above the last one into a list of `count` in order. */
+INLINE void NAME(put)(REAL v, int count, REAL *list) {
+    int place = count - 1;
+    for (; place > 0 && v > list[place - 1]; place--) list[place] = list[place - 1];
+    list[place] = v;
+}
+
+/* The `count` largest numbers, in order, `count` <= SHORT_LIST; -inf where there are fewer. At least
+   so many are no less than the count-th of the largest numbers of the pieces, which spares most pieces a search. */
 FN void NAME(best)(const REAL *restrict v, int64_t width, int count, REAL *list) {
     for (int i = 0; i < count; i++) list[i] = NOTHING;
     EACH_PIECE(at, width) {
-        REAL most = NOTHING;
-        PRAGMA(omp simd reduction(max : most))
-        for (int64_t i = at; i < at + PIECE; i++) most = v[i] > most ? v[i] : most;
-        if (!(most > list[count - 1])) continue;
-        for (int64_t i = at; i < at + PIECE; i++) {
-            if (!(v[i] > list[count - 1])) continue;
-            int place = count - 1;
-            for (; place > 0 && v[i] > list[place - 1]; place--) list[place] = list[place - 1];
-            list[place] = v[i];
-        }
+        REAL most = NAME(most)(v + at);
+        if (most > list[count - 1]) NAME(put)(most, count, list);
     }
+    REAL least = list[count - 1];
+    for (int i = 0; i < count; i++) list[i] = NOTHING;
+    EACH_PIECE(at, width) {
+        REAL most = NAME(most)(v + at);
+        if (!(most >= least && most > list[count - 1])) continue;
+        for (int64_t i = at; i < at + PIECE; i++)
+            if (v[i] >= least && v[i] > list[count - 1]) NAME(put)(v[i], count, list);
+    }
+}
+
+/* Write numbers as REAL. */
+INLINE void NAME(store_doubles)(NAME(doubles) v, REAL *out) {
+    NAME(halves) half = __builtin_convertvector(v, NAME(halves));
+    memcpy(out, &half, sizeof half);
 }
 
 /* The rank-th largest number. */
@@ -580,9 +592,7 @@ FN int64_t NAME(above)(const struct fused *call, struct fused_space *s, REAL cen
     int64_t count = 0, width = NAME(whole)(call->n);
     const REAL *u = s->u;
     EACH_PIECE(at, width) {
-        REAL most = NOTHING;
-        PRAGMA(omp simd reduction(max : most))
-        for (int64_t i = at; i < at + PIECE; i++) most = u[i] > most ? u[i] : most;
+        REAL most = NAME(most)(u + at);
         if (!(most > center)) continue;
         for (int64_t i = at; i < at + PIECE; i++)
             if (u[i] > center) s->wide[count++] = (double)u[i] - (double)center;
@@ -646,9 +656,7 @@ FN void NAME(capped_sparsemax)(const struct fused *call, int64_t row, struct fus
     REAL reach = (REAL)(lo - 1e-3 * (1 - lo)); /* a little less than lo: rounding must lose no class */
     double *d = s->wide;
     EACH_PIECE(at, width) {
-        REAL most = NOTHING;
-        PRAGMA(omp simd reduction(max : most))
-        for (int64_t i = at; i < at + PIECE; i++) most = u[i] > most ? u[i] : most;
+        REAL most = NAME(most)(u + at);
         if (!(most - center > reach)) continue;
         for (int64_t i = at; i < at + PIECE; i++) {
             d[count] = (double)u[i] - (double)center;
@@ -762,9 +770,7 @@ FN int NAME(count_subsets)(NAME(subsets) * f, struct fused_space *s, int64_t n, 
     }
     f->all = f->light;
     EACH_PIECE(at, width) {
-        REAL most = NOTHING;
-        PRAGMA(omp simd reduction(max : most))
-        for (int64_t i = at; i < at + PIECE; i++) most = u[i] > most ? u[i] : most;
+        REAL most = NAME(most)(u + at);
         if (!(most > center)) continue;
         for (int64_t i = at; i < at + PIECE; i++) {
             if (!(u[i] > center)) continue;
@@ -816,7 +822,7 @@ FN void NAME(smooth_svm)(const struct fused *call, int64_t row, struct fused_spa
             now = e[m] - v * now;
         }
         v *= now * first - before * second;
-        for (int j = 0; j < DOUBLES; j++) g[i + j] = (REAL)v[j];
+        NAME(store_doubles)(v, g + i);
     }
     for (int j = 0; j < f.heavy; j++) {
         struct polynomial rest = NAME(without)(&f, j);
@@ -849,9 +855,9 @@ FN void NAME(marginals)(const struct fused *call, int64_t row, struct fused_spac
         memcpy(&v, s->wide + i, sizeof v);
         now += f.all.c[0];
         for (int m = 1; m < f.k; m++) now = f.all.c[m] - v * now;
-        v *= now * over;
-        for (int j = 0; j < DOUBLES; j++) s->g[i + j] = (REAL)(v[j] < 1 ? v[j] : 1);
+        NAME(store_doubles)(v * (now * over), s->g + i);
     }
+    for (int64_t i = 0; i < width; i++) s->g[i] = s->g[i] < 1 ? s->g[i] : R(1.0);
     for (int j = 0; j < f.heavy; j++) {
         double y = f.present[j] * NAME(without)(&f, j).c[f.k - 1] * over;
         s->g[f.place[j]] = (REAL)(y < 1 ? y : 1);
@@ -861,11 +867,17 @@ FN void NAME(marginals)(const struct fused *call, int64_t row, struct fused_spac
 }
 
 /* Their gradient. The matrix of derivatives is symmetric, so this is the derivative of the probabilities along the
-   upstream gradient, which is `each`, less its mean: a constant changes nothing, and would cancel. first: the mean. */
+   upstream gradient, which is `each`, less its mean: a constant changes nothing, and would cancel. positive: the
+   probabilities. */
 FN void NAME(marginals_backward)(const struct fused *call, int64_t row, struct fused_space *s) {
     NAME(subsets) f;
-    REAL *restrict slope = s->g, mean = call->first[row * call->step];
+    REAL *restrict slope = s->g;
     const REAL *restrict up = call->each + row * call->each_stride;
+    const REAL *restrict pi = call->positive + row * call->positive_stride;
+    double total = 0;
+    PRAGMA(omp simd reduction(+ : total))
+    for (int64_t i = 0; i < call->n; i++) total += (double)(pi[i] * up[i]);
+    REAL mean = (REAL)(total / call->number[0]);
     for (int64_t i = 0; i < call->n; i++) slope[i] = up[i] - mean;
     if (!NAME(read_subsets)(call, row, s, &f, slope)) return;
     int64_t width = NAME(whole)(call->n);
@@ -879,8 +891,7 @@ FN void NAME(marginals_backward)(const struct fused *call, int64_t row, struct f
             moved = f.all.d[m] - t * now - v * moved;
             now = f.all.c[m] - v * now;
         }
-        v = ((t - v * turn) * now + v * moved) * over;
-        for (int j = 0; j < DOUBLES; j++) s->u[i + j] = (REAL)v[j];
+        NAME(store_doubles)(((t - v * turn) * now + v * moved) * over, s->u + i);
     }
     for (int j = 0; j < f.heavy; j++) {
         struct polynomial rest = NAME(without)(&f, j);

@@ -17,7 +17,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { KIND_Y, KIND_LOG, KIND_NU };
+enum { KIND_Y, KIND_LOG, KIND_NU, KIND_AT_MOST, KIND_FENCHEL_YOUNG };
 enum { HALF_NONE, HALF_BFLOAT16, HALF_FLOAT16 };
 enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, solved, solved in logarithms */
 
@@ -91,6 +91,7 @@ struct space {
     float *narrow;     /* logits, out and grad of the rows worked on, where those of the call are of half precision */
     row_work work;     /* for these rows, as float */
     int threads;       /* for the parts of a row */
+    int odd;           /* a row is out of the ordinary, and plain torch must take the batch */
 };
 
 static const int64_t dense_bytes[] = {4, 8, 1, 1, 2, 4, 8}; /* in the order of the types of a dense target */
@@ -189,6 +190,9 @@ static int take_step(const struct sums *m, double k, double at, double *lo, doub
     if (!(at + *step >= *lo && at + *step <= *hi)) *step = (*lo + *hi) / 2 - at;
     return OPEN;
 }
+
+/* Whether the sum at a nu of at least 0 is below k by more than rounding: then so is the sum of the sigmoids. */
+static int unreached(double nu, double sum, double k, double eps) { return nu >= 0 && sum * (1 + 256 * eps) < k; }
 
 #include "weighted.h"
 
@@ -351,8 +355,9 @@ static size_t round_up(size_t bytes) { return (bytes + 127) / 64 * 64; }
 
 static int run(const struct call *call, int type, int operation);
 
-/* Run a call; 0, or 1 where there is no memory, or 2 where a class does not exist. The numbers of the rows of a reduced
-   loss are dropped where there is no place for them. */
+/* Run a call; 0, or 1 where there is no memory, or 2 where a class does not exist, or 3 where a row of the Fenchel-Young
+   loss is out of the ordinary: nothing written counts then. The numbers of the rows of a reduced loss are dropped where
+   there is no place for them. */
 EXPORT int lastlayer_run(const struct call *call, int type, int operation) {
     if (call->total && !classes_exist(call)) return 2;
     if (call->rows == 0) return 0;
@@ -410,9 +415,11 @@ static int run(const struct call *call, int type, int operation) {
     struct job job = {call, call->half ? half_works[isa] : work, space, grain, group};
     pool_run(job_part, &job, (call->rows + grain - 1) / grain, split ? 1 : (int)spaces);
     if (call->total) (type ? reduce_loss_double : reduce_loss_float)(call);
+    int odd = 0;
+    for (int64_t i = 0; i < spaces; i++) odd |= space[i].odd;
     free(memory);
     free(space);
-    return 0;
+    return odd ? 3 : 0;
 }
 
 struct scaled_job {

@@ -19,7 +19,7 @@ _RUN = library().lastlayer_run  # this module is imported where there is a libra
 _SCALE = library().lastlayer_scale_to_half
 _PACK, _ADDRESS, _THREADS = CALL.pack, ctypes.addressof, torch.get_num_threads
 _NO_MEMORY = "lastlayer: no memory for the rows that are being worked on."
-_KINDS = {"y": 0, "log": 1, "nu": 2}
+_KINDS = {"y": 0, "log": 1, "nu": 2, "at most": 3, "fenchel young": 4}
 _HALF = {torch.bfloat16: 1, torch.float16: 2}
 _FORWARD, _BACKWARD, _LOSS_FORWARD, _LOSS_BACKWARD = range(4)
 _DENSE = {
@@ -65,28 +65,32 @@ def backward(
 
 
 def probabilities(
-    logits: Tensor, k: float, mask: Tensor | None, temperature: float, record: bool
+    logits: Tensor, k: float | Tensor, mask: Tensor | None, temperature: float, record: bool, kind: str = "y"
 ) -> tuple[Tensor, Tensor | None]:
-    """Return y for one `k`, and with `record` what the backward pass needs: center and delta, ``(2, rows)``."""
+    """Return y, and with `record` what the backward pass needs: center and delta, ``(2, rows)``.
+
+    `k` is one number, or a tensor of the work dtype. The kind is "y", or "at most": then delta is below center where
+    the budget is reached, and both are 0 where it is not.
+    """
     x = logits if logits.is_contiguous() else logits.contiguous()
     out = torch.empty_like(x)
     if not record:
-        _run_short(_FORWARD, x, mask, temperature, k, out, None, None)
+        _run_short(_FORWARD, x, mask, temperature, k, out, None, None, kind)
         return out, None
     work = torch.float64 if x.dtype is torch.float64 else torch.float32
     rows = x.new_empty((2, *x.shape[:-1]), dtype=work)
-    _run_short(_FORWARD, x, mask, temperature, k, out, rows, None)
+    _run_short(_FORWARD, x, mask, temperature, k, out, rows, None, kind)
     return out, rows
 
 
 def probabilities_backward(
-    logits: Tensor, mask: Tensor | None, temperature: float, rows: Tensor, grad: Tensor
+    logits: Tensor, mask: Tensor | None, temperature: float, rows: Tensor, grad: Tensor, kind: str = "y"
 ) -> Tensor:
     """Return the gradient of the logits."""
     x = logits if logits.is_contiguous() else logits.contiguous()
     grad = grad if grad.dtype == x.dtype and grad.is_contiguous() else grad.to(x.dtype).contiguous()
     out = torch.empty_like(x)
-    _run_short(_BACKWARD, x, mask, temperature, 0.0, out, rows, grad)
+    _run_short(_BACKWARD, x, mask, temperature, 0.0, out, rows, grad, kind)
     return out
 
 
@@ -163,6 +167,41 @@ def reduced_loss(
         _LOSS_FORWARD, x, k, mask, temperature, observed, index, dense, None, None, None, None, total, mean, slope, over
     )
     return total, slope, over.value
+
+
+def fenchel_young_loss(
+    x: Tensor, k: Tensor | float | None, mask: Tensor | None, index: Tensor | None, dense: Tensor | None, gradient: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Return one loss per row and its gradient; None where a row is out of the ordinary, which plain torch must take.
+
+    The scores are float32 or float64. Without `k` each row has its number of labels.
+    """
+    x = x.contiguous()
+    loss, slope = x.new_empty(x.shape[:-1]), torch.empty_like(x) if gradient else None
+    n, double = x.shape[-1], x.dtype is torch.float64
+    mask_stride = k_address = k_stride = labels = dense_type = 0
+    if mask is not None:
+        mask, mask_stride = _read_mask(mask, n)
+    if isinstance(k, Tensor):
+        k = k.contiguous()
+        k_address, k_stride = k.data_ptr(), 1
+    elif k is not None:
+        number = ctypes.c_double(k) if double else ctypes.c_float(k)
+        k_address = _ADDRESS(number)
+    if index is not None:
+        labels, index = index.shape[-1], index.contiguous()
+    if dense is not None:
+        dense, dense_type = _read_dense(dense)
+    call = _PACK(
+        loss.numel(), n, x.data_ptr(), k_address, k_stride, 0 if mask is None else mask.data_ptr(), mask_stride, 1.0,
+        _KINDS["fenchel young"], _THREADS(), loss.data_ptr(), 0, 0, 0, 0, 0, 1.0,
+        0 if index is None else index.data_ptr(), labels, 0 if dense is None else dense.data_ptr(), dense_type, 0, 0,
+        0, 0, 0, 0 if slope is None else slope.data_ptr(), 0, 1.0, 0,
+    )  # fmt: skip
+    problem = _RUN(call, double, _LOSS_FORWARD)
+    if problem == 1:
+        raise MemoryError(_NO_MEMORY)
+    return None if problem else (loss, loss if slope is None else slope)
 
 
 def scaled_to_half(slope: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
@@ -282,24 +321,30 @@ def _run_short(
     x: Tensor,
     mask: Tensor | None,
     temperature: float,
-    k: float,
+    k: float | Tensor,
     out: Tensor,
     rows: Tensor | None,
     grad: Tensor | None,
+    kind: str,
 ) -> None:
-    """Run the common call: y for one number k, or its gradient."""
+    """Run the common call: y, or its gradient."""
     n, dtype, size, mask_stride = x.shape[-1], x.dtype, x.numel(), 0
     double = dtype is torch.float64
     if size == 0:
         return
     if mask is not None:
         mask, mask_stride = _read_mask(mask, n)
-    number = ctypes.c_double(k) if double else ctypes.c_float(k)
+    if isinstance(k, Tensor):
+        k = k.contiguous()
+        k_address, k_stride = k.data_ptr(), 1
+    else:
+        number = ctypes.c_double(k) if double else ctypes.c_float(k)
+        k_address, k_stride = _ADDRESS(number), 0
     count = size // n
     center = 0 if rows is None else rows.data_ptr()
     call = _PACK(
-        count, n, x.data_ptr(), _ADDRESS(number), 0, 0 if mask is None else mask.data_ptr(), mask_stride,
-        temperature, 0, _THREADS(), out.data_ptr(), center, center and center + (count << 2 + double),
+        count, n, x.data_ptr(), k_address, k_stride, 0 if mask is None else mask.data_ptr(), mask_stride,
+        temperature, _KINDS[kind], _THREADS(), out.data_ptr(), center, center and center + (count << 2 + double),
         0 if grad is None else grad.data_ptr(), 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0,
         _HALF.get(dtype, 0),
     )  # fmt: skip

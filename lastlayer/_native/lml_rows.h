@@ -33,6 +33,7 @@ typedef struct {
     REAL temperature, pivot;
     REAL c, s, t, scale, shift, rho, rest, weight; /* rest = 1 - rho */
     int kind, threads;
+    int at_most; /* k is the largest sum, and nu no more than 0 */
     struct sums *parts;
     /* The search. nu is kept as a distance `at` from -c, and its bounds with it: far from 0 a sum would lose digits. */
     int state, passes;
@@ -405,6 +406,18 @@ FN void NAME(loss_store_part)(NAME(row) * row, int64_t first, int64_t last, stru
     *sums = (struct sums){.b = b, .f = f};
 }
 
+/* The same for rho = 1, whose terms are those of the Fenchel-Young loss, with dz to `out`. */
+FN void NAME(young_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    const REAL *restrict label = row->label;
+    REAL *restrict out = row->out;
+    REAL c = row->c, t = row->t;
+    const REAL rho = 1, rest = 0;
+    double b = 0, f = 0;
+    SUM_LOSS(out[i] = d;)
+    *sums = (struct sums){.b = b, .f = f};
+}
+
 /* From these (dz - h weight) scale. */
 FN void NAME(loss_stored_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict h = row->h;
@@ -566,6 +579,7 @@ FN void NAME(begin)(NAME(row) * row, double k, struct start *start) {
         k -= row->top = m.square;
         if (m.above > 0) k = NAN;
     }
+    if (row->at_most && k > n) k = n;
     row->k = k;
     row->state = DEGENERATE;
     row->t = (REAL)(k == 0 ? -INFINITY : k == n ? INFINITY : NAN);
@@ -610,6 +624,11 @@ FN void NAME(split)(NAME(row) * row, double c, double t) {
     row->t = (REAL)(((double)row->c - c) + t);
 }
 
+/* Where the budget is not reached nu is 0: then y follows from the scores alone. */
+INLINE void NAME(loosen)(NAME(row) * row) {
+    if (row->at_most && row->t >= row->c) row->state = HARD, row->c = row->t = 0;
+}
+
 /* After CLOSE, `e` and `s` are set, so that y = 1 / (1 + e s): the last step of the search enters through `s`, and the
    sums are right at the points returned, to rounding. `sum_h` is of the last pass, moved to the solution, or nan where
    the last step was too long for that. After HARD the search in logarithms gives c and t alone. */
@@ -634,9 +653,14 @@ FN void NAME(solve)(NAME(row) * row, double k, struct space *space) {
     NAME(begin)(row, k, &space->start);
     while (row->state == OPEN) {
         NAME(look)(row);
+        if (row->at_most && unreached(row->at - (double)row->c, row->m.f + row->m.above, row->k + row->top, EPS)) {
+            row->state = DEGENERATE, row->t = INFINITE;
+            break;
+        }
         NAME(move)(row);
     }
     NAME(finish)(row, space->workspace);
+    NAME(loosen)(row);
 }
 
 /* ---- Calls: each works on `count` rows from `index` on. ---- */
@@ -654,7 +678,8 @@ FN void NAME(load)(NAME(row) * row, const struct call *call, int64_t index, stru
     row->threads = space->threads;
     row->rho = (REAL)call->observed;
     row->rest = (REAL)(1 - call->observed);
-    row->kind = call->kind;
+    row->at_most = call->kind == KIND_AT_MOST;
+    row->kind = row->at_most ? KIND_Y : call->kind;
     NAME(prepare)(row);
 }
 
@@ -671,7 +696,7 @@ FN void NAME(write)(const struct call *call, NAME(row) * row, int64_t index) {
     if (row->state == DEGENERATE) {
         for (int64_t i = 0; i < row->n; i++) {
             REAL y = row->x[i] == INFINITE ? 1 : row->x[i] == -INFINITE ? 0 : row->t > 0;
-            y = call->kind == KIND_Y ? y : y > 0 ? R(0.0) : -INFINITE;
+            y = row->kind == KIND_Y ? y : y > 0 ? R(0.0) : -INFINITE;
             row->out[i] = row->t != row->t ? row->t : y;
         }
         return;
@@ -747,11 +772,12 @@ FN void NAME(backward_row)(const struct call *call, int64_t index, struct space 
         return;
     }
     struct sums m = NAME(pass)(&row, NAME(weigh_part));
-    if (!(m.a > SMALLEST_SUM)) {
+    int loose = row.at_most && row.t >= row.c;
+    if (!loose && !(m.a > SMALLEST_SUM)) {
         *grad_k = (REAL)NAME(backward_hard)(&row, given);
         return;
     }
-    double total = (m.b + given) / m.a;
+    double total = loose ? 0 : (m.b + given) / m.a;
     row.scale = (REAL)(1 / (double)row.temperature);
     row.shift = (REAL)total;
     *grad_k = (REAL)total;
@@ -936,7 +962,73 @@ FN void NAME(write_slope)(const struct call *call, NAME(row) * row, int64_t inde
     }
 }
 
+/* ---- The Fenchel-Young loss: the terms of rho = 1, and (labels - k) nu; its gradient is dz. ---- */
+
+/* The labels of a row, in `label`, with their sum, and the size k of its projection. `known` classes take part. */
+FN double NAME(young_size)(const struct call *call, int64_t index, REAL *label, double *labels, int64_t *known) {
+    double total = 0;
+    int64_t found = call->n;
+    if (call->index) {
+        const int64_t *list = call->index + index * call->m;
+        for (int64_t i = 0; i < call->m; i++) total += list[i] >= 0;
+        NAME(mark)(call, index, label, 1);
+    } else {
+        NAME(labels_of_row)(call, index, label);
+        found = 0;
+        PRAGMA(omp simd reduction(+ : total, found))
+        for (int64_t i = 0; i < call->n; i++) {
+            total += (double)(label[i] < 0 ? R(0.0) : label[i]);
+            found += !(label[i] < 0);
+        }
+    }
+    double k = call->k ? (double)((const REAL *)call->k)[index * call->k_stride] : total;
+    *labels = total, *known = found;
+    return k > (double)found ? (double)found : k;
+}
+
+/* The loss of a row that is solved, and its gradient, to `e` where nobody wants it. */
+FN void NAME(write_young)(const struct call *call, NAME(row) * row, int64_t index, double over, struct space *space) {
+    double loss = 0, d;
+    row->out = call->slope ? (REAL *)call->slope + index * row->n : (REAL *)space->e;
+    row->label = (const REAL *)space->label;
+    row->rho = 1, row->rest = 0;
+    if (row->state == DEGENERATE) { /* no class is taken, and none wanted; else plain torch takes the batch */
+        for (int64_t i = 0; i < row->n; i++) row->out[i] = 0;
+        if (!(row->t == -INFINITE && over == 0 && row->k == 0 && row->top == 0)) space->odd = 1;
+    } else if (row->state == CLOSE) {
+        loss = NAME(pass)(row, NAME(young_part)).f;
+    } else {
+        for (int64_t i = 0; i < row->n; i++) {
+            loss += NAME(loss_term)(row, i, row->label[i], &d);
+            row->out[i] = (REAL)d;
+        }
+    }
+    if (row->state != DEGENERATE) loss += over * ((double)row->t - (double)row->c);
+    if (!(fabs(loss) <= LARGEST)) space->odd = 1;
+    ((REAL *)call->out)[index] = (REAL)loss;
+}
+
+FN void NAME(young_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    REAL *label = (REAL *)space->label, *copy = (REAL *)space->copy;
+    for (int64_t i = index; i < index + count; i++) {
+        NAME(row) row;
+        double labels;
+        int64_t known;
+        NAME(load)(&row, call, i, space);
+        double k = NAME(young_size)(call, i, label, &labels, &known);
+        for (int64_t j = 0; j < row.n && known < row.n; j++) copy[j] = label[j] < 0 ? -INFINITE : row.x[j];
+        if (known < row.n) row.x = copy;
+        NAME(solve)(&row, k, space);
+        NAME(write_young)(call, &row, i, labels - k, space);
+        if (call->index) NAME(mark)(call, i, label, 0);
+    }
+}
+
 FN void NAME(loss_forward_rows)(const struct call *call, int64_t index, int count, struct space *space) {
+    if (call->kind == KIND_FENCHEL_YOUNG) {
+        NAME(young_rows)(call, index, count, space);
+        return;
+    }
     for (int i = 0; i < count; i++) {
         NAME(row) row;
         NAME(load)(&row, call, index + i, space);

@@ -13,6 +13,7 @@
 /* What a row of the tile is about, an array for each number. */
 typedef struct {
     int64_t n;
+    int at_most;          /* k is the largest sum */
     VEC *x, *e;           /* class by class */
     VEC pivot, c, s;      /* y = 1 / (1 + e s), e = exp(c - x) */
     int state[LANES];     /* CLOSE if it was solved here */
@@ -208,6 +209,10 @@ FN int NAME(tile_move)(NAME(tile) * tile, int plain, int mass) {
     }
     for (int i = 0; i < LANES; i++) {
         if (tile->state[i] != OPEN) continue;
+        if (tile->at_most && unreached(tile->at[i] - (double)tile->c[i], tile->f[i] + tile->above[i], tile->k[i], EPS)) {
+            tile->state[i] = CLOSE; /* here, or above it: not below 0 */
+            continue;
+        }
         double r = fabs(tile->r[i]), t = fabs(tile->step[i]), sum_h = tile->a[i] + tile->b[i];
         if (plain && !(sum_h > tile->f[i] / 4)) {
             tile->step[i] = 0;
@@ -229,17 +234,28 @@ FN int NAME(tile_move)(NAME(tile) * tile, int plain, int mass) {
     return open;
 }
 
+/* The size of a row of the Fenchel-Young loss; -1 if a class is left out, and the row to be solved alone. */
+FN double NAME(young_size_of_lane)(const struct call *call, int64_t index, struct space *space) {
+    double labels;
+    int64_t known;
+    double k = NAME(young_size)(call, index, (REAL *)space->label, &labels, &known);
+    if (call->index) NAME(mark)(call, index, (REAL *)space->label, 0);
+    return known < call->n ? -1 : k;
+}
+
 /* Solve `count` rows from `index` on. */
 FN void NAME(tile_solve)(NAME(tile) * tile, const struct call *call, int64_t index, int count, struct space *space,
                          int mass) {
     const REAL *rows[LANES];
     tile->n = call->n;
+    tile->at_most = call->kind == KIND_AT_MOST;
     tile->x = (VEC *)space->copy;
     tile->e = (VEC *)space->e;
     for (int i = 0; i < LANES; i++) {
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
-        tile->k[i] = (double)((const REAL *)call->k)[row * call->k_stride];
+        tile->k[i] = call->kind == KIND_FENCHEL_YOUNG ? NAME(young_size_of_lane)(call, row, space)
+                                                      : (double)((const REAL *)call->k)[row * call->k_stride];
     }
     NAME(tile_load)(tile, rows, (REAL)call->temperature);
     NAME(tile_begin)(tile, &space->start);
@@ -272,17 +288,23 @@ FN void NAME(forward_tile)(const struct call *call, int64_t index, int count, st
     NAME(tile) tile;
     REAL *out[LANES] = {0};
     NAME(tile_solve)(&tile, call, index, count, space, 0);
-    for (int i = 0; i < count; i++)
-        if (tile.state[i] == CLOSE) out[i] = (REAL *)call->out + (index + i) * call->n;
-    if (call->kind == KIND_Y) NAME(tile_write)(&tile, out);
     double c[LANES], t[LANES];
     NAME(tile_split)(&tile, c, t);
+    int alone[LANES], some = 0; /* alone: a row is written from its scores */
+    for (int i = 0; i < count; i++) {
+        alone[i] = call->kind == KIND_LOG || (call->kind == KIND_AT_MOST && t[i] >= c[i]);
+        if (tile.state[i] != CLOSE || alone[i] || call->kind == KIND_NU) continue;
+        out[i] = (REAL *)call->out + (index + i) * call->n;
+        some = 1;
+    }
+    if (some) NAME(tile_write)(&tile, out);
     for (int i = 0; i < count; i++) {
         if (tile.state[i] != CLOSE) {
             NAME(forward_rows)(call, index + i, 1, space);
-        } else if (call->kind == KIND_LOG) {
+        } else if (alone[i]) {
             NAME(row) row;
             NAME(row_of_lane)(&row, &tile, i, call, index + i, space);
+            NAME(loosen)(&row);
             NAME(write)(call, &row, index + i);
         } else if (call->center) {
             ((REAL *)call->center)[index + i] = (REAL)c[i];
@@ -363,8 +385,29 @@ FN void NAME(tile_listed)(NAME(tile) * tile, const struct call *call, int64_t in
     }
 }
 
+/* The Fenchel-Young loss of the rows of a tile. */
+FN void NAME(young_tile)(NAME(tile) * tile, const struct call *call, int64_t index, int count, struct space *space) {
+    for (int i = 0; i < count; i++) {
+        NAME(row) row;
+        double labels;
+        int64_t known;
+        if (tile->state[i] != CLOSE) continue;
+        NAME(row_of_lane)(&row, tile, i, call, index + i, space);
+        double k = NAME(young_size)(call, index + i, (REAL *)space->label, &labels, &known);
+        NAME(write_young)(call, &row, index + i, labels - k, space);
+        if (call->index) NAME(mark)(call, index + i, (REAL *)space->label, 0);
+    }
+    for (int i = 0; i < count; i++)
+        if (tile->state[i] != CLOSE) NAME(young_rows)(call, index + i, 1, space);
+}
+
 FN void NAME(loss_forward_tile)(const struct call *call, int64_t index, int count, struct space *space) {
     NAME(tile) tile;
+    if (call->kind == KIND_FENCHEL_YOUNG) {
+        NAME(tile_solve)(&tile, call, index, count, space, 0);
+        NAME(young_tile)(&tile, call, index, count, space);
+        return;
+    }
     int listed = call->index && call->observed == 0;
     NAME(tile_solve)(&tile, call, index, count, space, 1);
     if (listed) NAME(tile_listed)(&tile, call, index, count);

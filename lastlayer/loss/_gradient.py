@@ -42,7 +42,9 @@ def at_once(
         return None
     if not wanted:
         return Rows(found.loss, found.counts, found.extra)
-    times: dict[str, Times] = {"two_way_columns": torch.mul, "fenchel_young": _by_solved_row}
+    times: dict[str, Times] = {"two_way_columns": torch.mul}
+    if on_gpu(x):
+        times["fenchel_young"] = _by_solved_row
     loss = with_gradient(x, found.loss, found.out, plain, times.get(name, _by_row))
     return Rows(loss, found.counts, found.extra)
 

@@ -301,18 +301,18 @@ def lml_fenchel_young_loss(
     if whole is not None:
         return whole
     problem, count = _fenchel_young_problem(op, logits, labels, mask, k, shard)
-    loss = _fenchel_young_at_once(problem, labels, count) if shard is None else None
+    loss = _fenchel_young_at_once(problem, labels, count) if shard is None and on_gpu(problem.x) else None
     return end.of(_fenchel_young(problem, labels, count) if loss is None else loss, None)
 
 
 def _fenchel_young_by_kernel(
     end: End, logits: Tensor, labels: Labels, mask: Tensor | None, k: float | Tensor | None
 ) -> Tensor | None:
-    """Return the loss by the GPU's kernel, None where that does not apply."""
+    """Return the loss by one kernel, None where that does not apply."""
     x, n = logits.to(_check.work_dtype(logits)), logits.shape[-1]
-    if not on_gpu(x) or not compiled(x, k, mask, labels.dense, labels.index):
+    if not compiled(x, k, mask, labels.dense, labels.index):
         return None
-    if not fused(x).takes("fenchel_young", x.shape[:-1].numel(), n):
+    if on_gpu(x) and not fused(x).takes("fenchel_young", x.shape[:-1].numel(), n):
         return None
     first, number = None, -1.0
     if isinstance(k, Tensor):
@@ -353,10 +353,8 @@ def _fenchel_young_at_once(problem: Problem, labels: Labels, count: Tensor) -> T
     k: Tensor = problem.k
     if not compiled(x, k, mask, count, labels.dense, labels.index):
         return None
-    if mask is not None and mask.is_cpu and bool(mask.all()):  # on a GPU it would have to be waited for
-        mask = None
     with torch.no_grad():
-        _, center, delta = apply(problem._replace(mask=mask), "nu")
+        _, center, delta = apply(problem, "nu")
     x = x.to(_check.work_dtype(x))
     numbers = (1.0, 0.0, 0.0, 1.0)
     found = at_once(

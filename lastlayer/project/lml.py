@@ -19,6 +19,7 @@ from lastlayer._threshold.dispatch import (
     backward,
     compiled_with_transform,
     differentiated,
+    direct,
     enter,
     forward,
     kernels,
@@ -244,6 +245,8 @@ def lml_at_most(
         return project_wider(
             "lml_at_most", "at most", lml_at_most, logits, k, given, dim, temperature, mask, shard, impl
         )
+    if shortest(logits, k, dim, temperature, mask, shard, impl) == "native":
+        return _at_most_natively(Problem(logits, float(k), None, 1.0, None, "native"))
     problem, back = enter("lml_at_most", logits, k, dim, temperature, mask, shard, impl, at_most_n=False)
     y = _at_most_by_kernel(problem)
     return back(_at_most(problem) if y is None else y)
@@ -263,6 +266,8 @@ def _at_most(problem: Problem) -> Tensor:
 def _at_most_by_kernel(problem: Problem) -> Tensor | None:
     """Return the projection to a budget by one kernel each way, None where there is none."""
     x, k, mask, temperature, shard, impl = problem
+    if impl == "native" and direct(x, k, mask) and not (recorded(k) or transformed()):
+        return _at_most_natively(problem)
     if impl != "triton" or shard is not None or not compiled(x, k, mask):
         return None
     kernels = fused(x)
@@ -281,6 +286,20 @@ def _at_most_by_kernel(problem: Problem) -> Tensor | None:
         return out
 
     return by_kernels(x, forward, backward, lambda x, _: _at_most(problem._replace(x=x)))
+
+
+def _at_most_natively(problem: Problem) -> Tensor:
+    """Return the projection to a budget by the kernel of the CPU, for a k without gradients."""
+    x, k, mask, temperature, _, impl = problem
+
+    def forward(x: Tensor, gradient: bool) -> tuple[Any, ...]:
+        out, rows = kernels(impl).probabilities(x, k, mask, temperature, gradient, "at most")
+        return out, rows, mask
+
+    def backward(upstream: Tensor, x: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
+        return kernels(impl).probabilities_backward(x, mask, temperature, rows, upstream, "at most")
+
+    return by_kernels(x, forward, backward, lambda x, _, mask: _at_most(problem._replace(x=x, mask=mask)))
 
 
 def apply(problem: Problem, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:

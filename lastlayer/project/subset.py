@@ -119,9 +119,7 @@ def _marginals_by_kernel(x: Tensor, k: int) -> Tensor | None:
         return None
 
     def pull(x: Tensor, pi: Tensor, upstream: Tensor) -> Tensor | None:
-        # A constant in the upstream gradient changes nothing, and would cancel.
-        mean = (pi * upstream).sum(-1) / k
-        back = kernels.run("marginals_backward", x, None, (k,), each=upstream, first=mean)
+        back = kernels.run("marginals_backward", x, None, (k,), each=upstream, positive=pi)
         return None if back is None else back.out
 
     return projected(x, found.out, pull, lambda x: _marginals(x, k))

@@ -60,15 +60,27 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
     call.k_stride = 1, call.mask_stride = n, call.temperature = temperature, call.threads = threads;
     call.center = row[0], call.delta = row[1], call.grad_k = row[2], call.log_mass = row[3], call.pull = row[4];
     int bad = 0;
-    for (call.kind = 0; call.kind < 3; call.kind++) {
+    for (call.kind = KIND_Y; call.kind <= KIND_AT_MOST; call.kind++) {
         call.out = out, call.grad = logits, call.grad_delta = row[5];
         bad += lastlayer_run(&call, type, FORWARD);
-        for (int64_t i = 0; i < rows && n && call.kind == KIND_Y; i++) {
+        for (int64_t i = 0; i < rows && n && (call.kind == KIND_Y || call.kind == KIND_AT_MOST); i++) {
             double sum = 0, limit = 1e-5 * (1 + (double)n);
             for (int64_t j = 0; j < n; j++) sum += get(out, type, i * n + j);
-            bad += fabs(sum - get(k, type, i)) > limit; /* nan rows pass */
+            double over = sum - get(k, type, i); /* nan rows pass */
+            bad += (call.kind == KIND_Y ? fabs(over) : over) > limit;
         }
         bad += lastlayer_run(&call, type, BACKWARD);
+    }
+    call.kind = KIND_Y;
+    for (int form = 0; form < 6; form++) { /* the Fenchel-Young loss: rows that are out of the ordinary are told */
+        struct call young = {.rows = rows, .n = n, .logits = logits, .k = form % 2 ? k : 0, .k_stride = 1, .temperature = 1};
+        young.kind = KIND_FENCHEL_YOUNG, young.mask = call.mask, young.mask_stride = n, young.threads = threads;
+        young.index = form < 2 ? list : 0, young.m = form < 2 ? 2 : 0;
+        young.dense = form < 2 ? 0 : form < 4 ? (void *)dense : (void *)soft;
+        young.dense_type = form < 4 ? DENSE_I8 : DENSE_F32, young.observed = 1, young.out = row[2];
+        bad += lastlayer_run(&young, type, LOSS_FORWARD) % 3 != 0;
+        young.slope = out;
+        bad += lastlayer_run(&young, type, LOSS_FORWARD) % 3 != 0;
     }
     for (int form = 0; form < 3; form++)
         for (int step = 0; step < 3; step++) {
@@ -86,10 +98,13 @@ static int check(int type, int64_t rows, int64_t n, int threads, int with_mask, 
             bad += lastlayer_run(&reduced, type, LOSS_FORWARD);
         }
     for (call.half = HALF_BFLOAT16; !type && call.half <= HALF_FLOAT16; call.half++) { /* the first half of the arrays */
-        call.kind = KIND_Y, call.out = out, call.index = 0, call.dense = 0, call.grad = call.grad_delta = 0;
-        bad += lastlayer_run(&call, type, FORWARD);
-        call.grad = logits;
-        bad += lastlayer_run(&call, type, BACKWARD);
+        call.out = out, call.index = 0, call.dense = 0;
+        for (call.kind = KIND_Y; call.kind <= KIND_AT_MOST; call.kind += KIND_AT_MOST) {
+            call.grad = call.grad_delta = 0;
+            bad += lastlayer_run(&call, type, FORWARD);
+            call.grad = logits;
+            bad += lastlayer_run(&call, type, BACKWARD);
+        }
         for (int form = 0; form < 2; form++) {
             float total;
             double over;

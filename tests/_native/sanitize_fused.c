@@ -29,13 +29,13 @@ static float score(int style, int64_t i) {
 static int check(int64_t rows, int64_t n, int style, int threads) {
     size_t size = (size_t)(rows * n);
     float *logits = malloc(size * 4), *out = malloc(size * 4), *soft = malloc(size * 4), *up = malloc(size * 4);
-    float *k = malloc((size_t)rows * 4), *second = malloc((size_t)rows * 4), *extra = malloc((size_t)rows * 8);
+    float *k = malloc((size_t)rows * 4), *extra = malloc((size_t)rows * 8);
     size_t lines = (size_t)(rows > n ? rows : n);
     float *loss = malloc(lines * 4);
     uint8_t *counts = malloc(lines), *mask = malloc(size);
     int64_t *list = malloc((size_t)rows * 16);
     for (int64_t i = 0; i < rows; i++) {
-        k[i] = (float)(uniform() * (double)n), second[i] = (float)uniform();
+        k[i] = (float)(uniform() * (double)n);
         list[2 * i] = (int64_t)(uniform() * (double)n), list[2 * i + 1] = -1;
         for (int64_t j = 0; j < n; j++) logits[i * n + j] = score(style, j);
     }
@@ -50,8 +50,9 @@ static int check(int64_t rows, int64_t n, int style, int threads) {
             call.dense = form == 0 ? soft : 0, call.dense_type = DENSE_F32;
             call.index = form == 1 ? list : 0, call.m = 2;
             call.mask = form == 2 ? mask : 0, call.mask_stride = n;
-            call.each = up, call.each_stride = n, call.positive = form ? 0 : up, call.positive_stride = n;
-            call.first = k, call.second = second, call.step = 1;
+            call.each = up, call.each_stride = n, call.positive_stride = n;
+            call.positive = form && operation != MARGINALS_BACKWARD ? 0 : up;
+            call.first = k, call.step = 1;
             double subset = (double)(n < 6 ? n : 5), numbers[6] = {1, 1, 0.05, 1, 0, 0};
             memcpy(call.number, numbers, sizeof numbers);
             if (operation >= MARGINALS || operation == SMOOTH_SVM || operation == TRUNCATED) call.number[0] = subset;
@@ -60,7 +61,7 @@ static int check(int64_t rows, int64_t n, int style, int threads) {
             call.loss = loss, call.out = out, call.extra = extra, call.counts = counts;
             bad += lastlayer_run_fused(&call) == 1;
         }
-    free(logits), free(out), free(soft), free(up), free(k), free(second), free(extra), free(loss);
+    free(logits), free(out), free(soft), free(up), free(k), free(extra), free(loss);
     free(counts), free(mask), free(list);
     return bad;
 }

@@ -114,6 +114,18 @@ def test_further_derivatives_go_through_plain_torch(monkeypatch, name):
     torch.testing.assert_close(derivatives(torch.float32), derivatives(DOUBLE), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "n"), [(40, 90), (2, 90), (5, 1500)])  # several at once, alone, and long
+def test_fenchel_young_of_rows_with_their_own_k_and_mask(isa, monkeypatch, rows, n):
+    k, mask = torch.rand(rows) * 0.5 * n, torch.rand(rows, n) < 0.9
+    for kind in ("hard", "soft", "unknown", "lists"):
+        x, target = scores(rows, n, "normal"), labels(rows, n, kind)
+        hot = torch.zeros(rows, n).scatter(-1, target.clamp(min=0), 1) if kind == "lists" else target
+        for size in (None, k):
+            given = {"k": size, "mask": mask | (hot > 0), "reduction": "none"}  # the loss of a label ruled out is inf
+            more = (ll.lml_fenchel_young_loss, x, (target,), given, torch.rand(rows))
+            assert all(check_as_accurate(monkeypatch, *more, f"{kind}, {size}"))
+
+
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_projections_are_as_accurate_as_plain_torch(monkeypatch, name):
     function, options = PROJECTIONS[name]

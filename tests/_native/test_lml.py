@@ -15,7 +15,7 @@ import torch
 from tools import HUNG, assert_as_accurate, long, slow
 
 import lastlayer._native as native
-from lastlayer import lml, lml_loss
+from lastlayer import lml, lml_at_most, lml_loss
 
 plain = sys.modules["lastlayer.project.lml"]
 
@@ -233,6 +233,66 @@ def test_edges_are_those_of_torch(isa, n, dtype):
             results = (outputs(x, k, impl, **options) for impl in ("native", "torch"))
             for kernel, torch_ in zip(*results, strict=True):
                 torch.testing.assert_close(kernel, torch_, equal_nan=True)
+
+
+def at_most(x, k, upstream, impl="auto", **options):
+    """Return y and its gradient, from the budget of at most k."""
+    leaf = x.clone().requires_grad_()
+    y = lml_at_most(leaf, k, impl=impl, **options)
+    return y.detach(), torch.autograd.grad(y, leaf, upstream.to(x.dtype))[0]
+
+
+def composed(x, k, upstream, impl="native", **options):
+    """Return the same from lml and the sigmoid."""
+    leaf = x.clone().requires_grad_()
+    problem, _ = plain.enter("lml_at_most", leaf, k, -1, 1.0, None, None, impl, at_most_n=False)
+    y = plain._at_most(problem._replace(**options))
+    return y.detach(), torch.autograd.grad(y, leaf, upstream.to(x.dtype))[0]
+
+
+def wider(k):
+    return k.double() if isinstance(k, torch.Tensor) else k
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 3), (40, 100), (3, 2, 100), (10, 2500)])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_at_most_is_the_sigmoid_or_lml(isa, monkeypatch, shape, dtype, scale):
+    n, rows = shape[-1], shape[:-1]
+    mask, per_row = torch.rand(shape) < 0.8, (0.6 * n * torch.rand(rows, dtype=torch.float64)).to(dtype)
+    mask[..., : n // 2 + 1] = True
+    upstream, scores = torch.randn(2, *shape, dtype=torch.float64).to(dtype)
+    off = torch.linspace(-3, 3, math.prod(rows), dtype=dtype).reshape(rows)  # how far the row is above the budget
+    for k, options in ((0.3, {}), (0.2 * n, {"temperature": 0.5}), (0.3 * n, {"mask": mask}), (per_row, {})):
+        nu = plain.lml_threshold(scale * scores, k, **options)
+        x = scale * scores + options.get("temperature", 1) * (nu + off).unsqueeze(-1)
+        exact = at_most(x.double(), wider(k), upstream, "torch", **options)
+        reference = at_most(x, k, upstream, "torch", **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(plain, "_at_most", None)  # the kernel does it both ways
+            found = at_most(x, k, upstream, **options)
+            assert torch.equal(lml_at_most(x, k, **options), found[0])
+        for values in zip(found, reference, exact, strict=True):
+            assert_agrees(*values)
+        assert torch.equal(found[0][off > 0], lml(x, k, **options)[off > 0])
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 17, 300])
+def test_edges_of_at_most(isa, n, dtype):
+    x, upstream = torch.randn(2, 12, n, dtype=torch.float64).to(dtype)
+    x[0, 0], x[1, 0], x[2, -1], x[3], x[4] = INF, -INF, NAN, INF, -INF
+    x[5], x[6], x[7] = 0, 1e4, -1e4  # at k = n / 2 the row of zeros meets the budget exactly
+    x[8, : n // 2], x[9] = 200, 1e30
+    for k in (0.0, 0.5, 1.0, n / 2, n - 0.25, float(n), n + 1.0, INF, torch.linspace(-1, n + 1, 12).to(dtype)):
+        exact, reference = composed(x.double(), wider(k), upstream), composed(x, k, upstream)
+        parts = [at_most(x[i], k if isinstance(k, float) else k[i], upstream[i]) for i in range(12)]
+        for found in (at_most(x, k, upstream), [torch.stack(rows) for rows in zip(*parts, strict=True)]):
+            for ours, plainly, right in zip(found, reference, exact, strict=True):
+                assert torch.equal(ours.isnan(), right.isnan())
+                assert_agrees(ours, plainly, right)
 
 
 @built
@@ -535,6 +595,8 @@ def test_half_precision_is_the_rounded_float32_result(isa, shape, dtype):
                 part = {name: value[rows] if name == "mask" else value for name, value in options.items()}
                 loss = lml_loss(leaf[rows], target[rows], 4, observed=0.5 * (target is hot), **part)
                 found[-1] += [loss.detach(), *torch.autograd.grad(3 * loss, leaf)]
+            y = lml_at_most(leaf, 4, **options)
+            found[-1] += [y.detach(), *torch.autograd.grad(y, leaf, upstream.to(leaf.dtype))]
         for ours, wanted in zip(*found, strict=True):
             assert ours.dtype == dtype
             assert torch.equal(ours.nan_to_num(9), wanted.to(dtype).nan_to_num(9))
