@@ -202,6 +202,18 @@ def test_an_error_in_a_late_row_leaves_the_earlier_predictions(trained, capsys, 
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == names.ids
 
 
+@pytest.mark.parametrize(("command", "flag"), [("predict", "--out"), ("evaluate", "--json")])
+def test_a_command_does_not_write_over_what_it_reads(trained, capsys, tmp_path, monkeypatch, command, flag):
+    rows = write(tmp_path / "rows.tsv", make_rows(3, seed=6))
+    monkeypatch.chdir(tmp_path)
+    before = Path(rows).read_bytes(), (Path(trained[2]) / "metrics.json").read_bytes()
+    assert f"{flag} must not be the file of the rows" in error_of(capsys, [command, trained[2], rows, flag, "rows.tsv"])
+    own = str(Path(trained[2]) / "metrics.json")
+    assert f"{flag} must not be a file of the run" in error_of(capsys, [command, trained[2], rows, flag, own])
+    assert "--out must not be a file of the run" in error_of(capsys, ["report", trained[2], "--out", own])
+    assert (Path(rows).read_bytes(), Path(own).read_bytes()) == before
+
+
 def test_predict_takes_all_labels_above_a_threshold(trained, capsys, tmp_path):
     other = write(tmp_path / "other.tsv", make_rows(40, seed=6))
     found = {}

@@ -110,10 +110,12 @@ def rewrite(path: str | Path, out: Path, data: LabelData, changes: Mapping[int, 
     kind = str(data.source.get("format"))
     if kind not in WRITABLE:
         raise DataError(f"{path}: a file of format {kind} cannot be written again, only {', '.join(WRITABLE)}.")
+    target = out.with_name(f"{out.name}{SUFFIX.get(kind, f'.{kind}')}")
+    if target.exists() and target.samefile(path):
+        raise DataError(f"{path}: would be overwritten by its corrected copy. Name another folder for the copy (--out).")
     text, encoding = text_of(path, data)
     found = spots(text, data, {row: change.add | change.drop for row, change in changes.items()})
     raw = copied(text, found, changes).encode(encoding)
-    target = out.with_name(f"{out.name}{SUFFIX.get(kind, f'.{kind}')}")
     check_copy(path, target.suffix, raw, data, changes)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(raw)
