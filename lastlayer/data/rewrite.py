@@ -112,7 +112,9 @@ def rewrite(path: str | Path, out: Path, data: LabelData, changes: Mapping[int, 
         raise DataError(f"{path}: a file of format {kind} cannot be written again, only {', '.join(WRITABLE)}.")
     target = out.with_name(f"{out.name}{SUFFIX.get(kind, f'.{kind}')}")
     if target.exists() and target.samefile(path):
-        raise DataError(f"{path}: would be overwritten by its corrected copy. Name another folder for the copy (--out).")
+        raise DataError(
+            f"{path}: would be overwritten by its corrected copy. Name another folder for the copy (--out)."
+        )
     text, encoding = text_of(path, data)
     found = spots(text, data, {row: change.add | change.drop for row, change in changes.items()})
     raw = copied(text, found, changes).encode(encoding)
