@@ -291,12 +291,21 @@ def _bits(text: str, start: int, end: int, labels: frozenset[str]) -> list[Spot]
     return [_flag(text, *each[int(name)], name) for name in sorted(labels, key=int) if int(name) < len(each)]
 
 
+_PAIRS = {
+    **dict.fromkeys(("false", "true"), ("False", "True")),
+    **dict.fromkeys(("no", "yes"), ("No", "Yes")),
+    **dict.fromkeys(("n", "y"), ("N", "Y")),
+}
+
+
 def _flag(text: str, start: int, end: int, label: str) -> Spot:
     """Return the place of a 0 or 1, which is written as it was: as a number, a fraction or a word."""
     held = text[start:end]
     low = held.strip().strip('"').lower()
-    words = {"true": ("False", "True"), "false": ("False", "True")}.get(low, ("0", "1"))
-    words = (words[0].lower(), words[1].lower()) if held.strip() in ("true", "false") else words
+    words = _PAIRS.get(low, ("0", "1"))
+    for style in (str.lower, str.upper):
+        if low in _PAIRS and held == style(held):
+            words = (style(words[0]), style(words[1]))
     words = ("0.0", "1.0") if "." in low else words
     if held.strip().startswith('"'):
         words = (f'"{words[0]}"', f'"{words[1]}"')
@@ -327,7 +336,7 @@ def _table(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[int
             names = [cell.strip() for cell in cells]
             continue
         if number in rows:
-            places = {name: i for i, name in enumerate(names)} if names else {str(i): i for i in range(len(cells))}
+            places = {str(i): i for i in range(len(cells))} | {name: i for i, name in enumerate(names)}
             at = list(_cells(raw, delimiter, quotes))
             quote = delimiter if quotes else ""
             if isinstance(column, list):
