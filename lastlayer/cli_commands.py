@@ -6,6 +6,7 @@ import argparse
 import csv
 import dataclasses
 import importlib
+import io
 import json
 import os
 import shlex
@@ -255,6 +256,8 @@ def _output(path: str | None) -> Iterator[Any]:
     from lastlayer.runs.files import naming
 
     if path is None:
+        if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
+            sys.stdout.reconfigure(encoding="utf-8")  # as in a file, whatever the encoding of the terminal
         yield sys.stdout
         return
     place = Path(path).resolve()

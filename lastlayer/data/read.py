@@ -263,6 +263,8 @@ def sniff(
             return "csv"
     if source.suffix == ".txt" or (like and first):
         return "txt"
+    if not first.strip():
+        raise DataError(f"{source}: has no rows.")
     raise DataError(
         f"{source}: cannot tell its format from its name or first lines. Use `format` ({', '.join(FORMATS)})."
     )

@@ -550,7 +550,7 @@ def test_encodings(tmp_path, encoding):
 
 def test_the_wrong_encoding_is_named(tmp_path):
     file = write(tmp_path / "a.csv", "text,labels\ncafé,x\n", "latin-1")
-    assert "line 2: must be UTF-8 text (in another encoding: name it, e.g. latin-1)" in refusal(file)
+    assert "line 2: must be UTF-8 text (another encoding must be named: --encoding latin-1" in refusal(file)
     assert "`encoding` must be an encoding of text that Python knows" in refusal(file, encoding="nope")
     assert "`encoding` must be" in refusal(file, encoding="base64")
     assert "is it UTF-16?" in refusal(write(tmp_path / "b.csv", "text,labels\na,x\n", "utf-16-le"))
