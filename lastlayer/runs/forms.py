@@ -32,6 +32,7 @@ FORMS: dict[str, dict[str | EllipsisType, Form]] = {
         },
         "read": dict,
     },
+    "decision.json": {"rule": str, "rows": NUMBER},
     "environment.json": {"started": str},
     "errors.json": {
         **dict.fromkeys(("value", "n_false_alarms", "n_misses"), NUMBER),
