@@ -291,9 +291,9 @@ class _Sniffer:
         free = [i for i in self._free() if self.values[i] and all(isinstance(v, str) for v in self.values[i])]
         free = [i for i in free if not _is_numeric(self.values[i])]
         known = [i for i in free if set(re.split(r"[^a-z]+", self.lower[i])) & set(TEXT)]
-        if not known:
-            self._refuse_commas(free)
         ranked = sorted(known or free, key=lambda i: -_length(self.values[i]))
+        if not known:
+            self._refuse_commas(ranked[:1])
         if len(ranked) > 1 and _length(self.values[ranked[0]]) < 2 * _length(self.values[ranked[1]]):
             names = " or ".join(repr(self.names[i]) for i in ranked[:2])
             raise DataError(f"{self.path}: the text may be in {names}. Say which: --text-column NAME (or NAME,NAME).")
@@ -337,7 +337,7 @@ class _Sniffer:
             if commas and all(has_comma(v) or _is_number(v) or _is_gap(v) for v in self.values[i]):
                 raise DataError(
                     f"{self.path}: {self.names[i]!r} has decimal commas, as in {commas[0].strip()[:40]!r}. Write them "
-                    "as points, or name the text (--text-column)."
+                    "as points, or name the columns to use (--vector-column, --text-column)."
                 )
 
     def _guess_columns(self) -> None:

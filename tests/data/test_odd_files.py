@@ -196,9 +196,11 @@ def test_wrong_numbers_name_their_column(tmp_path):
 
 
 def test_decimal_commas_are_refused_by_name(tmp_path):
-    file = write(tmp_path / "a.csv", "width;height;A;B\n1,5;2,25;0;1\n3;4,5;1;0\n-5,25;6,5;1;0\n")
+    file = write(tmp_path / "a.csv", "width;height;A;B\n1,5;2;0;1\n3;4;1;0\n-5,25;6;1;0\n")
     for options in ({}, {"label_column": "A,B"}, {"label_column": "A,B", "text_column": "none"}):
         assert "'width' has decimal commas, as in '1,5'. Write them as points" in refusal(file, **options)
+    beside = write(tmp_path / "b.csv", 'story,codes,labels\nred ripe apple,"1,5",x\nblue sky above,"2,7",y\n')
+    assert read(beside).texts == ["red ripe apple", "blue sky above"]
     vectors = {"label_column": "A,B", "vector_column": "width,height"}
     assert "line 2: 'width' must be a number with a decimal point, not '1,5'" in refusal(file, **vectors)
 
