@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -21,9 +22,11 @@ class UsageError(ValueError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status: 0, or 2 with one line on the error stream."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a label that the terminal cannot show is no error
     try:
         top = parser()
-        given = list(sys.argv[1:] if argv is None else argv)
         # argparse does not leave options to a subcommand that takes all the rest.
         passed = given[1:] if given[:1] == ["bench"] and not {"-h", "--help"} & set(given) else []
         arguments = top.parse_args(given[: len(given) - len(passed)])
@@ -36,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return cli_commands.run(arguments)
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command resumes the run.", 130)
+        resumes = given[:1] in (["train"], ["tune"], ["demo"])
+        return _fail(f"interrupted{'; the same command resumes the run' if resumes else ''}.", 130)
     except BrokenPipeError:  # the reader of our output has gone, e.g. `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -146,7 +150,7 @@ def _evaluate(made: argparse.ArgumentParser) -> None:
 def _predict(made: argparse.ArgumentParser) -> None:
     made.add_argument("run_folder", metavar="RUN", help="folder of a finished run")
     made.add_argument("data", help="file or folder of rows, or - for standard input")
-    text = "labels per row (default: as many as the run expects; with --threshold no limit)"
+    text = "labels per row (default: as the run decides, see --decide of train; with --threshold no limit)"
     made.add_argument("-k", type=int, default=None, help=text)
     made.add_argument(
         "--threshold", type=float, default=None, metavar="P", help="all labels with at least this probability"

@@ -6,6 +6,7 @@ import argparse
 import csv
 import dataclasses
 import importlib
+import io
 import json
 import os
 import shlex
@@ -161,6 +162,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from lastlayer.runs import RunFolder
     from lastlayer.train import evaluate
 
+    _keep_inputs("--json", arguments.json, arguments.run_folder, arguments.data)
     model = _loaded(arguments)
     part, data = reading.part_to_measure(arguments, model)
     seen = RunFolder(arguments.run_folder).read_optional("data.json").get("read") or {}
@@ -187,6 +189,7 @@ def _predict(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--threshold must be a probability from 0 to 1, got {arguments.threshold}.")
     if arguments.explain < 0:
         raise UsageError("--explain must be at least 1.")
+    _keep_inputs("--out", arguments.out, arguments.run_folder, arguments.data)
     model = _loaded(arguments)
     unknown = rows = 0
     with _output(arguments.out) as out:
@@ -235,12 +238,26 @@ def _loaded(arguments: argparse.Namespace) -> Any:
     return model.to(best_device(model.config.accelerator))
 
 
+def _keep_inputs(flag: str, out: str | None, run: str | Path, data: str = "-") -> None:
+    """Refuse to write over a file that is read: the rows, or a file of the run."""
+    from lastlayer.runs import RunFolder
+
+    if out is None or not Path(out).is_file():
+        return
+    if Path(data).is_file() and os.path.samefile(out, data):
+        raise UsageError(f"{flag} must not be the file of the rows, got {out}. Name another one.")
+    if RunFolder(run).is_own(Path(out)):
+        raise UsageError(f"{flag} must not be a file of the run, got {out}. Name another one.")
+
+
 @contextmanager
 def _output(path: str | None) -> Iterator[Any]:
     """Open a file that is written whole or not at all, so that an error in a late row leaves what was there."""
     from lastlayer.runs.files import naming
 
     if path is None:
+        if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
+            sys.stdout.reconfigure(encoding="utf-8")  # as in a file, whatever the encoding of the terminal
         yield sys.stdout
         return
     place = Path(path).resolve()
@@ -267,6 +284,8 @@ def _report(arguments: argparse.Namespace) -> int:
         if not RunFolder(path).is_done():
             raise RunError(f"{path}: not a finished run.")
     out = Path(arguments.out) if arguments.out else runs[0] / "report.html"
+    for path in runs:
+        _keep_inputs("--out", arguments.out, path)
     from lastlayer import report
 
     report.write(runs, out)

@@ -243,4 +243,6 @@ def list_runs(rows: list[dict[str, Any]], metric: str | None = None) -> None:
             at = head.index(name)
             left -= at < left
             head, lines = head[:at] + head[at + 1 :], [line[:at] + line[at + 1 :] for line in lines]
+    while _width(head, lines) > _console().width and len(head) > left + 1:
+        head, lines = head[:-1], [line[:-1] for line in lines]
     _print(None, head, lines, left=left)

@@ -127,12 +127,20 @@ def training_parts(arguments: argparse.Namespace, images: str = "") -> dict[str,
     if not any(len(data) for data in parts.values()):
         raise DataError(f"{arguments.data}: has no rows.")
     if not any(len(data.indices) for data in parts.values()):
-        raise DataError(f"{arguments.data}: no row has a label. Name the column of labels (--label-column).")
+        raise DataError(f"{arguments.data}: no row has a label. {_where_labels_are(first)}")
     train = parts.get("train", parts.get("all"))
     for name, data in parts.items():
         if train is not None and data is not train:
             tell_unknown(data, train.label_names, f"labels of the {name} part", "training rows")
     return parts
+
+
+def _where_labels_are(data: Any) -> str:
+    """Return what to do about rows without labels: their column is empty, or has to be named."""
+    column = (data.source.get("options") or {}).get("label_column")
+    if column is None:
+        return "Name the column of labels (--label-column)."
+    return f"They were looked for in {column!r}; --label-column names another column."
 
 
 def part_to_measure(arguments: argparse.Namespace, model: Any) -> tuple[str, Any]:
@@ -149,6 +157,8 @@ def part_to_measure(arguments: argparse.Namespace, model: Any) -> tuple[str, Any
     if model.config.images:
         parts[part] = with_images(parts[part], arguments.data, arguments.reader_on_error)
     tell_about(part, parts[part])
+    if not len(parts[part]):
+        raise DataError(f"{arguments.data}: has no rows.")
     if not len(parts[part].indices):
         raise DataError(
             f"{arguments.data}: no row has a label, so there is nothing to measure. Name the column of labels "
@@ -175,7 +185,9 @@ def rows_to_predict(arguments: argparse.Namespace, model: Any, size: int = 512) 
         if model.config.images:
             last = data = with_images(data, arguments.data, arguments.reader_on_error)
         yield data
-    if last is not None:
+    if last is None:
+        print(f"lastlayer: warning: {arguments.data}: has no rows.", file=sys.stderr)
+    else:
         tell_problems(last)
 
 
@@ -204,7 +216,8 @@ def with_images(data: Any, path: str, on_error: str | None) -> Any:
 
 def tell_about(name: str, data: Any) -> None:
     """Write one line on what was read and how, and the lines that were skipped, to the error stream."""
-    print(f"{name}: {len(data)} rows, {data.n_labels} labels ({_how(data)})", file=sys.stderr)
+    rows, labels = (f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((len(data), "row"), (data.n_labels, "label")))
+    print(f"{name}: {rows}, {labels} ({_how(data)})", file=sys.stderr)
     tell_problems(data)
 
 

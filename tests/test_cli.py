@@ -202,6 +202,18 @@ def test_an_error_in_a_late_row_leaves_the_earlier_predictions(trained, capsys, 
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == names.ids
 
 
+@pytest.mark.parametrize(("command", "flag"), [("predict", "--out"), ("evaluate", "--json")])
+def test_a_command_does_not_write_over_what_it_reads(trained, capsys, tmp_path, monkeypatch, command, flag):
+    rows = write(tmp_path / "rows.tsv", make_rows(3, seed=6))
+    monkeypatch.chdir(tmp_path)
+    before = Path(rows).read_bytes(), (Path(trained[2]) / "metrics.json").read_bytes()
+    assert f"{flag} must not be the file of the rows" in error_of(capsys, [command, trained[2], rows, flag, "rows.tsv"])
+    own = str(Path(trained[2]) / "metrics.json")
+    assert f"{flag} must not be a file of the run" in error_of(capsys, [command, trained[2], rows, flag, own])
+    assert "--out must not be a file of the run" in error_of(capsys, ["report", trained[2], "--out", own])
+    assert (Path(rows).read_bytes(), Path(own).read_bytes()) == before
+
+
 def test_predict_takes_all_labels_above_a_threshold(trained, capsys, tmp_path):
     other = write(tmp_path / "other.tsv", make_rows(40, seed=6))
     found = {}
@@ -451,13 +463,51 @@ def test_a_killed_command_leaves_a_checkpoint_and_damage_is_one_line(trained, tm
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
 
 
+def run_with(encoding, *arguments):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "lastlayer", *arguments]
+    return subprocess.run(command, capture_output=True, env=environment, check=False)
+
+
+def test_labels_that_the_terminal_cannot_show(tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,labels\n" + "red apple,\u0131\nblue sky,\u015f\n" * 12, encoding="utf-8")
+    run = str(tmp_path / "run")
+    trained = run_with("ascii", "train", str(rows), "--out", run, "--loss=binary", "--C=1", "--bootstrap=0")
+    assert trained.returncode == 0, trained.stderr
+    assert b"\\u0131" in trained.stdout
+    made = run_with("ascii", "predict", run, str(rows))
+    assert made.returncode == 0
+    assert json.loads(made.stdout.decode("utf-8").splitlines()[0])["labels"][0]["label"] == "\u0131"
+
+
+def test_files_without_rows_say_so(trained, tmp_path, capsys):
+    header, empty = tmp_path / "header.tsv", tmp_path / "empty.tsv"
+    header.write_text("text\tlabels\n")
+    empty.write_text("")
+    assert main(["predict", trained[2], str(header)]) == 0
+    assert capsys.readouterr().err == f"lastlayer: warning: {header}: has no rows.\n"
+    for command in (["evaluate", trained[2], str(header)], ["predict", trained[2], str(empty)], ["train", str(empty)]):
+        assert error_of(capsys, command).endswith(": has no rows.")
+
+
+def test_rows_without_labels_name_their_column(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("text,labels\na b,\nc d,\n")
+    assert "no row has a label. They were looked for in 'labels'" in error_of(
+        capsys, ["train", str(tmp_path / "a.csv")]
+    )
+    (tmp_path / "b.csv").write_text("text,labels\na b,x\nc d,y\n")
+    message = error_of(capsys, ["train", str(tmp_path / "b.csv"), "--out", str(tmp_path / "run")])
+    assert message.endswith("the texts hold no word of two characters or more.")
+
+
 def test_a_narrow_terminal_leaves_out_columns_and_not_names(capsys, monkeypatch):
     from lastlayer import cli_output
 
     name = "experiments/a_long_name_of_a_run"
     metrics = {"precision@1": 0.5, "recall@5": 0.25, "ndcg@5": 0.125, "map": 0.1, "ece@5": 0.0625}
     row = {"run": name, "state": "finished", "loss": "truncated_entropy", "k": 3, "train_rows": 100, "metrics": metrics}
-    for columns, head in ((160, "started (UTC)"), (80, "R@5")):
+    for columns, head in ((160, "started (UTC)"), (80, "R@5"), (45, "P@1")):
         monkeypatch.setenv("COLUMNS", str(columns))
         cli_output.list_runs([{**row, "started": "2026-01-01T10:00:00"}])
         text = capsys.readouterr().out

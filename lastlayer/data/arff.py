@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from xml.parsers import expat
 
 from lastlayer.data.builder import Row, Table
@@ -20,14 +21,26 @@ _TOKEN = re.compile(r"""\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|([^\s,{}'"
 
 @dataclass(frozen=True)
 class Attribute:
-    """A column: its name, and its values if it is nominal."""
+    """A column: its name, its values if it is nominal, and the value that sparse rows leave out."""
 
     name: str
     values: dict[str, float] | None
+    default: float = 0.0
 
 
-def read_arff(path: Path, limits: Limits, problems: Problems, *, options: dict[str, Any]) -> LabelData:
-    """Read the file; labels are the attributes that the XML file names, else Meka's ``-C n``."""
+def read_arff(
+    path: Path,
+    limits: Limits,
+    problems: Problems,
+    *,
+    options: dict[str, Any],
+    like: Mapping[str, Any] | None = None,
+) -> LabelData:
+    """Read the file; labels are the attributes that the XML file names, else Meka's ``-C n``.
+
+    With `like`, the ``source`` of rows that were read before, features are those of these rows, found by their names;
+    so are labels if nothing else tells them.
+    """
     attributes: list[Attribute] = []
     relation = ""
     numbered = lines(path, limits, problems)
@@ -50,14 +63,60 @@ def read_arff(path: Path, limits: Limits, problems: Problems, *, options: dict[s
             )
     else:
         raise DataError(f"{path}: has no @data line.")
-    labels = _label_columns(path, attributes, relation, limits, options)
+    known = (like or {}).get("attributes")
+    labels = _label_columns(path, attributes, relation, limits, options, (like or {}).get("labels"))
     names = [attributes[i].name for i in labels]
     at = {column: i for i, column in enumerate(labels)}
     features = {c: i for i, c in enumerate(c for c in range(len(attributes)) if c not in at)}
-    table = Table(names, len(features))
+    if known:
+        attributes, features = _as_before(path, attributes, at, known)
+    table = Table(names, len(known or features))
     for row in _rows(path, numbered, attributes, at, features, problems):
         table.add(row)
-    return table.build(path, problems, {"format": "arff", "how": f"{len(labels)} label attributes", "suffix": ".arff"})
+    source: dict[str, Any] = {
+        "format": "arff",
+        "how": f"{len(labels)} label attributes",
+        "suffix": ".arff",
+        "labels": names,
+    }
+    source["attributes"] = known or _described([attributes[c] for c in features])
+    return table.build(path, problems, source)
+
+
+def _described(attributes: list[Attribute]) -> list[dict[str, Any]]:
+    """Return the names of features, and the values of those that are nominal; none if names repeat."""
+    if len({a.name for a in attributes}) != len(attributes):
+        return []
+    return [{"name": a.name} if a.values is None else {"name": a.name, "values": a.values} for a in attributes]
+
+
+def _as_before(
+    path: Path, attributes: list[Attribute], labels: Mapping[int, int], known: list[dict[str, Any]]
+) -> tuple[list[Attribute], dict[int, int]]:
+    """Find the features of earlier rows by name; return the attributes with their values, and the features' places."""
+    names = Counter(a.name for i, a in enumerate(attributes) if i not in labels)
+    wanted = {one["name"]: i for i, one in enumerate(known)}
+    for name in wanted:
+        if names[name] != 1:
+            has = "no attribute" if not names[name] else f"{names[name]} attributes"
+            raise DataError(f"{path}: has {has} {name[:60]!r}, which is a feature of the run's training rows.")
+    features, out = {}, list(attributes)
+    for i, attribute in enumerate(attributes):
+        if i in labels or attribute.name not in wanted:
+            continue
+        features[i] = wanted[attribute.name]
+        values, here = known[features[i]].get("values"), attribute.values
+        if _is_nominal(values) != _is_nominal(here):
+            kind = "nominal" if _is_nominal(values) else "numeric"
+            raise DataError(f"{path}: the attribute {attribute.name[:60]!r} must be {kind}, as in the training rows.")
+        if _is_nominal(values) and _is_nominal(here):
+            out[i] = Attribute(attribute.name, values, values.get(next(iter(here)), 0.0))
+    return out, features
+
+
+def _is_nominal(values: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
+    """Whether values are no numbers."""
+    return values is not None and not set(values) <= {"0", "1"}
 
 
 def _attribute(path: Any, number: int, text: str) -> Attribute:
@@ -84,7 +143,12 @@ def _unquoted(match: re.Match[str]) -> str:
 
 
 def _label_columns(
-    path: Path, attributes: list[Attribute], relation: str, limits: Limits, options: dict[str, Any]
+    path: Path,
+    attributes: list[Attribute],
+    relation: str,
+    limits: Limits,
+    options: dict[str, Any],
+    known: list[str] | None,
 ) -> list[int]:
     xml = options.get("xml")
     xml = Path(xml) if xml else _companion(path)
@@ -95,6 +159,9 @@ def _label_columns(
             raise DataError(f"{xml}: names the label {missing[0][:60]!r}, which is no attribute of {path}.")
         return [place[name] for name in names]
     count = re.search(r"-[Cc]\s+(-?\d{1,9})", relation)
+    if count is None and known is not None:
+        before = set(known)
+        return [i for i, attribute in enumerate(attributes) if attribute.name in before]
     if count is None:
         raise DataError(f"{path}: no XML file with the label names beside it, and no -C in @relation. Use --xml FILE.")
     n = int(count.group(1))
@@ -146,7 +213,7 @@ def _rows(
     features: dict[int, int],
     problems: Problems,
 ) -> Iterator[Row]:
-    at = 0
+    at, left_out = 0, {i: a.default for i, a in enumerate(attributes) if a.default}
     for number, line in numbered:
         line = line.strip()
         if line.startswith("%"):
@@ -155,7 +222,7 @@ def _rows(
         if not line:
             continue
         try:
-            pairs = _sparse(line, attributes) if line.startswith("{") else _full(line, attributes)
+            pairs = _sparse(line, attributes, left_out) if line.startswith("{") else _full(line, attributes)
             yield _row(number, pairs, labels, features)._replace(number=at - 1)
         except ValueError as error:
             problems.report(path, number, str(error), line)
@@ -186,7 +253,7 @@ def _cells(text: str) -> list[str]:
         at = comma.end()
 
 
-def _sparse(line: str, attributes: list[Attribute]) -> list[tuple[int, float]]:
+def _sparse(line: str, attributes: list[Attribute], left_out: Mapping[int, float]) -> list[tuple[int, float]]:
     if not line.endswith("}"):
         raise ValueError("a sparse row must end with }")
     pairs: list[tuple[int, float]] = []
@@ -200,9 +267,10 @@ def _sparse(line: str, attributes: list[Attribute]) -> list[tuple[int, float]]:
             raise ValueError(f"attribute indices must be below {len(attributes)}")
         column = int(words[0])
         pairs.append((column, _value(words[1].strip().strip("'\""), attributes[column])))
-    if len({c for c, _ in pairs}) != len(pairs):
+    given = {c for c, _ in pairs}
+    if len(given) != len(pairs):
         raise ValueError("attribute indices must not repeat")
-    return pairs
+    return pairs + [(column, value) for column, value in left_out.items() if column not in given]
 
 
 def _value(cell: str, attribute: Attribute) -> float:
@@ -227,7 +295,7 @@ def _row(number: int, pairs: list[tuple[int, float]], labels: dict[int, int], fe
                 raise ValueError(f"labels must be 0 or 1, not {v}")
             if v:
                 marked.append(labels[column])
-        elif v != 0.0:
+        elif v != 0.0 and column in features:
             index.append(features[column])
             value.append(v)
     return Row(number, columns=index, value=value, labels=marked)

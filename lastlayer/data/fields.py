@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -54,6 +56,8 @@ PART_WORDS = {
 }
 ZERO_ONE = {"0": False, "1": True, "0.0": False, "1.0": True}
 TRUE_FALSE = {"false": False, "true": True}
+YES_NO = {"no": False, "yes": True, "n": False, "y": True}
+BITS = (ZERO_ONE, TRUE_FALSE, YES_NO)
 Form = Literal["names", "columns", "vectors"]
 
 
@@ -103,9 +107,11 @@ class Fields:
 
     def options(self) -> dict[str, Any]:
         """Return the options that read a file of the same kind the same way."""
+        times = Counter(self.names)
 
         def name(i: int) -> str:
-            return self.names[i] if self.header or not self.cells else str(i)
+            unique = times[self.names[i]] == 1
+            return self.names[i] if unique and (self.header or not self.cells) else str(i)
 
         out: dict[str, Any] = {}
         for role, places in (("text", self.text), ("label", self.labels), ("vector", self.vector)):
@@ -230,7 +236,7 @@ class Fields:
 
     def _vector(self, record: Any) -> list[float] | None:
         if len(self.vector) > 1:
-            return [number_of("a feature", self._get(record, i)) for i in self.vector]
+            return [number_of(self._called(i), self._get(record, i)) for i in self.vector]
         value = self._get(record, self.vector[0]) if self.vector else self._role(record, "vector", None)
         if value is None:
             return None
@@ -273,8 +279,14 @@ def number_of(what: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or abs(number) > 3.4e38:
-        raise ValueError(f"{what} must be a finite number, not {str(value)[:40]!r}")
+        rule = "a number with a decimal point" if has_comma(value) else "a finite number"
+        raise ValueError(f"{what} must be {rule}, not {str(value)[:40]!r}")
     return number
+
+
+def has_comma(value: Any) -> bool:
+    """Whether a cell is a number with a decimal comma."""
+    return isinstance(value, str) and re.fullmatch(r"\s*[-+]?\d*,\d+\s*", value) is not None
 
 
 def weight_of(value: Any) -> float:
@@ -295,9 +307,13 @@ def numbers_of(value: Any) -> list[float]:
     return out
 
 
+_WORDS = {word: bit for words in BITS for word, bit in words.items()}
+
+
 def _bit(name: str, value: Any) -> bool:
     word = str(value).strip().lower()
-    bit = ZERO_ONE.get(word, TRUE_FALSE.get(word))
+    bit = _WORDS.get(word)
     if bit is None:
-        raise ValueError(f"{name[:40]!r} must be 0 or 1, not {word[:40]!r}")
+        hint = "" if word else " (write 0 where the label does not apply)"
+        raise ValueError(f"{name[:40]!r} must be 0 or 1, not {word[:40]!r}{hint}")
     return bit

@@ -116,7 +116,7 @@ def lines(
         try:
             text = raw.decode(name)
         except UnicodeError:
-            rule = "must be UTF-8 text (in another encoding: name it, e.g. latin-1)"
+            rule = "must be UTF-8 text (another encoding must be named: --encoding latin-1, for instance)"
             problems.report(path, number, rule if name == "utf-8" else f"must be {name} text", raw)
             return None
         if "\0" in text:

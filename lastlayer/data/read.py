@@ -67,7 +67,7 @@ def read_parts(
         return _read_text(source, text_rows(source, kind, limits, problems, options, soft), problems)
     if kind == "svm":
         return {"all": _read_svm(source, svm_rows(source, limits, problems, options), problems)}
-    return _read_whole(source, kind, limits, problems, options, soft)
+    return _read_whole(source, kind, limits, problems, options, soft, like)
 
 
 def read(path: str | Path, **options: Any) -> LabelData:
@@ -109,7 +109,7 @@ def stream(path: str | Path, size: int, **options: Any) -> Iterator[LabelData]:
         reader = svm_rows(source, limits, problems, options)
     else:
         one = {**options, "split_column": "none"}  # rows in the order of the file, as from lines
-        for data in _read_whole(source, kind, limits, problems, one, soft).values():
+        for data in _read_whole(source, kind, limits, problems, one, soft, like).values():
             for at in range(0, len(data), size):
                 yield data.take(np.arange(at, min(at + size, len(data))))
         return
@@ -146,7 +146,13 @@ def _read_svm(source: Source, reader: SvmRows, problems: Problems) -> LabelData:
 
 
 def _read_whole(
-    source: Source, kind: str, limits: Limits, problems: Problems, options: dict[str, Any], soft: frozenset[str]
+    source: Source,
+    kind: str,
+    limits: Limits,
+    problems: Problems,
+    options: dict[str, Any],
+    soft: frozenset[str],
+    like: Mapping[str, Any] | None,
 ) -> dict[str, LabelData]:
     """Read a format that is no stream of lines."""
     if source.is_stream:
@@ -160,7 +166,7 @@ def _read_whole(
         return {"all": from_matrices(path, read_npy(path, limits), None, None, None, {"format": "npy"}, problems)}
     if kind == "parquet":
         return read_parquet(path, limits, problems, options=options, soft=soft)
-    return {"all": read_arff(path, limits, problems, options=options)}
+    return {"all": read_arff(path, limits, problems, options=options, like=like)}
 
 
 def _table(reader: TextRows | SvmRows) -> Table:
@@ -257,6 +263,8 @@ def sniff(
             return "csv"
     if source.suffix == ".txt" or (like and first):
         return "txt"
+    if not first.strip():
+        raise DataError(f"{source}: has no rows.")
     raise DataError(
         f"{source}: cannot tell its format from its name or first lines. Use `format` ({', '.join(FORMATS)})."
     )

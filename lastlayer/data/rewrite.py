@@ -110,10 +110,14 @@ def rewrite(path: str | Path, out: Path, data: LabelData, changes: Mapping[int, 
     kind = str(data.source.get("format"))
     if kind not in WRITABLE:
         raise DataError(f"{path}: a file of format {kind} cannot be written again, only {', '.join(WRITABLE)}.")
+    target = out.with_name(f"{out.name}{SUFFIX.get(kind, f'.{kind}')}")
+    if target.exists() and target.samefile(path):
+        raise DataError(
+            f"{path}: would be overwritten by its corrected copy. Name another folder for the copy (--out)."
+        )
     text, encoding = text_of(path, data)
     found = spots(text, data, {row: change.add | change.drop for row, change in changes.items()})
     raw = copied(text, found, changes).encode(encoding)
-    target = out.with_name(f"{out.name}{SUFFIX.get(kind, f'.{kind}')}")
     check_copy(path, target.suffix, raw, data, changes)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(raw)
@@ -287,12 +291,21 @@ def _bits(text: str, start: int, end: int, labels: frozenset[str]) -> list[Spot]
     return [_flag(text, *each[int(name)], name) for name in sorted(labels, key=int) if int(name) < len(each)]
 
 
+_PAIRS = {
+    **dict.fromkeys(("false", "true"), ("False", "True")),
+    **dict.fromkeys(("no", "yes"), ("No", "Yes")),
+    **dict.fromkeys(("n", "y"), ("N", "Y")),
+}
+
+
 def _flag(text: str, start: int, end: int, label: str) -> Spot:
     """Return the place of a 0 or 1, which is written as it was: as a number, a fraction or a word."""
     held = text[start:end]
     low = held.strip().strip('"').lower()
-    words = {"true": ("False", "True"), "false": ("False", "True")}.get(low, ("0", "1"))
-    words = (words[0].lower(), words[1].lower()) if held.strip() in ("true", "false") else words
+    words = _PAIRS.get(low, ("0", "1"))
+    for style in (str.lower, str.upper):
+        if low in _PAIRS and held == style(held):
+            words = (style(words[0]), style(words[1]))
     words = ("0.0", "1.0") if "." in low else words
     if held.strip().startswith('"'):
         words = (f'"{words[0]}"', f'"{words[1]}"')
@@ -323,7 +336,7 @@ def _table(text: str, options: dict[str, Any], rows: Rows) -> Iterator[tuple[int
             names = [cell.strip() for cell in cells]
             continue
         if number in rows:
-            places = {name: i for i, name in enumerate(names)} if names else {str(i): i for i in range(len(cells))}
+            places = {str(i): i for i in range(len(cells))} | {name: i for i, name in enumerate(names)}
             at = list(_cells(raw, delimiter, quotes))
             quote = delimiter if quotes else ""
             if isinstance(column, list):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lastlayer.data.fields import PART_WORDS, TEXT, TRUE_FALSE, WORDS, ZERO_ONE, Fields, Form
+from lastlayer.data.fields import BITS, PART_WORDS, TEXT, TRUE_FALSE, WORDS, ZERO_ONE, Fields, Form, has_comma
 from lastlayer.data.labels import WHOLE, Ambiguous, guess_separator, list_in
 from lastlayer.data.source import DataError
 
@@ -82,6 +83,8 @@ class _Sniffer:
         if not self.taken.get("text") and not self.taken.get("vector"):
             self._choose_content()
         form, width = self._labels_left(form, width)
+        if form == "columns":
+            self._check_label_names()
         one = {role: (self.taken.get(role) or (None,))[0] for role in ("id", "split", "group", "weight")}
         lazy = {} if self.cells else {r: w for r, w in WORDS.items() if r not in self.taken}
         if self.taken.get("vector") or self.taken.get("text"):
@@ -119,6 +122,7 @@ class _Sniffer:
                 n for n, f in zip([asked] if isinstance(asked, str) else asked, named, strict=False) if not f
             )
             if role in ("text", "vector"):
+                self._tell_separator(missing)
                 raise DataError(
                     f"{self.path}: has no column {missing!r}, where the run's training rows have their {role}. Its "
                     f"columns are {self._known()}. Name the one to use (--{role}-column)."
@@ -130,6 +134,16 @@ class _Sniffer:
         if len(set(places)) != len(places) or (len(places) != 1 and role not in ("text", "label", "vector")):
             raise DataError(f"{self.path}: `{option}` must name columns once each, got {asked!r}.")
         return places
+
+    def _tell_separator(self, name: str) -> None:
+        """Raise an error if the one column would be several, with the wanted one, if they were separated otherwise."""
+        header = self.lower[0] if self.cells and len(self.names) == 1 else ""
+        for delimiter, word in ((",", ","), (";", "';'"), ("\t", "tab"), ("|", "'|'")):
+            if name.strip().lower() in (cell.strip().strip('"') for cell in header.split(delimiter)):
+                raise DataError(
+                    f"{self.path}: has no column {name!r}, unless its columns are separated otherwise: --delimiter "
+                    f"{word}."
+                )
 
     def _place(self, option: str, name: str) -> list[int] | None:
         if (place := self._find(name)) is not None:
@@ -149,7 +163,10 @@ class _Sniffer:
             for known, wanted in zip(self.places, (name, name.lower()), strict=True):
                 found = known.get(wanted, [])
                 if len(found) > 1:
-                    raise DataError(f"{self.path}: has {len(found)} columns named {name!r}. Use a number.")
+                    raise DataError(
+                        f"{self.path}: has {len(found)} columns named {name!r}. Name the one to use by its number, "
+                        f"{_either(found)}."
+                    )
                 if found:
                     return found[0]
         if self.cells and name.isascii() and name.isdigit() and len(name) < 9 and int(name) < len(self.names):
@@ -165,9 +182,10 @@ class _Sniffer:
         free = set(self._free())
         for word in WORDS[role]:
             if word in self.lower and self.lower.index(word) in free:
-                if self.lower.count(word) > 1:
+                if len(found := self.places[1][word]) > 1:
                     raise DataError(
-                        f"{self.path}: has {self.lower.count(word)} columns named {word!r}. Use --{role}-column."
+                        f"{self.path}: has {len(found)} columns named {word!r}. Say which by its number: "
+                        f"--{role}-column {_either(found)}."
                     )
                 return self.lower.index(word)
         return None
@@ -218,18 +236,26 @@ class _Sniffer:
         self.guessed.add("label")
         return "columns", 0
 
+    def _check_label_names(self) -> None:
+        names = [self.names[i] for i in self.taken["label"]]
+        if "" in names:
+            raise DataError(f"{self.path}: has a label column without a name. Name it in the header.")
+        if len(set(names)) != len(names):
+            name, n = Counter(names).most_common(1)[0]
+            raise DataError(f"{self.path}: has {n} label columns named {name!r}. Rename them in the header.")
+
     def _with_gaps(self, bits: list[int]) -> int | None:
         """Return a column that would be one of the label columns if no cell of it were missing."""
-        known = ZERO_ONE if str(self.values[bits[0]][0]).strip().lower() in ZERO_ONE else TRUE_FALSE
+        known = next(words for words in BITS if str(self.values[bits[0]][0]).strip().lower() in words)
         for i in self._free():
-            there = {word for v in self.values[i] if (word := str(v).strip().lower()) not in _MISSING}
+            there = {str(v).strip().lower() for v in self.values[i] if not _is_gap(v)}
             if i not in bits and self.lower[i] not in ("", *TEXT) and there and there <= set(known):
                 return i
         return None
 
     def _bit_columns(self) -> list[int]:
         free = [i for i in self._free() if self.values[i] and self.lower[i] not in ("", *TEXT)]
-        for words in (ZERO_ONE, TRUE_FALSE):
+        for words in BITS:
             columns = [i for i in free if all(str(v).strip().lower() in words for v in self.values[i])]
             if len(columns) > 1:
                 return columns
@@ -266,10 +292,18 @@ class _Sniffer:
         free = [i for i in free if not _is_numeric(self.values[i])]
         known = [i for i in free if set(re.split(r"[^a-z]+", self.lower[i])) & set(TEXT)]
         ranked = sorted(known or free, key=lambda i: -_length(self.values[i]))
+        if not known:
+            self._refuse_commas(ranked[:1])
         if len(ranked) > 1 and _length(self.values[ranked[0]]) < 2 * _length(self.values[ranked[1]]):
             names = " or ".join(repr(self.names[i]) for i in ranked[:2])
             raise DataError(f"{self.path}: the text may be in {names}. Say which: --text-column NAME (or NAME,NAME).")
         if ranked:
+            if not known and not _are_texts(self.values[ranked[0]]) and (numbers := self._numeric()):
+                name, like = self.names[ranked[0]], self.names[numbers[0]]
+                raise DataError(
+                    f"{self.path}: {name!r} may be the text, or a feature like {like!r}. Say which: --text-column "
+                    f"{name}, or --text-column none, which takes the columns of numbers as features."
+                )
             self.taken["text"] = (ranked[0],)
             self.guessed.add("text")
             return None
@@ -279,7 +313,9 @@ class _Sniffer:
         """Take all columns of numbers as features, where the labels were named."""
         if self.taken.get("text"):
             return
-        numeric = [i for i in self._free() if _is_numeric(self.values[i]) and not _INDEX.fullmatch(self.lower[i])]
+        if self.cells:
+            self._refuse_commas(self._free())
+        numeric = self._numeric()
         if numeric and self.options.get("label_column") is not None:
             self.taken["vector"] = tuple(numeric)
             self.guessed.add("vector")
@@ -290,6 +326,19 @@ class _Sniffer:
         if numeric or "label" in self.guessed:
             hint += ", or name the label columns (--label-column) and the other numbers become features"
         raise DataError(f"{self.path}: has no column that looks like a text; its columns are {self._known()}. {hint}.")
+
+    def _numeric(self) -> list[int]:
+        return [i for i in self._free() if _is_numeric(self.values[i]) and not _INDEX.fullmatch(self.lower[i])]
+
+    def _refuse_commas(self, places: Sequence[int]) -> None:
+        """Refuse a column of numbers with decimal commas."""
+        for i in places:
+            commas = [v for v in self.values[i] if has_comma(v)]
+            if commas and all(has_comma(v) or _is_number(v) or _is_gap(v) for v in self.values[i]):
+                raise DataError(
+                    f"{self.path}: {self.names[i]!r} has decimal commas, as in {commas[0].strip()[:40]!r}. Write them "
+                    "as points, or name the columns to use (--vector-column, --text-column)."
+                )
 
     def _guess_columns(self) -> None:
         """Without a header: the text has the longest cells, labels repeat, an id never does."""
@@ -347,6 +396,10 @@ def _places(names: Sequence[str]) -> dict[str, list[int]]:
     return out
 
 
+def _either(places: Sequence[int]) -> str:
+    return " or ".join(map(str, places[:4]))
+
+
 def named_character(text: str) -> str:
     """Return the character that a flag means: "tab", "space", "comma" and so on, or the character itself."""
     known = {"tab": "\t", "\\t": "\t", "space": " ", "comma": ",", "semicolon": ";", "pipe": "|"}
@@ -362,8 +415,21 @@ def _is_number(value: Any) -> bool:
 
 def _is_numeric(values: list[Any]) -> bool:
     """Whether these are numbers, some of which may be missing."""
-    there = [v for v in values if str(v).strip().lower() not in _MISSING]
-    return bool(there) and all(map(_is_number, there))
+    there = [v for v in values if not _is_gap(v)]
+    return any(map(_is_number, there)) and all(_is_number(v) or _is_infinite(v) for v in there)
+
+
+def _is_gap(value: Any) -> bool:
+    return str(value).strip().lower() in _MISSING
+
+
+def _is_infinite(value: Any) -> bool:
+    return str(value).strip().lower().lstrip("+-") in ("inf", "infinity")
+
+
+def _are_texts(values: list[Any]) -> bool:
+    """Whether at least half of the cells have several words, or are long, as dates and categories are not."""
+    return 2 * sum(len(v) >= 20 or len(re.findall(r"[^\W\d_]{2,}", v)) > 1 for v in values) >= len(values)
 
 
 def _is_vector(cell: Any) -> bool:

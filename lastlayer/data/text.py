@@ -71,6 +71,8 @@ def text_rows(
         if dialect.said:
             next(records, None)
         first = _first(records)
+        if not first and soft:
+            raise DataError(f"{source}: has no rows.")
         header, names = sniff_header(source, [r.value for r in first], options, soft)
         cells = [r.value for r in first[header:]]
         if not first:

@@ -163,6 +163,11 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
 
+    def is_own(self, path: Path) -> bool:
+        """Whether a file is one that makes up the run; its report is not."""
+        names = {*FILES, "config.yaml", "done.json"} - {"report.html"}
+        return path.name in names and path.resolve().parent == self.path.resolve()
+
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write a JSON file with its format number; nan becomes null."""
         write_atomically(self / name, to_json(value))

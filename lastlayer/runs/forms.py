@@ -13,7 +13,11 @@ NUMBER, NAMES = (int, float), (str, list)
 Form = type | tuple[type, ...] | list[Any] | dict[str | EllipsisType, Any]
 
 _ROLES = ("text", "label", "id", "vector", "group", "weight", "split")
-_SOURCE: Form = {"options": {"encoding": str, **dict.fromkeys([f"{role}_column" for role in _ROLES], NAMES)}}
+_SOURCE: Form = {
+    "options": {"encoding": str, **dict.fromkeys([f"{role}_column" for role in _ROLES], NAMES)},
+    "attributes": [{"name": str, "values": {...: NUMBER}}],
+    "labels": [str],
+}
 
 FORMS: dict[str, dict[str | EllipsisType, Form]] = {
     "data.json": {
@@ -28,6 +32,7 @@ FORMS: dict[str, dict[str | EllipsisType, Form]] = {
         },
         "read": dict,
     },
+    "decision.json": {"rule": str, "rows": NUMBER},
     "environment.json": {"started": str},
     "errors.json": {
         **dict.fromkeys(("value", "n_false_alarms", "n_misses"), NUMBER),

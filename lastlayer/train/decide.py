@@ -125,7 +125,7 @@ class Decision:
                 raise ValueError("must hold thresholds in the range of float32")
             if threshold is not None and threshold.shape not in ((), (n_labels,)):
                 raise ValueError(f"must hold one threshold, or one per label ({n_labels})")
-            if (threshold is None) != (parse(stored["rule"])[0] == "top_k"):
+            if (threshold is None) != (parse(str(stored["rule"]))[0] == "top_k"):
                 raise ValueError("the rule and the threshold do not fit")
             return cls(str(stored["rule"]), threshold, int(stored.get("rows", 0)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -83,7 +83,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         random_state: The seed, or random state, for the order of rows, dropout and initial weights.
 
     Attributes:
-        classes_: The labels: those of single labels and of lists, sorted; column numbers for an indicator.
+        classes_: The labels: those of single labels and of lists, sorted; for an indicator the names of its columns
+            where it is a DataFrame that has them, else their numbers.
         n_features_in_: The number of features.
         k_: The number of labels per row that the model expects; None if it is predicted.
         loss_: The loss that was used, or chosen.
@@ -182,13 +183,14 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         if sample_weight is not None and row_weight is not None:
             raise ValueError("LabelSetClassifier: `row_weight` must be None with `sample_weight`, which is the same.")
         row_weight = sample_weight if row_weight is None else row_weight
+        columns = _column_names(y)
         X, y = self._checked(X, y, reset=True)
         weights = None
         if row_weight is not None:
             weights = check_row_weight("LabelSetClassifier", row_weight, X.shape[0], "sample_weight")
             if not np.any(weights):
                 raise ValueError("LabelSetClassifier: `sample_weight` must be above 0 for some row, got only zeros.")
-        self._start(X, y, None, weights=weights)
+        self._start(X, y, None, weights=weights, columns=columns)
         labels = replace(self._labels(y), weights=weights)
         if groups is not None:
             if len(groups) != X.shape[0]:
@@ -249,9 +251,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         first = not hasattr(self, "resolved_")
         if (self.loss if first else self.loss_) == "squared_hinge" or getattr(self, "tree_", None) is not None:
             raise ValueError("LabelSetClassifier: partial_fit needs a loss of minibatches, such as lml or binary.")
+        if not first:
+            self._check_columns(y)
+        columns = _column_names(y)
         X, y = self._checked(X, y, reset=first)
         if first:
-            self._start(X, y, classes, minibatches=True)
+            self._start(X, y, classes, minibatches=True, columns=columns)
         elif classes is not None and set(classes) != set(self.classes_.tolist()):
             raise ValueError("LabelSetClassifier: `classes` must be those of the first call to partial_fit.")
         if isinstance(y, _Lists):
@@ -317,6 +322,7 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         check_is_fitted(self)
         if not self.multilabel_:
             return float(super().score(X, y, sample_weight))
+        self._check_columns(y)
         y = _target(y)
         odds, labels = self._log_odds(X)[0], self._labels(y)
         if isinstance(y, _Lists):
@@ -343,6 +349,12 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
 
     def _is_binary(self) -> bool:
         return not self.multilabel_ and len(self.classes_) == 2
+
+    def _check_columns(self, y: Any) -> None:
+        """Refuse a DataFrame whose columns are other labels than those of training, or in another order."""
+        names = _column_names(y)
+        if names is not None and self.classes_.dtype == object and names.tolist() != self.classes_.tolist():
+            raise ValueError("LabelSetClassifier: `y` must have the columns of `classes_`, in their order.")
 
     def _checked(self, X: Any, y: Any, reset: bool) -> tuple[Any, Any]:
         if y is None:
@@ -383,7 +395,14 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
         )  # fmt: skip
 
     def _start(
-        self, X: Any, y: Any, classes: Any, *, minibatches: bool = False, weights: np.ndarray | None = None
+        self,
+        X: Any,
+        y: Any,
+        classes: Any,
+        *,
+        minibatches: bool = False,
+        weights: np.ndarray | None = None,
+        columns: np.ndarray | None = None,
     ) -> None:
         """Choose classes, scaling and k; make the network."""
         lists = isinstance(y, _Lists)
@@ -393,8 +412,10 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
             self.classes_ = _names(classes if classes is not None else (name for row in y.rows for name in row))
         elif classes is not None:
             self.classes_ = np.unique(np.asarray(classes))
+        elif self.multilabel_:
+            self.classes_ = np.arange(y.shape[1]) if columns is None else columns
         else:
-            self.classes_ = np.arange(y.shape[1]) if self.multilabel_ else np.unique(y)
+            self.classes_ = np.unique(y)
         if len(self.classes_) == 0:
             raise ValueError("LabelSetClassifier: `y` must hold at least one label.")
         level = self.threshold
@@ -543,6 +564,14 @@ def _is_missing(value: Any) -> bool:
         return value is None or bool(value != value)
     except TypeError:
         return True
+
+
+def _column_names(y: Any) -> np.ndarray | None:
+    """Return the names of the columns of a DataFrame; None if there are none, or if they are no names."""
+    names = list(getattr(y, "columns", ()))
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+        return None
+    return np.array(names, dtype=object)
 
 
 def _target(y: Any) -> Any:

@@ -115,7 +115,9 @@ class FeatureMap:
             counts = counter.fit_transform(texts)
         except ValueError:
             what = "word" if analyzer == "word" else "sequence of characters"
-            raise DataError(f"no {what} of the texts occurs in {least} rows or more. Lower `min_rows`.") from None
+            if least > 1:
+                raise DataError(f"no {what} of the texts occurs in {least} rows or more. Lower `min_rows`.") from None
+            raise DataError(f"the texts hold no {what} of two characters or more.") from None
         words = [str(w) for w in counter.get_feature_names_out()]
         seen = np.bincount(counts.indices, minlength=len(words))
         idf = np.log((1 + len(texts)) / (1 + seen)) + 1

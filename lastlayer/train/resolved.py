@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,8 @@ class Resolved:
         """Return what data.json holds; folders of version 0.1 have no temperature, and null for a predicted k."""
         temperature = float(config.loss_options.get("temperature", 1.0))
         values = {"temperature": temperature, **{k: v for k, v in stored.items() if k in cls.__dataclass_fields__}}
+        if absent := [item.name for item in fields(cls) if item.default is MISSING and item.name not in values]:
+            raise TypeError(f"`resolved.{absent[0]}` must be there")
         if values["k"] is None:
             values.update(k=values["mean_count"], k_per_row=True)
         if empty := [name for name, value in values.items() if value is None]:

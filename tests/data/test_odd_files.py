@@ -11,6 +11,7 @@ import pytest
 
 from lastlayer.data import DataError, Limits, read, read_parts, stream
 from lastlayer.data.labels import Ambiguous, guess_separator, split_labels
+from lastlayer.data.rewrite import Change, rewrite
 
 TOXIC = """id,comment_text,toxic,obscene,threat,insult
 a1,"you are, well, nice",0,0,0,0
@@ -134,7 +135,7 @@ def test_numbers_are_features_where_the_labels_are_named(tmp_path):
 def test_a_column_of_numbers_with_gaps_is_no_text(tmp_path, gap):
     body = "".join(f"{i}.5,{i % 3 if i != 4 else gap},{'ab'[i % 2]}\n" for i in range(9))
     file = write(tmp_path / "a.csv", f"f1,f2,kind\n{body}")
-    assert f"line 6: a feature must be a finite number, not '{gap}'" in refusal(file, label_column="kind")
+    assert f"line 6: 'f2' must be a finite number, not '{gap}'" in refusal(file, label_column="kind")
     assert read(file, label_column="kind", on_error="skip").features.shape == (8, 2)
     assert read(file, label_column="kind", vector_column="f1").features.shape == (9, 1)
 
@@ -158,6 +159,75 @@ def test_the_text_is_found_by_name_by_part_of_a_name_and_by_length(tmp_path):
     file = write(tmp_path / "b.csv", "headline,story,labels\nfirst one,second one,x\nanother,some more,y\n")
     assert "the text may be in" in refusal(file)
     assert read(file, text_column="headline,story").texts == ["first one\nsecond one", "another\nsome more"]
+
+
+def test_columns_named_twice_are_found_by_number_later_too(tmp_path):
+    file = write(tmp_path / "a.csv", "text,labels,labels\na b,x,p\nc d,y,q\n")
+    data = read(file, label_column="2", label_separator=",")
+    assert names(data) == [["p"], ["q"]]
+    assert names(read(file, like=data.source)) == [["p"], ["q"]]
+    made = rewrite(file, tmp_path / "b", data, {0: Change(add=frozenset("z"))})
+    assert made.read_text() == 'text,labels,labels\na b,x,"p,z"\nc d,y,q\n'
+
+
+def test_label_columns_need_names_of_their_own(tmp_path):
+    file = write(tmp_path / "a.csv", "text,foo,foo,\na b,1,0,0\nc d,0,1,0\ne f,0,0,1\n")
+    assert "has 2 label columns named 'foo'. Rename them" in refusal(file)
+    assert "has a label column without a name" in refusal(file, label_column="2..3")
+
+
+@pytest.mark.parametrize("cells", [("red", "blue"), ("2024-01-31", "2024-02-28"), ("09:30", "10:45 CET")])
+def test_dates_and_categories_beside_numbers_are_not_taken_for_the_text(tmp_path, cells):
+    rows = "".join(f"1.5,{cells[i % 2]},{i % 2},{i % 3 % 2}\n" for i in range(6))
+    file = write(tmp_path / "a.csv", f"width,kind,A,B\n{rows}")
+    for options in ({}, {"label_column": "A,B"}):
+        message = refusal(file, **options)
+        assert "'kind' may be the text, or a feature like 'width'" in message
+        assert "--text-column kind, or --text-column none" in message
+    assert read(file, text_column="kind").texts[1] == cells[1]
+    assert read(file, text_column="none", label_column="A,B").features.shape == (6, 1)
+
+
+def test_wrong_numbers_name_their_column(tmp_path):
+    file = write(tmp_path / "a.csv", "width,height,A,B\n1,2,0,1\n3,,1,0\n5,6,1,0\n")
+    assert "line 3: 'height' must be a finite number, not ''" in refusal(file, label_column="A,B")
+    file = write(tmp_path / "b.csv", "width,height,A,B\n1,2,0,1\n3,inf,1,0\n5,6,1,0\n")
+    assert "line 3: 'height' must be a finite number, not 'inf'" in refusal(file, label_column="A,B")
+
+
+def test_decimal_commas_are_refused_by_name(tmp_path):
+    file = write(tmp_path / "a.csv", "width;height;A;B\n1,5;2;0;1\n3;4;1;0\n-5,25;6;1;0\n")
+    for options in ({}, {"label_column": "A,B"}, {"label_column": "A,B", "text_column": "none"}):
+        assert "'width' has decimal commas, as in '1,5'. Write them as points" in refusal(file, **options)
+    beside = write(tmp_path / "b.csv", 'story,codes,labels\nred ripe apple,"1,5",x\nblue sky above,"2,7",y\n')
+    assert read(beside).texts == ["red ripe apple", "blue sky above"]
+    vectors = {"label_column": "A,B", "vector_column": "width,height"}
+    assert "line 2: 'width' must be a number with a decimal point, not '1,5'" in refusal(file, **vectors)
+
+
+@pytest.mark.parametrize(("no", "yes"), [("no", "yes"), ("N", "Y"), ("No", "Yes")])
+def test_label_columns_of_yes_and_no(tmp_path, no, yes):
+    file = write(tmp_path / "a.csv", f"text,A,B\na b,{yes},{no}\nc d,{no},{yes}\ne f,{no},{no}\n")
+    data = read(file)
+    assert names(data) == names(read(file, label_column="A,B")) == [["A"], ["B"], []]
+    made = rewrite(file, tmp_path / "b", data, {2: Change(add=frozenset("A"))})
+    assert made.read_text().splitlines()[3] == f"e f,{yes},{no}"
+
+
+def test_empty_cells_of_label_columns_are_refused_with_what_to_do(tmp_path):
+    file = write(tmp_path / "a.csv", "text,A,B\na b,1,\nc d,,1\ne f,,1\n")
+    assert "'B' must be 0 or 1, not '' (write 0 where the label does not apply)" in refusal(file, label_column="A,B")
+
+
+@pytest.mark.parametrize(("delimiter", "name"), [("\t", "tab"), (",", ","), ("|", "'|'")])
+def test_another_separator_than_that_of_the_run_is_named(tmp_path, delimiter, name):
+    file = write(tmp_path / "a.csv", "text;labels\na b;x\nc d;y\n")
+    later = write(tmp_path / "b.csv", "text;labels\na b;x\n".replace(";", delimiter))
+    before = read(file).source
+    assert f"has no column 'text', unless its columns are separated otherwise: --delimiter {name}." in refusal(
+        later, like=before
+    )
+    assert names(read(later, like=before, delimiter=delimiter)) == [["x"]]
 
 
 def test_columns_named_twice_and_missing_are_refused(tmp_path):
@@ -482,7 +552,7 @@ def test_encodings(tmp_path, encoding):
 
 def test_the_wrong_encoding_is_named(tmp_path):
     file = write(tmp_path / "a.csv", "text,labels\ncafé,x\n", "latin-1")
-    assert "line 2: must be UTF-8 text (in another encoding: name it, e.g. latin-1)" in refusal(file)
+    assert "line 2: must be UTF-8 text (another encoding must be named: --encoding latin-1" in refusal(file)
     assert "`encoding` must be an encoding of text that Python knows" in refusal(file, encoding="nope")
     assert "`encoding` must be" in refusal(file, encoding="base64")
     assert "is it UTF-16?" in refusal(write(tmp_path / "b.csv", "text,labels\na,x\n", "utf-16-le"))

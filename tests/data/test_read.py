@@ -194,6 +194,44 @@ def test_arff_with_xml(tmp_path):
     np.testing.assert_array_equal(data.features.toarray(), [[0.5, 1], [2, 0], [0, 0]])
 
 
+def test_arff_by_the_names_of_attributes(tmp_path):
+    """A later file may have its attributes, and the values of nominal ones, in another order."""
+    head = "@relation a\n@attribute x numeric\n@attribute c {red,green,blue}\n@attribute L {0,1}\n@data\n"
+    (tmp_path / "a.arff").write_text(head + "1.5,red,1\n2,blue,0\n{0 3}\n")
+    (tmp_path / "a.xml").write_text("<labels><label name='L'/></labels>")
+    before = read(tmp_path / "a.arff")
+    wanted = [[1.5, 0], [2, 2], [3, 0]]
+    assert before.features.toarray().tolist() == wanted
+
+    head = "@attribute L {0,1}\n@attribute new numeric\n@attribute c {blue,red,green}\n@attribute x numeric\n@data\n"
+    (tmp_path / "b.arff").write_text("@relation a\n" + head + "1,7,red,1.5\n0,7,blue,2\n{2 red,3 3}\n{3 2}\n")
+    after = read(tmp_path / "b.arff", like=before.source)
+    assert after.features.toarray().tolist() == [*wanted, [2, 2]]
+    assert [after.names(i) for i in range(4)] == [["L"], [], [], []]
+
+    (tmp_path / "c.arff").write_text("@relation a\n@attribute c {red,blue}\n@attribute x numeric\n@data\nblue,2\n")
+    assert read(tmp_path / "c.arff", like=before.source).features.toarray().tolist() == [[2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (["c {red,green,blue}"], "has no attribute 'x'"),
+        (["x numeric", "x numeric", "c {red,green,blue}"], "has 2 attributes 'x'"),
+        (["x {low,high}", "c {red,green,blue}"], "'x' must be numeric"),
+        (["x numeric", "c numeric"], "'c' must be nominal"),
+    ],
+)
+def test_arff_without_the_attributes_of_the_training_rows(tmp_path, attributes, message):
+    (tmp_path / "a.arff").write_text(
+        "@relation 'a -C 1'\n@attribute L {0,1}\n@attribute x numeric\n@attribute c {red,green,blue}\n@data\n1,1,red\n"
+    )
+    head = "".join(f"@attribute {one}\n" for one in attributes)
+    (tmp_path / "b.arff").write_text(f"@relation b\n{head}@data\n")
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / "b.arff", like=read(tmp_path / "a.arff").source)
+
+
 def test_arff_of_meka(tmp_path):
     file = tmp_path / "a.arff"
     file.write_text(

@@ -70,6 +70,14 @@ def test_what_cannot_be_written_is_an_error_and_writes_nothing(tmp_path):
         rewrite(path, tmp_path / "corrected", data, CHANGES)
 
 
+def test_the_copy_does_not_replace_the_file(tmp_path):
+    path = tmp_path / "corrected.csv"
+    path.write_text("text,labels\none two,a\n")
+    with pytest.raises(DataError, match="would be overwritten by its corrected copy"):
+        rewrite(path, tmp_path / "corrected", read(path), {0: Change(add=frozenset("b"))})
+    assert path.read_text() == "text,labels\none two,a\n"
+
+
 def test_counts_rows_as_the_readers_do(tmp_path):
     """Blank lines, skipped lines and a header do not shift the rows."""
     path = tmp_path / "a.jsonl"

@@ -93,6 +93,7 @@ def test_nesting_has_an_end(tmp_path):
             {"data": {"source": {"options": {"id_column": 0}}}},
             "`data.source.options.id_column` must be a name",
         ),
+        ("decision.json", {"rule": 0}, "`rule` must be a text"),
         ("environment.json", {"started": 3}, "`started` must be a text"),
         ("examples.json", {"rows": [{"row": True}]}, r"`rows\.0\.row` must be a whole number"),
         ("folds.json", {"metrics": {"map": {"mean": []}}}, r"`metrics\.map\.mean` must be a number"),

@@ -326,6 +326,25 @@ def test_sets_are_no_indicator():
     assert model.predict_labels(X[:1], k=2) == [[0, 1]]
 
 
+def test_labels_are_the_names_of_the_columns_of_a_frame():
+    pandas = pytest.importorskip("pandas")
+    X, Y = make(120)
+    names = [f"label {i}" for i in range(Y.shape[1])][::-1]
+    frame = pandas.DataFrame(Y, columns=names, index=range(7, 127))
+    plain = LabelSetClassifier(random_state=0, loss="lml", epochs=2).fit(X, Y)
+    model = clone(plain).fit(X, frame)
+    assert model.classes_.tolist() == names
+    assert model.predict_labels(X[:5], k=2) == [[names[i] for i in row] for row in plain.predict_labels(X[:5], k=2)]
+    np.testing.assert_array_equal(model.predict(X), plain.predict(X))
+    assert model.score(X, frame) == model.score(X, Y) == plain.score(X, frame)
+    for call in (model.score, model.partial_fit):
+        with pytest.raises(ValueError, match="`y` must have the columns of `classes_`, in their order"):
+            call(X, frame[sorted(names)])
+    assert model.partial_fit(X, frame).classes_.tolist() == names
+    numbered = clone(plain).fit(X, frame.set_axis(range(Y.shape[1]), axis=1))
+    assert numbered.classes_.tolist() == list(range(Y.shape[1]))
+
+
 def test_a_sparse_column_is_one_label_per_row():
     X, Y = make(120)
     dense = LabelSetClassifier(random_state=0, loss="lml", epochs=1)

@@ -1,6 +1,7 @@
 """Loaded runs: label sets, probabilities and logits of new rows, without the trainer."""
 
 import errno
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from train_tools import make_rows
 
 import lastlayer as ll
 from lastlayer.data import DataError, LabelData, read_parts
-from lastlayer.runs import RunError
+from lastlayer.runs import RunError, RunFolder
 from lastlayer.train import Config, train
 from lastlayer.train.export import export
 from lastlayer.train.serve import Batch, Scores
@@ -222,3 +223,13 @@ def test_an_onnx_graph_for_which_there_is_no_room_is_named_and_removed(run, tmp_
     with pytest.raises(OSError, match=r"No space left on device: '.*model\.onnx'"):
         export(run.path, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["probability", "k"])
+def test_a_run_that_lacks_a_value_names_it(run, tmp_path, name):
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "run"))
+    data = copy.read_json("data.json")
+    del data["resolved"][name]
+    copy.write_json("data.json", data)
+    with pytest.raises(RunError, match=rf"data\.json: damaged: `resolved\.{name}` must be there"):
+        ll.load(copy.path)
