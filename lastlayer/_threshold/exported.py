@@ -5,13 +5,14 @@ a sigmoid of other runtimes is 1e-8 at the least and of no use for sums of many 
 
 `project` serves every kind of row, and is as accurate as `search.py`. It takes steps that need no bounds: each is the
 root of a model that never passes the solution, and its error is of the third order. ``torch.onnx`` makes one Loop of
-the passes, which ends when all rows are close; other exports hold a fixed number of passes one after another. A last
-pass sums without cancellation and takes the step that decides the accuracy.
+the passes, which ends when all rows are exact. Other exports hold a fixed number of passes one after another, and a
+Newton step at the end.
 
 `probabilities` puts a quick search before that, where ``torch.onnx`` is at work: each operator of another runtime reads
 and writes the whole batch, so that few of them count. From ``p = softmax(x)`` on, all classes have
-``y = p / (p + v)`` with one v per row. A batch in which some row does not get close, such as one without a solution,
-one with an infinite score, or one with a wide gap after k classes, is given to `project`.
+``y = p / (p + v)`` with one v per row. After two passes most batches are close; others go on in a Loop. A batch in
+which some row does not get close even there, such as one without a solution, one with an infinite score, or one with a
+wide gap after k classes, is given to `project`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from lastlayer._threshold.search import points
 
 _PASSES = 5  # one after another; of 200,000 rows of every kind none takes more to be exact in float64
 _MOST = 20  # of the loop
-_CLOSE = 0.05  # a step; the next one would be below 1e-4, and the last pass squares that
 _QUICK = 8  # passes of the quick search, which take v no further than 1e-21 from its start: nothing underflows
-_START = 0.75  # the start over the solution for equal scores: others have a smaller one
+_START = 0.75  # the start over 1 / k, which is the solution for many equal scores: others have a smaller one
 _STRIDE = math.exp(6)  # the largest factor of v in one pass
 
 
@@ -39,57 +39,74 @@ def probabilities(x: Tensor, k: float | Tensor) -> Tensor:
     if n == 0 or not _loops():
         return project(x, k, "y")[0]
     p = x.softmax(-1)
-    sizes = (k.squeeze(-1).expand(x.shape[:-1]),) if isinstance(k, Tensor) else ()
-    v, close = _quick(p, sizes[0] if sizes else k)
+    v, far = _quick(p, k)
+    sizes = (k.expand(v.shape).squeeze(-1),) if isinstance(k, Tensor) else ()
 
     # As in `_searched`, numbers per row have the shape of the batch on their way in, and n is a number.
-    def quick(x: Tensor, p: Tensor, v: Tensor, *sizes: Tensor) -> Tensor:
+    def close(x: Tensor, p: Tensor, v: Tensor, *sizes: Tensor) -> Tensor:
         return p / (p + v.unsqueeze(-1))
+
+    def longer(x: Tensor, p: Tensor, v: Tensor, *sizes: Tensor) -> Tensor:
+        v, far = _continued(p, sizes[0] if sizes else k, v)
+        y: Tensor = torch.cond(far <= 0, close, sure, (x, p, v, *sizes))
+        return y
 
     def sure(x: Tensor, p: Tensor, v: Tensor, *sizes: Tensor) -> Tensor:
         return _sure(x, sizes[0].unsqueeze(-1) if sizes else k, n, "y", loops=True)[0]
 
-    y: Tensor = torch.cond(close, quick, sure, (x, p, v, *sizes))
+    y: Tensor = torch.cond(far <= 0, close, longer, (x, p, v.squeeze(-1), *sizes))
     return y
 
 
 def _quick(p: Tensor, k: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return v with ``sum p / (p + v) = k``, close to the solution, and whether all rows are; k has one number per row.
+    """Return v after two passes, and the number of rows that are not close; both k and v have a last dimension of 1.
 
-    The steps are Newton's for log sum y as a function of log v, from below where rows of equal scores have their
-    solution. One that changes v by a share d, close to the solution, leaves a relative error of at most d^2 / 2 times
-    the mean of y weighted by y: twice the bend over the slope is a difference of that mean and one that is at most
-    twice as large.
+    The passes stand one after another: for one row, a loop costs more than its operators.
     """
-    n, tiny = p.shape[-1], 8 * torch.finfo(p.dtype).eps
-    limit = tiny if isinstance(k, Tensor) else tiny * k
-    rounds = isinstance(k, Tensor) or k > 8
+    v, _ = _stepped(p, k, _START / k if isinstance(k, Tensor) or k else math.inf)
+    v, close = _stepped(p, k, v)
+    return v, torch.where(close, 0.0, 1.0).sum()
 
-    def stepped(column: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = p / (p + column)
-        total, squares = y.sum(-1), (y * y).sum(-1)
-        steepness = total / (total - squares)
-        return (total / k).pow(steepness).clamp(1 / _STRIDE, _STRIDE), squares, steepness
+
+def _continued(p: Tensor, k: float | Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same after more passes, from v on; k and v have the shape of the batch."""
+    k = k.unsqueeze(-1) if isinstance(k, Tensor) else k
 
     def body(left: Tensor, far: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ratio, squares, steepness = stepped(v.unsqueeze(-1))
-        change = ratio - 1
-        off = change * change * squares
-        if isinstance(k, Tensor):
-            off = off / k
-        if rounds:  # what rounding takes from a sum above 8 shows where the slope is below 1 / 32 of it
-            share = steepness.pow(4) * (limit / 32**4)
-            off = off + (torch.where(k > 8, share, 0) if isinstance(k, Tensor) else share)
-        return left - 1, torch.where(off <= limit, 0.0, left).sum(), v * ratio  # nan is not close
+        v, close = _stepped(p, k, v.unsqueeze(-1))
+        return left - 1, torch.where(close, 0.0, left).sum(), v.squeeze(-1)
 
     def unfinished(left: Tensor, far: Tensor, v: Tensor) -> Tensor:
         return torch.minimum(far, left) > 0
 
-    left, far = (torch.full((), value, dtype=p.dtype, device=p.device) for value in (_QUICK - 1, 1))
-    start = _START * (1 / k - 1 / n) if isinstance(k, Tensor) or k else math.inf
-    first = start * stepped(start.unsqueeze(-1) if isinstance(start, Tensor) else start)[0]
-    _, far, v = torch._higher_order_ops.while_loop(unfinished, body, (left, far, first))
-    return v, far <= 0
+    left, far = (torch.full((), value, dtype=p.dtype, device=p.device) for value in (_QUICK - 2, 1))
+    _, far, v = torch._higher_order_ops.while_loop(unfinished, body, (left, far, v))
+    return v, far
+
+
+def _stepped(p: Tensor, k: float | Tensor, v: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Take a step towards v with ``sum p / (p + v) = k``; the second says which rows are close after it, nan is not.
+
+    The steps are Newton's for log sum y as a function of log v. One that changes v by a share d, close to the
+    solution, leaves a relative error of at most d^2 / 2 times the mean of y weighted by y: twice the bend over the
+    slope is a difference of that mean and one that is at most twice as large.
+    """
+    y = p / (p + v)
+    total, squares = y.sum(-1, keepdim=True), (y * y).sum(-1, keepdim=True)
+    steepness = total / (total - squares)
+    ratio = (total / k).pow(steepness).clamp(1 / _STRIDE, _STRIDE)
+    change = ratio - 1
+    off = change * change * squares
+    limit = 8 * torch.finfo(p.dtype).eps
+    if isinstance(k, Tensor):
+        off = off / k
+    else:
+        limit *= k
+    if isinstance(k, Tensor) or k > 8:
+        # What rounding takes from a sum above 8 shows where the slope is below 1 / 32 of it.
+        steep = steepness * (limit / 32)
+        off = torch.maximum(off, torch.where(k > 8, steep, 0) if isinstance(k, Tensor) else steep)
+    return v * ratio, off <= limit
 
 
 def project(x: Tensor, k: float | Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,18 +121,20 @@ def _sure(x: Tensor, k: float | Tensor, n: int, kind: str, *, loops: bool) -> tu
     middle, half = high + low, high - low
     solvable = half < torch.inf
     first = _first(k, n) if isinstance(k, Tensor) else _first_of_all(k, n, loops=loops)
-    k = k if isinstance(k, Tensor) else torch.full((), k, dtype=x.dtype, device=x.device)
     beyond = _beyond(upper, half, k)
+    k = k if isinstance(k, Tensor) else torch.full((), k, dtype=x.dtype, device=x.device)
     middle, half = torch.where(solvable, middle, 0), torch.where(solvable, half, 0)
     center = torch.where(solvable, middle - first, beyond)
     # A gap beyond that is made narrower from both sides: the solution stays where it is, and nothing underflows.
     spare = (half + 2.5 * math.log(torch.finfo(x.dtype).eps)).clamp(min=0)
     depth = torch.maximum(torch.minimum(x - middle, spare), -spare).detach() - (x - center)
     held = depth.clamp(max=math.log(torch.finfo(x.dtype).max / 1e6)).exp()  # so that its product with any s is finite
-    s, delta, none = _last(held, k, _searched(held, k, solvable, loops=loops))
-    delta = torch.where(solvable, delta, none - torch.inf * beyond)
+    s = _searched(held, k, solvable, loops=loops)
+    s = s if loops else _last(held, k, solvable, s)
+    none = 0 * s  # nan in a row with nan or with an infeasible k
+    delta = torch.where(solvable, -s.log(), none - torch.inf * beyond)
     if kind == "y":
-        y = 1 / (1 + held * torch.where(solvable, s, 1 + none))
+        y = 1 / (1 + held * s)
         return torch.where(x == -torch.inf, none, y), center, delta
     if kind == "nu":
         return x.new_empty(0), center, delta
@@ -142,14 +161,17 @@ def _neighbours(x: Tensor, k: float | Tensor, n: int) -> tuple[Tensor, Tensor]:
     return upper if k > 0 else beyond, lower if k < n else -beyond
 
 
-def _beyond(upper: Tensor, half: Tensor, k: Tensor) -> Tensor:
+def _beyond(upper: Tensor, half: Tensor, k: float | Tensor) -> Tensor:
     """Return a center with all finite scores on one side, where nu is not finite: the largest number for ``-inf``.
 
     It is the smallest for ``inf``, and nan for an infeasible k, as in `search.feasible`.
     """
     large = torch.full((), torch.finfo(upper.dtype).max, dtype=upper.dtype, device=upper.device)
     side = torch.where(upper == torch.inf, large, -large)
-    return torch.where((half == torch.inf) & (k == k.floor()), side, torch.nan)
+    at_an_end = half == torch.inf
+    if isinstance(k, Tensor):  # which may be nan
+        at_an_end = at_an_end & (k == k.floor())
+    return torch.where(at_an_end, side, torch.nan)
 
 
 def _first(k: Tensor, n: int) -> Tensor:
@@ -172,39 +194,51 @@ def _first_of_all(k: float, n: int, *, loops: bool) -> float | Tensor:
 
 
 def _searched(e: Tensor, k: Tensor, solvable: Tensor, *, loops: bool) -> Tensor:
-    """Return ``-delta`` close to the solution, in a loop or in a fixed number of passes.
+    """Return ``exp(-delta)``: exact in a loop, or close to the solution after a fixed number of passes.
 
     The numbers per row have the shape of the batch here. Given a fixed shape, the exporter takes the sizes within a
     loop for variable, and a last dimension of size 1 would not broadcast.
     """
-    up = e < 1
-    surplus, solvable = (up.to(e.dtype).sum(-1, keepdim=True) - k).squeeze(-1), solvable.squeeze(-1)
+    k, solvable = k.squeeze(-1), solvable.squeeze(-1)
 
-    def body(left: Tensor, far: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        odds = e * shift.exp().unsqueeze(-1)
-        y = 1 / (1 + odds)
-        rest = odds * y
+    def body(left: Tensor, far: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, rest, f = _surplus(e * s.unsqueeze(-1), k)
         h = y * rest
         a, b = (h * y).sum(-1), (h * rest).sum(-1)
-        f = surplus + torch.where(up, -rest, y).sum(-1)
-        # The root of b q^2 + 2 c q - a in q = exp(step); their squares would underflow for a tiny k.
+        # The root of a q^2 - 2 c q - b, the factor of s; their squares would underflow for a tiny k.
         size = a + b
         a, b, c = a / size, b / size, (f - (b - a)) / (2 * size)
         root = c.abs() + (c * c + a * b).sqrt()
-        step = torch.where(solvable, torch.where(c > 0, a / root, root / b).log(), 0)
-        return left - 1, (step * step > _CLOSE**2).to(e.dtype).sum(), shift - step
+        change = torch.where(solvable, torch.where(c > 0, root / a, b / root) - 1, 0 * f)
+        return left - 1, (change * change > close * close).to(e.dtype).sum(), s + s * change
 
-    def unfinished(left: Tensor, far: Tensor, shift: Tensor) -> Tensor:
+    def unfinished(left: Tensor, far: Tensor, s: Tensor) -> Tensor:
         return torch.minimum(left, far) > 0
 
+    close = torch.finfo(e.dtype).eps ** (1 / 3) / 2  # the next change would be below eps
     left, far = (torch.full((), value, dtype=e.dtype, device=e.device) for value in (_MOST, 1))
-    state = (left, far, 0 * surplus)
+    ones = torch.where(solvable, 1.0, 1.0).to(e.dtype)  # one operator, where `ones_like` of a variable size is two
+    state = (left, far, ones)
     if loops:
         state = torch._higher_order_ops.while_loop(unfinished, body, state)
     else:
         for _ in range(_PASSES):
             state = body(*state)
     return state[2].unsqueeze(-1)
+
+
+def _last(e: Tensor, k: Tensor, solvable: Tensor, s: Tensor) -> Tensor:
+    """Return ``exp(-delta)`` after Newton's step from `s`, which has the derivatives of the solution."""
+    y, rest, f = _surplus(e * s, k.squeeze(-1))
+    step = f / (y * rest).sum(-1)
+    return s * torch.where(solvable, step.unsqueeze(-1), 0 * f.unsqueeze(-1)).exp()
+
+
+def _surplus(odds: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, 1 - y, and ``sum y - k`` by sums of whichever is small."""
+    y = 1 / (1 + odds)
+    rest, up = odds * y, odds < 1
+    return y, rest, (up.to(y.dtype).sum(-1) - k) + torch.where(up, -rest, y).sum(-1)
 
 
 def _loops() -> bool:
@@ -229,18 +263,3 @@ def _forget_shapes() -> None:
         for code in function.__code__.co_consts:
             if isinstance(code, CodeType):
                 torch._dynamo.eval_frame.reset_code(code)
-
-
-def _last(e: Tensor, k: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``exp(-delta)`` and ``delta`` after Newton's step from ``-shift``, by sums of what is small, y or 1 - y.
-
-    The third is 0, or nan in a row with nan or with an infeasible k.
-    """
-    s = shift.exp()
-    odds = e * s
-    y = 1 / (1 + odds)
-    rest = odds * y
-    up = odds < 1
-    f = (up.to(e.dtype).sum(-1, keepdim=True) - k) + torch.where(up, -rest, y).sum(-1, keepdim=True)
-    step = f / (y * rest).sum(-1, keepdim=True)
-    return s * step.exp(), -(shift + step), 0 * f
