@@ -76,7 +76,7 @@ setup(
             "weighted_after",
             "weighted_band",
             "fused_rows",
-            "select",
+            "targets",
             more=("fused",),
         ),
         library("linear", "linear_block", "linear_types", more=("linear_predict",)),
