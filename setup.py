@@ -77,7 +77,7 @@ setup(
             "weighted_band",
             "grouped",
             "fused_rows",
-            "select",
+            "targets",
             more=("fused",),
         ),
         library("linear", "linear_block", "linear_types", more=("linear_predict",)),

@@ -282,12 +282,26 @@ def half(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def every_k(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
-    """`lml` beside softmax for small and large k."""
+    """`lml` beside softmax for small and large k, and for rows as trained networks and masks make them."""
     for rows, n in ((256, 100), (256, 1000), (64, 10_000)):
         x, _, _ = data(rows, n, device)
         for k in (1, n // 20, n // 2):
             times = wall({"ours": lambda: ll.lml(x, k), "base": lambda: torch.softmax(x, -1)}, device, seconds)  # noqa: B023
             yield row(f"lml, k = {k}", rows, n, times, "softmax")
+        few, half = torch.arange(n, device=device) < 2, torch.rand_like(x) < 0.5
+        kinds = {
+            "two classes 20 above the others": x / 2 + 20 * few,
+            "two classes 60 above the others": x / 2 + 60 * few,
+            "half of the classes at -1e4": torch.where(half, -1e4, x),
+            "half of the classes at -inf": torch.where(half, -torch.inf, x),
+        }
+        for name, scores in kinds.items():
+            thunks = {
+                "ours": functools.partial(ll.lml, scores, 2),
+                "base": functools.partial(torch.softmax, scores, -1),
+            }
+            times = wall(thunks, device, seconds)
+            yield row(f"lml, {name}", rows, n, times, "softmax")
 
 
 def training_step(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:

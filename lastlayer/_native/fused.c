@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "pool.h"
-#include "select.h"
+#include "targets.h"
 
 #define EXPORT __attribute__((visibility("default")))
 #define PIECE 64           /* scores; rows are padded to whole pieces, and a piece without labels is spared their terms */
@@ -17,6 +17,32 @@
 #define MOST 16            /* classes of a subset: beyond that the polynomials lose digits when they are divided */
 
 int lastlayer_isa(void);
+
+/* The rank-th largest (1 is the largest), by selection in place: what is not less comes to stand before it. */
+static double kth_largest(double *x, int64_t n, int64_t rank) {
+    int64_t first = 0, last = n - 1, at = rank - 1;
+    while (first < last) {
+        double low = x[first], mid = x[first + (last - first) / 2], high = x[last];
+        double pivot = fmax(fmin(low, mid), fmin(fmax(low, mid), high));
+        int64_t i = first, j = last;
+        while (i <= j) {
+            while (x[i] > pivot) i++;
+            while (x[j] < pivot) j--;
+            if (i <= j) {
+                double swap = x[i];
+                x[i++] = x[j];
+                x[j--] = swap;
+            }
+        }
+        if (at <= j)
+            last = j;
+        else if (at >= i)
+            first = i;
+        else
+            break;
+    }
+    return x[at];
+}
 
 /* What a call may compute; fused.py has the names. */
 enum {

@@ -13,7 +13,7 @@
 #endif
 
 #include "pool.h"
-#include "select.h"
+#include "targets.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -27,11 +27,12 @@ enum { DEGENERATE, OPEN, CLOSE, HARD }; /* a row: nothing to search, searching, 
 #define TILE_FROM 4      /* fewer rows would leave most of a vector idle */
 #define BAND_FROM 128    /* with weights or bounds, rows from here on are read where they are, in weighted_band.h */
 #define HALF_GROUP 1024  /* scores of half precision that the backward pass with weights or bounds converts at a time */
+#define NEAR 80.0        /* scores further below the largest than that are left out of a first guess */
 #define FAR 4.0          /* a nu that far from where the exponentials were taken needs new ones */
 
 /* What the passes over a row sum; each pass says what the fields mean there. */
 struct sums {
-    double a, b, f, square, above, low, high;
+    double a, b, f, square, above, full, low, high;
 };
 
 static void add_sums(struct sums *total, const struct sums *part) {
@@ -40,6 +41,7 @@ static void add_sums(struct sums *total, const struct sums *part) {
     total->f += part->f;
     total->square += part->square;
     total->above += part->above;
+    total->full += part->full;
     total->low = fmin(total->low, part->low);
     total->high = fmax(total->high, part->high);
 }
@@ -124,12 +126,6 @@ struct mass {
     double peak, sum;
 };
 
-/* h exp(-peak), for a peak that is no less than -|z| but for rounding. */
-static double scaled_h(double z, double peak) {
-    double over = 1 / (1 + exp(-fabs(z)));
-    return exp(-fabs(z) - peak) * over * over;
-}
-
 /* The quantile of the normal distribution for p <= 1/2 to 3e-3 (Abramowitz and Stegun 26.2.22). */
 static double normal_quantile(double log_p) {
     double u = sqrt(-2 * log_p);
@@ -184,6 +180,11 @@ static int take_step(const struct sums *m, double k, double at, double *lo, doub
     double safe = log(c > 0 ? 2 * a / (c + root) : (root - c) / (2 * b));
     if (!isfinite(safe)) return HARD;
     if ((safe < 0) != (f > 0)) safe = 0;
+    /* Nor does that of rest q^2 + surplus q - full, where each y below 1/2 grows as q, and each 1 - y above it shrinks so:
+       across a gap it is the solution. */
+    double surplus = m->above - k, rest = m->f + m->full, across = sqrt(surplus * surplus + 4 * rest * m->full);
+    double tail = log(surplus > 0 ? 2 * m->full / (surplus + across) : (across - surplus) / (2 * rest));
+    if (m->full > 0 && rest > 0 && isfinite(tail) && (tail < 0) == (f > 0) && fabs(tail) > fabs(safe)) safe = tail;
     *lo = fmax(*lo, at + (f < 0 ? safe : log1p(-fmin(r, 1))) - slack);
     *hi = fmin(*hi, at + (f > 0 ? safe : -log1p(fmax(r, -1))) + slack);
     if (size >= 1 || fabs(*step) < fabs(safe)) *step = safe;
@@ -383,7 +384,7 @@ static int run(const struct call *call, int type, int operation) {
 
     size_t real = type ? 8 : 4, width = ((size_t)n + 127) / 64 * 64;
     int forward = operation == FORWARD || operation == LOSS_FORWARD, loss = operation >= LOSS_FORWARD;
-    int isa = lastlayer_isa(), tile = forward && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM && !call->mask;
+    int isa = lastlayer_isa(), tile = forward && n > 0 && n <= TILE_BELOW && call->rows >= TILE_FROM;
     int64_t group = tile ? (16 << isa) / (int64_t)real : 1;
     row_work work = works[isa][type][!tile ? operation : loss ? LOSS_FORWARD_TILE : FORWARD_TILE];
     size_t parts = round_up((width / PART + 1) * sizeof(struct sums)), copy = round_up((size_t)group * width * real);

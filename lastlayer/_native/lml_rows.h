@@ -36,8 +36,9 @@ typedef struct {
     int at_most; /* k is the largest sum, and nu no more than 0 */
     struct sums *parts;
     /* The search. nu is kept as a distance `at` from -c, and its bounds with it: far from 0 a sum would lose digits. */
-    int state, passes;
-    double k, top, at, lo, hi, low, high, step, sum_h;
+    int state, passes, ranked;
+    double k, top, finite, at, lo, hi, low, least, high, step, sum_h; /* low: -inf is a score, least: it is none */
+    REAL upper, lower; /* the scores of ranks ceil(k) and floor(k) + 1, once `ranked` */
     struct sums m;
     double pull; /* of the loss: the sum of its derivatives in x + nu */
     REAL *h;     /* room for h */
@@ -130,9 +131,54 @@ FN void NAME(census_part)(NAME(row) * row, int64_t first, int64_t last, struct s
     *sums = (struct sums){.a = sum, .b = square, .f = count, .square = top, .above = nan, .low = low, .high = high};
 }
 
+/* The scores no further than NEAR below the largest, `pivot`: their number, and their moments about it. */
+FN void NAME(near_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    REAL pivot = row->pivot;
+    double sum = 0, square = 0, count = 0;
+    PRAGMA(omp simd reduction(+ : sum, square, count))
+    for (int64_t i = first; i < last; i++) {
+        REAL d = x[i] - pivot;
+        double v = d >= -(REAL)NEAR && d <= R(0.0) ? (double)d : 0.0;
+        sum += v;
+        square += v * v;
+        count += d >= -(REAL)NEAR && d <= R(0.0) ? 1.0 : 0.0;
+    }
+    *sums = (struct sums){.a = sum, .b = square, .f = count};
+}
+
+/* How many scores are at least `pivot`. */
+FN void NAME(count_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    VEC pivot = {0};
+    NAME(lanes) found = {0};
+    int64_t i = first, count = 0;
+    for (pivot += row->pivot; i + LANES <= last; i += LANES) {
+        VEC score;
+        memcpy(&score, x + i, sizeof score);
+        found -= score >= pivot;
+    }
+    for (int j = 0; j < LANES; j++) count += found[j];
+    for (; i < last; i++) count += x[i] >= row->pivot;
+    *sums = (struct sums){.f = (double)count};
+}
+
+/* The largest score below `pivot`, and the least of the others. */
+FN void NAME(next_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
+    const REAL *restrict x = row->x;
+    REAL pivot = row->pivot, high = -INFINITE, low = INFINITE;
+    PRAGMA(omp simd reduction(max : high) reduction(min : low))
+    for (int64_t i = first; i < last; i++) {
+        REAL below = x[i] < pivot ? x[i] : -INFINITE, above = x[i] < pivot ? INFINITE : x[i];
+        high = below > high ? below : high;
+        low = above < low ? above : low;
+    }
+    *sums = (struct sums){.low = low, .high = high};
+}
+
 /* What a pass of the search sums, with q = (1 - y) / y: a = sum y h, b = sum (1 - y) h, h = y (1 - y); square = sum
-   h^2; f = sum y - above. All from w, the lesser of y and 1 - y, with above = #{y > 1/2}; or plainly, with above = 0,
-   where it need not be exact. */
+   h^2; f = sum y - above. All from w, the lesser of y and 1 - y, with above = #{y > 1/2} and perhaps full = sum w of
+   these; or plainly, with above = 0, where it need not be exact. */
 #define SUM_PLAIN(q)                                        \
     VEC y = R(1.0) / (R(1.0) + q), v = q * y, h = y * v;    \
     a += h * y;                                             \
@@ -150,6 +196,10 @@ FN void NAME(census_part)(NAME(row) * row, int64_t first, int64_t last, struct s
     f += NAME(select)(up, -w, w);                           \
     above += NAME(select)(up, one, zero);
 
+#define SUM_TAILS(q)                                        \
+    SUM_EXACT(q)                                            \
+    full += NAME(select)(up, w, zero);
+
 /* The sums over a part of a row, with the vector q at i. */
 #define SUM_PART(q, SUM)                                                                                           \
     {                                                                                                              \
@@ -158,13 +208,13 @@ FN void NAME(census_part)(NAME(row) * row, int64_t first, int64_t last, struct s
     (void)one;                                                                                                     \
     for (int64_t i = first; i < last;) {                                                                           \
         int64_t end = i + BLOCK < last ? i + BLOCK : last;                                                         \
-        VEC a = zero, b = zero, f = zero, square = zero, above = zero;                                             \
+        VEC a = zero, b = zero, f = zero, square = zero, above = zero, full = zero;                                \
         for (; i < end; i += LANES) {                                                                              \
             VEC p = q;                                                                                             \
             SUM(p)                                                                                                 \
         }                                                                                                          \
         sums->a += NAME(total)(a), sums->b += NAME(total)(b), sums->f += NAME(total)(f);                           \
-        sums->square += NAME(total)(square), sums->above += NAME(total)(above);                                    \
+        sums->square += NAME(total)(square), sums->above += NAME(total)(above), sums->full += NAME(total)(full);   \
     }                                                                                                              \
     }
 
@@ -216,14 +266,14 @@ FN void NAME(start_part)(NAME(row) * row, int64_t first, int64_t last, struct su
     if (NAME(narrow)(row))
         SUM_PART(NAME(keep)(NAME(vector_exp)(NAME(below)(x, i, n, c)), e + i), SUM_PLAIN)
     else
-        SUM_PART(NAME(keep)(NAME(vector_exp)(NAME(limited)(NAME(below)(x, i, n, c))), e + i), SUM_EXACT)
+        SUM_PART(NAME(keep)(NAME(vector_exp)(NAME(limited)(NAME(below)(x, i, n, c))), e + i), SUM_TAILS)
 }
 
 /* The sums at exp(-nu) = s exp(c). */
 FN void NAME(search_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict e = row->e;
     REAL s = row->s;
-    SUM_PART(NAME(kept)(e + i) * s, SUM_EXACT)
+    SUM_PART(NAME(kept)(e + i) * s, SUM_TAILS)
 }
 
 FN void NAME(write_y_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
@@ -506,25 +556,39 @@ FN struct sums NAME(hard_sums)(const double *restrict d, int64_t n, double at, d
     return (struct sums){.a = a, .b = b, .f = f, .square = cubic, .above = above};
 }
 
-/* The search that holds on any row: exact bounds from two order statistics, sums in logarithms. nu = t - c. The center
-   stays where it is, between those two, and the scores become distances from it: where k is not whole it is a score
-   itself, and t is short however large the scores are. */
-FN void NAME(solve_hard)(double *x, int64_t n, double k, double *center, double *t) {
-    int64_t upper_rank = (int64_t)ceil(k), lower_rank = (int64_t)floor(k) + 1;
-    double upper = kth_largest(x, n, upper_rank), lower = upper;
-    if (lower_rank != upper_rank) {
-        lower = x[upper_rank];
-        for (int64_t i = upper_rank; i < n; i++) lower = x[i] > lower ? x[i] : lower;
+/* Where sum y = k inside a wide gap: the sums of the tails above and below, each over its largest part, are equal. */
+FN double NAME(gap_center)(const double *restrict d, int64_t n, double upper, double lower) {
+    LIMITS
+    double above = 0, below = 0;
+    PRAGMA(omp simd reduction(+ : above, below))
+    for (int64_t i = 0; i < n; i++) {
+        double tail = NAME(exp)(d[i] < 0 ? d[i] - lower : upper - d[i], low, high);
+        below += d[i] < 0 ? tail : 0.0;
+        above += d[i] < 0 ? 0.0 : tail;
     }
+    return log(above / below) / 2 - (upper + lower) / 2;
+}
+
+/* The search that holds on any row: exact bounds from the scores of ranks ceil(k) and floor(k) + 1, sums in logarithms.
+   nu = t - c. The center stays where it is, between those two, and the scores become distances from it: where k is not
+   whole it is a score itself, and t is short however large the scores are. */
+FN void NAME(solve_hard)(double *x, int64_t n, double k, double upper, double lower, double *center, double *t) {
+    double upper_rank = ceil(k), lower_rank = floor(k) + 1;
     double c = lower / 2 + upper / 2;
-    double lo = log(k - (double)(upper_rank - 1)) - log((double)n - k) - (upper - c);
-    double hi = log(k) - log((double)lower_rank - k) + (c - lower);
+    double lo = log(k - (upper_rank - 1)) - log((double)n - k) - (upper - c);
+    double hi = log(k) - log(lower_rank - k) + (c - lower);
     double at = (lo + hi) / 2, slack = 8 * DBL_EPSILON * (1 + fabs(lo) + fabs(hi));
     lo -= slack, hi += slack;
     for (int64_t i = 0; i < n; i++) x[i] -= c;
+    if (upper - lower > 2 * FAR) at = NAME(gap_center)(x, n, upper - c, lower - c);
+    at = at < lo ? lo : at > hi ? hi : at;
     for (int i = 0; i < 64; i++) {
         double peak = -INFINITY;
-        for (int64_t j = 0; j < n; j++) peak = fmax(peak, -fabs(x[j] + at));
+        PRAGMA(omp simd reduction(max : peak))
+        for (int64_t j = 0; j < n; j++) {
+            double z = -NAME(abs)(x[j] + at);
+            peak = z > peak ? z : peak;
+        }
         struct sums m = NAME(hard_sums)(x, n, at, peak);
         double surplus = m.above - k, exponent = surplus == 0 ? 0 : peak, unit = exp(exponent);
         /* Inside a gap that wide, which side is nearer is a matter of rounding: y is 0 or 1, and log y right to eps. */
@@ -560,12 +624,82 @@ FN void NAME(prepare)(NAME(row) * row) {
     row->x = row->copy;
 }
 
+/* The integers of the numbers, in the same order; and back. */
+INLINE SIGNED NAME(order)(REAL x) {
+    SIGNED bits = (SIGNED)NAME(to_bits)(x);
+    return bits < 0 ? (SIGNED)((BITS)bits ^ ((BITS)-1 >> 1)) : bits;
+}
+
+INLINE REAL NAME(of_order)(SIGNED order) {
+    return NAME(from_bits)(order < 0 ? (BITS)order ^ ((BITS)-1 >> 1) : (BITS)order);
+}
+
+INLINE double NAME(at_least)(NAME(row) * row, REAL least) {
+    row->pivot = least;
+    return NAME(pass)(row, NAME(count_part)).f;
+}
+
+/* Search between the exact bounds of nu that `upper` and `lower` give. In a gap so wide that all sums underflow there is
+   no use in that. */
+FN void NAME(begin_between)(NAME(row) * row, REAL upper, REAL lower) {
+    double upper_rank = ceil(row->k), lower_rank = floor(row->k) + 1, c = row->c;
+    row->upper = upper, row->lower = lower;
+    row->ranked = 1;
+    row->passes = 0;
+    row->lo = log(row->k - (upper_rank - 1)) - log(row->finite - row->k) - ((double)upper - c);
+    row->hi = log(row->k) - log(lower_rank - row->k) - ((double)lower - c);
+    row->at = (row->lo + row->hi) / 2;
+    row->state = (double)upper - (double)lower < -2 * LOG_SMALLEST ? OPEN : HARD;
+}
+
+/* Find the scores of both ranks by halving the numbers between the ends. */
+FN void NAME(rank)(NAME(row) * row) {
+    double upper_rank = ceil(row->k), lower_rank = floor(row->k) + 1;
+    double slack = 4 * EPS * (fabs(row->least) + fabs(row->high)); /* of ends that were found as distances */
+    SIGNED first = NAME(order)((REAL)fmax(row->least - slack, -LARGEST));
+    SIGNED last = NAME(order)((REAL)fmin(row->high + slack, LARGEST)) + 1;
+    while (last - 1 > first) {
+        SIGNED middle = (first & last) + ((first ^ last) >> 1);
+        if (NAME(at_least)(row, NAME(of_order)(middle)) - row->top >= upper_rank)
+            first = middle;
+        else
+            last = middle;
+    }
+    REAL upper = NAME(of_order)(first), lower = upper;
+    if (lower_rank > upper_rank && NAME(at_least)(row, upper) - row->top < lower_rank)
+        lower = (REAL)NAME(pass)(row, NAME(next_part)).high;
+    NAME(begin_between)(row, upper, lower);
+}
+
+/* Of scores far apart, those that lie about the solution make a guess: the moments of a group within NEAR of its largest,
+   where k ends in it, as those of all would be; `square` is what the groups above leave of k. Whether there is one. Where
+   k ends with a group, the search begins in the gap below it. */
+FN int NAME(begin_near)(NAME(row) * row, struct sums *m) {
+    row->pivot = INFINITE;
+    double left = row->k, high = NAME(pass)(row, NAME(next_part)).high;
+    for (int groups = 0; groups < 4 && left > 0; groups++) {
+        row->pivot = (REAL)high;
+        struct sums near = NAME(pass)(row, NAME(near_part));
+        if (near.f > left) {
+            *m = near;
+            m->square = left, m->high = high;
+            return 1;
+        }
+        left -= near.f;
+        row->pivot = (REAL)high - (REAL)NEAR;
+        near = NAME(pass)(row, NAME(next_part));
+        high = near.high;
+        if (left == 0) NAME(begin_between)(row, (REAL)near.low, (REAL)high);
+    }
+    return 0;
+}
+
 /* Moments of the row and a first guess; DEGENERATE with the infinite or nan t where there is nothing to search. */
 FN void NAME(begin)(NAME(row) * row, double k, struct start *start) {
     struct sums m = {.a = NAN};
     double n = (double)row->n, pivot = 0;
     row->c = row->t = 0;
-    row->top = row->passes = 0;
+    row->top = row->passes = row->ranked = 0;
     if (row->n > 0 && NAME(finite)(row->x[0])) {
         row->pivot = row->x[0];
         m = NAME(pass)(row, NAME(moments_part));
@@ -581,17 +715,22 @@ FN void NAME(begin)(NAME(row) * row, double k, struct start *start) {
     }
     if (row->at_most && k > n) k = n;
     row->k = k;
+    row->finite = n;
     row->state = DEGENERATE;
     row->t = (REAL)(k == 0 ? -INFINITY : k == n ? INFINITY : NAN);
     if (!(k > 0 && k < n)) return;
 
-    double mean = m.a / n, variance = m.b / n - mean * mean;
-    start_prepare(start, k, n);
     row->state = OPEN;
     row->low = n == (double)row->n ? m.low + pivot : -INFINITY;
     row->high = m.high + pivot;
+    row->least = m.low + pivot;
+    start_prepare(start, k, n);
     row->lo = start->logit - row->high;
     row->hi = start->logit - (m.low + pivot);
+    if (m.high - m.low > NEAR && NAME(begin_near)(row, &m)) k = m.square, n = m.f, pivot = m.high;
+    if (row->ranked) return;
+    start_prepare(start, k, n);
+    double mean = m.a / n, variance = m.b / n - mean * mean;
     row->at = start_guess(start->logit, start->log_p, start->quantile, mean + pivot, variance, row->lo, row->hi);
 }
 
@@ -616,6 +755,7 @@ FN void NAME(move)(NAME(row) * row) {
     if (row->state != HARD) row->at += row->step;
     int stuck = fabs(row->at) > FAR && (REAL)((double)row->c - row->at) == row->c; /* c is too large to be moved */
     if (row->state == OPEN && (stuck || row->passes == 16)) row->state = HARD;
+    if (row->state == HARD && !row->ranked) NAME(rank)(row);
 }
 
 /* nu = t - c as a pair whose second part is small: a long t would be rounded where it shows. */
@@ -644,7 +784,7 @@ FN void NAME(finish)(NAME(row) * row, double *workspace) {
         for (int64_t i = 0; i < row->n; i++)
             if (NAME(finite)(row->x[i])) workspace[finite++] = (double)row->x[i];
         double c, t;
-        SOLVE_HARD(workspace, finite, row->k, &c, &t);
+        SOLVE_HARD(workspace, finite, row->k, (double)row->upper, (double)row->lower, &c, &t);
         NAME(split)(row, c, t);
     }
 }
@@ -720,38 +860,57 @@ FN void NAME(forward_rows)(const struct call *call, int64_t index, int count, st
     }
 }
 
+/* h exp(-peak), for a peak that is no less than -|z| but for rounding. */
+INLINE double NAME(scaled_h)(double z, double peak) {
+    double far = fabs(z), over = 1 / (1 + EXP_DOUBLE(-far, -708.0, 0.0)), h = EXP_DOUBLE(-far - peak, -708.0, 600.0);
+    return -far - peak < -708.0 ? 0 : h * over * over;
+}
+
+/* 1 - y. */
+INLINE double NAME(missing)(double z) {
+    double tail = EXP_DOUBLE(-fabs(z), -708.0, 0.0), over = 1 / (1 + tail);
+    return z < 0 ? over : tail * over;
+}
+
 /* sum h as exp(peak) times a number from 1 / 4 to n, where the sum itself may underflow. As one logarithm it would lose
    the number next to a large peak. */
 FN struct mass NAME(mass)(const NAME(row) * row) {
-    struct mass mass = {-INFINITY, 0};
-    double c = row->c, t = row->t;
-    for (int64_t i = 0; i < row->n; i++)
-        if (NAME(finite)(row->x[i])) mass.peak = fmax(mass.peak, -fabs(((double)row->x[i] - c) + t));
-    for (int64_t i = 0; i < row->n; i++)
-        if (NAME(finite)(row->x[i])) mass.sum += scaled_h(((double)row->x[i] - c) + t, mass.peak);
-    return mass;
+    const REAL *restrict x = row->x;
+    double c = row->c, t = row->t, peak = -INFINITY, sum = 0;
+    PRAGMA(omp simd reduction(max : peak))
+    for (int64_t i = 0; i < row->n; i++) {
+        double near = NAME(finite)(x[i]) ? -fabs(((double)x[i] - c) + t) : -INFINITY;
+        peak = near > peak ? near : peak;
+    }
+    PRAGMA(omp simd reduction(+ : sum))
+    for (int64_t i = 0; i < row->n; i++) {
+        double h = NAME(scaled_h)(((double)x[i] - c) + t, peak);
+        sum += NAME(finite)(x[i]) ? h : 0.0;
+    }
+    return (struct mass){peak, sum};
 }
 
 /* The gradient where sum h underflows: as in backward_row, in logarithms. Returns that of k. */
 FN double NAME(backward_hard)(NAME(row) * row, double given) {
-    double c = row->c, t = row->t, total = 0;
+    const REAL *restrict x = row->x, *restrict upstream = row->u;
+    REAL *restrict out = row->out;
     struct mass mass = NAME(mass)(row);
-    for (int64_t i = 0; i < row->n && row->kind != KIND_NU; i++) {
-        if (!NAME(finite)(row->x[i])) continue;
-        double z = ((double)row->x[i] - c) + t, u = row->u[i];
-        total += row->kind == KIND_Y ? scaled_h(z, mass.peak) / mass.sum * u : exp(log_sigmoid(-z)) * u;
+    double c = row->c, t = row->t, total = 0, peak = mass.peak, unit = 1 / mass.sum, over = 1 / (double)row->temperature;
+    int values = row->kind == KIND_Y, logs = row->kind == KIND_LOG;
+    PRAGMA(omp simd reduction(+ : total))
+    for (int64_t i = 0; i < (values || logs ? row->n : 0); i++) {
+        double z = ((double)x[i] - c) + t, pull = values ? NAME(scaled_h)(z, peak) * unit : NAME(missing)(z);
+        total += NAME(finite)(x[i]) ? pull * (double)upstream[i] : 0.0;
     }
-    double sum = row->kind == KIND_LOG ? given + total : given;
+    double sum = logs ? given + total : given;
+    PRAGMA(omp simd)
     for (int64_t i = 0; i < row->n; i++) {
-        double z = ((double)row->x[i] - c) + t, g = 0, u = row->u ? (double)row->u[i] : 0;
-        if (NAME(finite)(row->x[i])) {
-            g = -scaled_h(z, mass.peak) / mass.sum * sum;
-            if (row->kind == KIND_Y) g += scaled_h(z, 0) * (u - total);
-            if (row->kind == KIND_LOG) g += exp(log_sigmoid(-z)) * u;
-        }
-        row->out[i] = (REAL)(g / (double)row->temperature);
+        double z = ((double)x[i] - c) + t, u = upstream ? (double)upstream[i] : 0;
+        double g = values ? NAME(scaled_h)(z, 0) * (u - total) : logs ? NAME(missing)(z) * u : 0;
+        g -= NAME(scaled_h)(z, peak) * unit * sum;
+        out[i] = NAME(finite)(x[i]) ? (REAL)(g * over) : R(0.0);
     }
-    return (row->kind == KIND_Y ? total : 0) + (sum == 0 ? 0 : sum * (exp(-mass.peak) / mass.sum));
+    return (values ? total : 0) + (sum == 0 ? 0 : sum * (exp(-peak) * unit));
 }
 
 FN void NAME(backward_row)(const struct call *call, int64_t index, struct space *space) {
@@ -843,6 +1002,31 @@ FN double NAME(loss_term)(const NAME(row) * row, int64_t i, double label, double
     return (hit == 0 ? 0 : hit * seen) + (rest_of == 0 ? 0 : rest_of * unseen);
 }
 
+/* The same at a point, for all classes of a hard row: in vectors. */
+INLINE double NAME(hard_term)(double z, int live, double label, double rho, double rest, double *d) {
+    double tail = EXP_DOUBLE(-fabs(z), -708.0, 0.0), soft = LOG1P_DOUBLE(tail);
+    double large = 1 / (1 + tail), small = tail * large, y = z < 0 ? small : large, out = z < 0 ? large : small;
+    double hit = label < 0 ? 0 : label, rest_of = label < 0 ? 0 : 1 - label, left = rest + rho * out;
+    double part = rest == 0 ? y : rho * y * out / left;
+    *d = live ? rest_of * part - hit * out : 0;
+    double few = LOG1P_DOUBLE(-rho * (y < 0.5 ? y : 0)), many = LOG_DOUBLE(left > 0 ? left : 1, 0);
+    double seen = soft - (z < 0 ? z : 0), unseen = rest > 0 ? -(y < 0.5 ? few : many) : soft + (z > 0 ? z : 0);
+    return (hit == 0 ? 0 : hit * seen) + (rest_of == 0 ? 0 : rest_of * unseen);
+}
+
+FN double NAME(hard_loss)(const NAME(row) * row, const REAL *restrict label, double *pull) {
+    const REAL *restrict x = row->x;
+    double c = row->c, t = row->t, rho = row->rho, rest = row->rest, loss = 0, total = 0;
+    PRAGMA(omp simd reduction(+ : loss, total))
+    for (int64_t i = 0; i < row->n; i++) {
+        double d, z = ((double)x[i] - c) + t;
+        loss += NAME(hard_term)(z, NAME(finite)(x[i]), (double)label[i], rho, rest, &d);
+        total += d;
+    }
+    *pull = total;
+    return loss;
+}
+
 FN void NAME(write_loss)(const struct call *call, NAME(row) * row, int64_t index, struct space *space) {
     double log_mass, loss = 0, pull = 0, d;
     int listed = call->index && call->observed == 0;
@@ -861,6 +1045,8 @@ FN void NAME(write_loss)(const struct call *call, NAME(row) * row, int64_t index
         if (row->state == CLOSE) {
             struct sums m = NAME(pass)(row, call->slope ? NAME(loss_store_part) : NAME(loss_part));
             loss = m.f, pull = m.b;
+        } else if (row->state == HARD) {
+            loss = NAME(hard_loss)(row, label, &pull);
         } else {
             for (int64_t i = 0; i < row->n; i++) loss += NAME(loss_term)(row, i, label[i], &d), pull += d;
         }
@@ -893,7 +1079,22 @@ FN double NAME(loss_slope)(const NAME(row) * row, int64_t i, double label, struc
     double d, z = ((double)row->x[i] - (double)row->c) + (double)row->t;
     if (!NAME(finite)(row->x[i])) return 0;
     NAME(loss_term)(row, i, label, &d);
-    return (d - pull * (scaled_h(z, mass.peak) / mass.sum)) / (double)row->temperature;
+    return (d - pull * (NAME(scaled_h)(z, mass.peak) / mass.sum)) / (double)row->temperature;
+}
+
+/* The same for all classes of a hard row, times `grad`. */
+FN void NAME(hard_slopes)(const NAME(row) * row, const REAL *restrict label, struct mass mass, double pull, double grad) {
+    const REAL *restrict x = row->x;
+    REAL *restrict out = row->out;
+    double c = row->c, t = row->t, rho = row->rho, rest = row->rest, weight = pull / mass.sum, peak = mass.peak;
+    double over = 1 / (double)row->temperature;
+    PRAGMA(omp simd)
+    for (int64_t i = 0; i < row->n; i++) {
+        double d, z = ((double)x[i] - c) + t;
+        NAME(hard_term)(z, NAME(finite)(x[i]), (double)label[i], rho, rest, &d);
+        double slope = (d - weight * NAME(scaled_h)(z, peak)) * over;
+        out[i] = NAME(finite)(x[i]) ? (REAL)(grad * slope) : R(0.0);
+    }
 }
 
 /* The gradient of a row times `grad`, to `out`. */
@@ -928,8 +1129,7 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
     if (hard) mass = NAME(mass)(&row);
     row.scale = (REAL)(grad / (double)row.temperature);
     if (!hard) NAME(pass)(&row, NAME(loss_spread_part));
-    for (int64_t i = 0; i < row.n && hard; i++)
-        row.out[i] = (REAL)(grad * NAME(loss_slope)(&row, i, label[i], mass, pull));
+    if (hard) NAME(hard_slopes)(&row, label, mass, pull, grad);
     for (int64_t i = 0; i < call->m && listed && !hard; i++) {
         int64_t j = call->index[index * call->m + i];
         if (j >= 0 && j < row.n) row.out[j] = (REAL)(grad * NAME(loss_slope)(&row, j, 1, mass, pull));

@@ -1,9 +1,9 @@
 /* Short rows: as many as a vector has lanes are solved at once, each in a lane of its own, so that no sum runs across a
    vector. For one type and one instruction set, as lml_rows.h, which comes first.
 
-   A row leaves the tile, and is solved by lml_rows.h alone, if there is anything special about it: a score that is
-   masked, infinite or nan, k at either end, scores too far apart for an exponential, a first guess far off. What a
-   row's neighbours are never matters to it. */
+   A row leaves the tile, and is solved by lml_rows.h alone, if there is anything special about it: nan or +inf, k at
+   either end, sums that underflow. What a row's neighbours are never matters to it: the passes that they need leave its
+   solution as it is. */
 
 #define FN TARGET static
 #define INLINE __attribute__((always_inline)) TARGET static inline
@@ -17,7 +17,11 @@ typedef struct {
     VEC *x, *e;           /* class by class */
     VEC pivot, c, s;      /* y = 1 / (1 + e s), e = exp(c - x) */
     int state[LANES];     /* CLOSE if it was solved here */
-    double a[LANES], b[LANES], f[LANES], square[LANES], above[LANES]; /* as in struct sums */
+    int wide[LANES];      /* scores too far apart for the plain start */
+    int tails[LANES];     /* far from the solution: the next step takes `full` */
+    int moved;            /* whether the next pass has to take exponentials anew, with limits */
+    int limited;          /* whether one has */
+    double a[LANES], b[LANES], f[LANES], square[LANES], above[LANES], full[LANES]; /* as in struct sums */
     double k[LANES], logit[LANES], log_p[LANES], quantile[LANES]; /* as in struct start */
     double at[LANES], lo[LANES], hi[LANES], r[LANES], step[LANES];
 } NAME(tile);
@@ -89,25 +93,62 @@ FN void NAME(tile_load)(NAME(tile) * tile, const REAL *const *rows, REAL tempera
     }
 }
 
-/* The largest |c - x|. */
-FN VEC NAME(tile_farthest)(const NAME(tile) * tile) {
-    VEC found = {0};
+/* What is known of the rows of a tile that may be wide. */
+typedef struct {
+    REAL far[LANES], low[LANES], high[LANES]; /* the largest |c - x|, and the ends of the scores, but for -inf */
+    REAL count[LANES], odd[LANES];            /* how many scores are not -inf; 0 if none is nan or +inf */
+} NAME(ends);
+
+FN void NAME(tile_ends)(const NAME(tile) * tile, NAME(ends) * ends) {
+    VEC zero = {0}, one = zero + R(1.0), far = zero, low = zero + INFINITE, high = -low, count = zero, odd = zero;
     for (int64_t j = 0; j < tile->n; j++) {
-        VEC d = tile->c - tile->x[j];
+        VEC x = tile->x[j], d = tile->c - x;
+        NAME(lanes) live = x != -INFINITE;
         d = NAME(select)(d < 0, -d, d);
-        found = NAME(select)(d > found, d, found);
+        far = NAME(select)(live & (d > far), d, far);
+        low = NAME(select)(live & (x < low), x, low);
+        high = NAME(select)(x > high, x, high);
+        count += NAME(select)(live, one, zero);
+        odd = NAME(select)(x < INFINITE, odd, one);
     }
-    return found;
+    memcpy(ends->far, &far, sizeof far);
+    memcpy(ends->low, &low, sizeof low);
+    memcpy(ends->high, &high, sizeof high);
+    memcpy(ends->count, &count, sizeof count);
+    memcpy(ends->odd, &odd, sizeof odd);
+}
+
+/* The scores no further than NEAR below the largest, and their moments about it. */
+FN void NAME(tile_near)(const NAME(tile) * tile, const NAME(ends) * ends, double *total, double *squares, double *count) {
+    VEC high, zero = {0}, one = zero + R(1.0), number = zero;
+    memcpy(&high, ends->high, sizeof high);
+    EACH_LANE total[i] = squares[i] = count[i] = 0;
+    for (int64_t j = 0; j < tile->n;) {
+        int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;
+        VEC sum = zero, square = zero;
+        for (; j < end; j++) {
+            VEC d = tile->x[j] - high;
+            NAME(lanes) near = d >= -(REAL)NEAR;
+            d = NAME(select)(near, d, zero);
+            sum += d;
+            square += d * d;
+            number += NAME(select)(near, one, zero);
+        }
+        NAME(add_lanes)(total, sum);
+        NAME(add_lanes)(squares, square);
+    }
+    NAME(add_lanes)(count, number);
 }
 
 /* The sums of SUM over all classes, lane by lane, with the vector q at j. */
 #define SUM_TILE(q, SUM)                                                                                     \
+    {                                                                                                        \
     VEC zero = {0}, one = zero + R(1.0);                                                                     \
     (void)one;                                                                                               \
-    EACH_LANE tile->a[i] = tile->b[i] = tile->f[i] = tile->square[i] = tile->above[i] = 0;                   \
+    EACH_LANE tile->a[i] = tile->b[i] = tile->f[i] = tile->square[i] = tile->above[i] = tile->full[i] = 0;   \
     for (int64_t j = 0; j < tile->n;) {                                                                      \
         int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;                                             \
-        VEC a = zero, b = zero, f = zero, square = zero, above = zero;                                       \
+        VEC a = zero, b = zero, f = zero, square = zero, above = zero, full = zero;                          \
         for (; j < end; j++) {                                                                               \
             VEC p = q;                                                                                       \
             SUM(p)                                                                                           \
@@ -117,6 +158,8 @@ FN VEC NAME(tile_farthest)(const NAME(tile) * tile) {
         NAME(add_lanes)(tile->f, f);                                                                         \
         NAME(add_lanes)(tile->square, square);                                                               \
         NAME(add_lanes)(tile->above, above);                                                                 \
+        NAME(add_lanes)(tile->full, full);                                                                   \
+    }                                                                                                       \
     }
 
 FN void NAME(tile_start)(NAME(tile) * tile) {
@@ -129,7 +172,29 @@ FN void NAME(tile_start)(NAME(tile) * tile) {
 FN void NAME(tile_search)(NAME(tile) * tile) {
     const VEC *restrict e = tile->e;
     VEC s = tile->s;
-    SUM_TILE(e[j] * s, SUM_EXACT)
+    int tails = 0;
+    for (int i = 0; i < LANES; i++) tails |= tile->tails[i];
+    if (tails)
+        SUM_TILE(e[j] * s, SUM_TAILS)
+    else
+        SUM_TILE(e[j] * s, SUM_EXACT)
+}
+
+/* The same with exponentials taken anew and limited; rows whose center is the old one, and whose scores are in range, have
+   the same again. */
+FN void NAME(tile_again)(NAME(tile) * tile) {
+    const VEC *restrict x = tile->x;
+    VEC *restrict e = tile->e;
+    VEC c = tile->c;
+    for (int64_t j = 0; j < tile->n; j++) e[j] = NAME(vector_exp)(NAME(limited)(c - x[j]));
+    tile->limited = 1;
+    NAME(tile_search)(tile);
+}
+
+/* 0 where the exponential was limited. */
+INLINE VEC NAME(within)(VEC e, VEC value) {
+    VEC zero = {0};
+    return NAME(select)(e < EXP_CEILING, value, zero);
 }
 
 /* y, or h times a factor, row by row, for the rows of the tile that have a place. */
@@ -143,12 +208,14 @@ INLINE void NAME(tile_spread)(NAME(tile) * tile, REAL *const *rows, int slopes, 
             VEC q = e[j + i] * s, y = R(1.0) / (R(1.0) + q);
             part[i] = slopes ? q * y * y * factor : y;
         }
+        for (int i = 0; i < LANES && tile->limited; i++) part[i] = NAME(within)(e[j + i], part[i]);
         NAME(transpose)(part);
         for (int i = 0; i < LANES; i++)
             if (rows[i]) memcpy(rows[i] + j, part + i, sizeof *part);
     }
     for (int64_t j = whole; j < n; j++) {
         VEC q = e[j] * s, y = R(1.0) / (R(1.0) + q), part = slopes ? q * y * y * factor : y;
+        if (tile->limited) part = NAME(within)(e[j], part);
         for (int i = 0; i < LANES; i++)
             if (rows[i]) rows[i][j] = part[i];
     }
@@ -160,6 +227,32 @@ FN void NAME(tile_slopes)(NAME(tile) * tile, REAL *const *rows, VEC factor) { NA
 
 /* ---- The search, all rows in step. ---- */
 
+/* A guess of nu from the moments of the scores that come near the largest; HARD where that will not do. */
+FN void NAME(tile_look_closer)(NAME(tile) * tile, struct start *start, const double *farthest) {
+    NAME(ends) ends;
+    double total[LANES], squares[LANES], count[LANES];
+    NAME(tile_ends)(tile, &ends);
+    NAME(tile_near)(tile, &ends, total, squares, count);
+    for (int i = 0; i < LANES; i++) {
+        double k = tile->k[i], n = ends.count[i];
+        int all = n == (double)tile->n && farthest[i] < 1e30;
+        if (tile->state[i] != OPEN || farthest[i] < EXP_HIGH || (all && ends.odd[i] == 0 && ends.far[i] < EXP_HIGH)) continue;
+        if (ends.odd[i] != 0 || !(k < n) || !(count[i] > k)) {
+            tile->state[i] = HARD;
+            continue;
+        }
+        double high = ends.high[i], shift = total[i] / count[i], variance = squares[i] / count[i] - shift * shift;
+        start_prepare(start, k, n);
+        tile->lo[i] = start->logit - high, tile->hi[i] = start->logit - (double)ends.low[i];
+        start_prepare(start, k, count[i]);
+        double guess = start_guess(start->logit, start->log_p, start->quantile, high + shift, variance, tile->lo[i], tile->hi[i]);
+        REAL center = (REAL)-guess;
+        ((REAL *)&tile->c)[i] = center;
+        tile->lo[i] += (double)center, tile->hi[i] += (double)center;
+        tile->wide[i] = tile->tails[i] = 1;
+    }
+}
+
 /* A guess of nu for each row; HARD where the tile is not for it. No score is further from the mean than the root of
    n - 1 standard deviations (Samuelson's inequality). */
 FN void NAME(tile_begin)(NAME(tile) * tile, struct start *start) {
@@ -169,6 +262,7 @@ FN void NAME(tile_begin)(NAME(tile) * tile, struct start *start) {
     for (int i = 0; i < LANES; i++) {
         int fits = tile->k[i] > 0 && tile->k[i] < n;
         tile->state[i] = fits ? OPEN : HARD;
+        tile->wide[i] = tile->tails[i] = 0;
         if (fits) start_prepare(start, tile->k[i], n);
         tile->logit[i] = start->logit, tile->log_p[i] = start->log_p, tile->quantile[i] = start->quantile;
     }
@@ -185,17 +279,22 @@ FN void NAME(tile_begin)(NAME(tile) * tile, struct start *start) {
         tile->lo[i] += (double)center[i], tile->hi[i] += (double)center[i];
     }
     memcpy(&tile->c, center, sizeof center);
+    for (int i = 0; i < LANES; i++) ((REAL *)&tile->s)[i] = R(1.0);
+    tile->limited = 0, tile->moved = 1;
     int wide = 0;
-    for (int i = 0; i < LANES; i++) {
-        if (!(farthest[i] < 1e30)) tile->state[i] = HARD;
-        wide |= tile->state[i] == OPEN && farthest[i] >= EXP_HIGH;
-    }
-    if (!wide) return;
-    REAL found[LANES];
-    VEC far = NAME(tile_farthest)(tile);
-    memcpy(found, &far, sizeof found);
-    for (int i = 0; i < LANES; i++)
-        if (found[i] >= EXP_HIGH) tile->state[i] = HARD;
+    for (int i = 0; i < LANES; i++) wide |= tile->state[i] == OPEN && !(farthest[i] < EXP_HIGH);
+    if (wide) NAME(tile_look_closer)(tile, start, farthest);
+}
+
+/* Take the exponentials of a row about another center. */
+FN void NAME(tile_recenter)(NAME(tile) * tile, int i) {
+    REAL *center = (REAL *)&tile->c + i;
+    double old = *center;
+    *center = (REAL)(old - tile->at[i]);
+    double moved = (double)*center - old;
+    if (moved == 0) tile->state[i] = HARD; /* too large to be moved */
+    tile->lo[i] += moved, tile->hi[i] += moved, tile->at[i] = 0;
+    tile->moved = 1;
 }
 
 /* Move the rows that are open; whether there still are any. Rows for which the plain sums of the start will not do wait
@@ -203,33 +302,42 @@ FN void NAME(tile_begin)(NAME(tile) * tile, struct start *start) {
    solution. */
 FN int NAME(tile_move)(NAME(tile) * tile, int plain, int mass) {
     int open = 0;
+    tile->moved = 0;
     EACH_LANE {
         double f = tile->f[i] + (tile->above[i] - tile->k[i]);
         tile->step[i] = fourth_order(tile->a[i], tile->b[i], f, tile->square[i], tile->r + i);
     }
     for (int i = 0; i < LANES; i++) {
         if (tile->state[i] != OPEN) continue;
-        if (tile->at_most && unreached(tile->at[i] - (double)tile->c[i], tile->f[i] + tile->above[i], tile->k[i], EPS)) {
+        double nu = tile->at[i] - (double)tile->c[i], sum = tile->f[i] + tile->above[i];
+        int waits = plain && tile->wide[i]; /* for sums with limits */
+        if (tile->at_most && !waits && unreached(nu, sum, tile->k[i], EPS)) {
             tile->state[i] = CLOSE; /* here, or above it: not below 0 */
             continue;
         }
         double r = fabs(tile->r[i]), t = fabs(tile->step[i]), sum_h = tile->a[i] + tile->b[i];
-        if (plain && !(sum_h > tile->f[i] / 4)) {
+        double full = tile->tails[i] ? tile->full[i] : 0;
+        tile->tails[i] = !(r < 0.3);
+        if (waits) {
             tile->step[i] = 0;
+            tile->moved = tile->tails[i] = 1;
+        } else if (plain && !(sum_h > tile->f[i] / 4)) {
+            tile->step[i] = 0;
+            tile->tails[i] = 1;
         } else if (r < 0.3 && sum_h > SMALLEST_SUM) {
             if (!plain && r * r * r * r / 3 <= EPS / 2 && (!mass || t * t * t < EPS)) tile->state[i] = CLOSE;
         } else {
-            struct sums m = {tile->a[i], tile->b[i], tile->f[i], tile->square[i], tile->above[i], 0, 0};
+            struct sums m = {tile->a[i], tile->b[i], tile->f[i], tile->square[i], tile->above[i], full, 0, 0};
             double slack = 16 * EPS * (1 + fabs((double)tile->c[i]));
             tile->state[i] = take_step(&m, tile->k[i], tile->at[i], tile->lo + i, tile->hi + i, EPS, slack,
                                        SMALLEST_SUM, tile->step + i);
         }
-        if (!(fabs(tile->at[i] + tile->step[i]) < FAR)) tile->state[i] = HARD;
         if (tile->state[i] != HARD) tile->at[i] += tile->step[i];
+        if (tile->state[i] == OPEN && !(fabs(tile->at[i]) < (tile->tails[i] ? 1 : FAR))) NAME(tile_recenter)(tile, i);
         open |= tile->state[i] == OPEN;
     }
     REAL s[LANES];
-    EACH_LANE s[i] = (REAL)EXP_DOUBLE(-tile->at[i], -FAR, FAR);
+    EACH_LANE s[i] = (REAL)EXP_DOUBLE(-tile->at[i], -FAR - 1, FAR + 1);
     memcpy(&tile->s, s, sizeof s);
     return open;
 }
@@ -243,6 +351,14 @@ FN double NAME(young_size_of_lane)(const struct call *call, int64_t index, struc
     return known < call->n ? -1 : k;
 }
 
+/* The scores of a row, -inf where it is masked. */
+FN const REAL *NAME(masked)(const struct call *call, int64_t row, REAL *restrict to) {
+    const REAL *restrict logits = (const REAL *)call->logits + row * call->n;
+    const uint8_t *restrict mask = call->mask + row * call->mask_stride;
+    for (int64_t j = 0; j < call->n; j++) to[j] = mask[j] ? logits[j] : -INFINITE;
+    return to;
+}
+
 /* Solve `count` rows from `index` on. */
 FN void NAME(tile_solve)(NAME(tile) * tile, const struct call *call, int64_t index, int count, struct space *space,
                          int mass) {
@@ -254,13 +370,23 @@ FN void NAME(tile_solve)(NAME(tile) * tile, const struct call *call, int64_t ind
     for (int i = 0; i < LANES; i++) {
         int64_t row = index + (i < count ? i : 0);
         rows[i] = (const REAL *)call->logits + row * call->n;
+        if (call->mask) rows[i] = NAME(masked)(call, row, (REAL *)space->e + i * call->n);
         tile->k[i] = call->kind == KIND_FENCHEL_YOUNG ? NAME(young_size_of_lane)(call, row, space)
                                                       : (double)((const REAL *)call->k)[row * call->k_stride];
     }
     NAME(tile_load)(tile, rows, (REAL)call->temperature);
     NAME(tile_begin)(tile, &space->start);
-    NAME(tile_start)(tile);
-    for (int passes = 1; NAME(tile_move)(tile, passes == 1, mass) && passes < 8; passes++) NAME(tile_search)(tile);
+    int plain = 0, open = 1;
+    for (int i = 0; i < LANES; i++) plain |= tile->state[i] == OPEN && !tile->wide[i];
+    for (int passes = plain ? 0 : 1; open && passes < 16; passes++) {
+        if (passes == 0)
+            NAME(tile_start)(tile);
+        else if (tile->moved)
+            NAME(tile_again)(tile);
+        else
+            NAME(tile_search)(tile);
+        open = NAME(tile_move)(tile, passes == 0, mass);
+    }
 }
 
 /* ---- Calls: as those of lml_rows.h, for no more than LANES rows. ---- */
@@ -348,6 +474,7 @@ FN void NAME(tile_listed)(NAME(tile) * tile, const struct call *call, int64_t in
         EACH_LANE {
             double z = column.z[i], tail = EXP_DOUBLE(-fabs(z), -708.0, 0.0), large = 1 / (1 + tail);
             double term = LOG1P_DOUBLE(tail) - (z < 0 ? z : 0), miss = z < 0 ? large : tail * large;
+            miss = z > -INFINITY ? miss : 0;
             loss[i] += column.label[i] < 0 ? 0 : term;
             pull[i] -= column.label[i] < 0 ? 0 : miss;
         }
@@ -378,7 +505,7 @@ FN void NAME(tile_listed)(NAME(tile) * tile, const struct call *call, int64_t in
         EACH_LANE {
             double z = column.z[i], tail = EXP_DOUBLE(-fabs(z), -708.0, 0.0), large = 1 / (1 + tail);
             double miss = z < 0 ? large : tail * large, h = tail * large * large;
-            slope[i] = (REAL)((0 - miss - pull[i] * h / sum_h[i]) * scale);
+            slope[i] = z > -INFINITY ? (REAL)((0 - miss - pull[i] * h / sum_h[i]) * scale) : R(0.0);
         }
         for (int i = 0; i < count; i++)
             if (column.label[i] >= 0) out[i][column.label[i]] = slope[i];
@@ -505,6 +632,7 @@ FN void NAME(half_rows)(const struct call *call, int64_t index, int count, struc
 #undef BLOCK
 #undef SUM_PLAIN
 #undef SUM_EXACT
+#undef SUM_TAILS
 #undef VEC
 #undef LOW_HALVES
 #undef HIGH_HALVES

@@ -13,6 +13,7 @@
 #define INFINITE ((double)INFINITY)
 #define ABS __builtin_fabs
 #define SMALLEST_SUM 1e-200
+#define LOG_SMALLEST -460.0
 #define BUDGET_DIGITS 1e-6
 #define SHORT 1.5e-4     /* the longest last step of a search with weights */
 #define LAST_STEP 1.3e-4 /* the longest of Newton's that is followed by it: three derivatives are known, or in float two */
@@ -78,6 +79,7 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #undef LARGEST
 #undef INFINITE
 #undef SMALLEST_SUM
+#undef LOG_SMALLEST
 #undef BUDGET_DIGITS
 #undef SHORT
 #undef LAST_STEP
@@ -106,6 +108,7 @@ __attribute__((always_inline)) TARGET static inline double NAME(exponent)(uint64
 #define INFINITE INFINITY
 #define ABS __builtin_fabsf
 #define SMALLEST_SUM 1e-20
+#define LOG_SMALLEST -46.0
 #define BUDGET_DIGITS 0.03
 #define SHORT 0.0055
 #define LAST_STEP 0.005
@@ -163,6 +166,7 @@ __attribute__((always_inline)) TARGET static inline float NAME(exponent)(uint32_
 #undef LARGEST
 #undef INFINITE
 #undef SMALLEST_SUM
+#undef LOG_SMALLEST
 #undef BUDGET_DIGITS
 #undef SHORT
 #undef LAST_STEP

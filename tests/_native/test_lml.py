@@ -611,3 +611,79 @@ def test_a_large_loss_of_float16_stays_finite():
     assert torch.equal(x.grad, torch.tensor([[0.5, -1, 0.5]], dtype=torch.float16))
     ruled_out = torch.tensor([[0.0, -torch.inf]], dtype=torch.float16, requires_grad=True)
     assert lml_loss(ruled_out, torch.tensor([1]), 1).item() == torch.inf
+
+
+def far_apart(rows, n, dtype):
+    """Rows as trained networks and masks by large numbers make them: groups of scores with wide gaps between them."""
+    noise = torch.randn(rows, n, dtype=dtype)
+    few, half = torch.arange(n) < 2, torch.rand(rows, n) < 0.5
+    low = torch.finfo(dtype).min
+    return {
+        **{f"gap of {gap}": noise + gap * few for gap in (6, 15, 20, 40, 80, 95, 120, 300, 1300, 1e6)},
+        **{f"half at {far}": torch.where(half, far, noise) for far in (-30.0, -1e4, -1e9, low, -INF)},
+        "one up": noise.index_fill(1, torch.tensor([n // 2]), 1e4),
+        "one down": noise.index_fill(1, torch.tensor([n // 2]), -1e9),
+        "three groups": noise + torch.tensor([0.0, 200.0, 1e5]).repeat(n)[:n],
+        "wide": 100 * noise,
+        "of mixed kinds": torch.where(torch.arange(rows).unsqueeze(1) % 2 == 0, noise, noise + 40 * few),
+    }
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [7, 100, slow(1500)])
+def test_scores_far_apart(isa, n, dtype):
+    torch.manual_seed(0)
+    for x in far_apart(20, n, dtype).values():
+        live = int((x > -INF).sum(-1).min())
+        for k in (0.5, 1, 2, 2.5, live / 3, live - 2, live - 1.25, live - 1):
+            if 0 < k < live:
+                compare(x, torch.full((20,), k, dtype=dtype))
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_losses_of_scores_far_apart(isa, dtype):
+    torch.manual_seed(0)
+    lists, dense = torch.tensor([[0, 1, -1], [5, 0, 2]]).repeat(10, 1), (torch.rand(20, 50) < 0.1).to(dtype)
+    for x in far_apart(20, 50, dtype).values():
+        for k, observed, target in ((2, 0.0, lists), (2, 0.5, dense), (0.5, 0.0, dense), (3.5, 1.0, lists)):
+
+            def results(x, impl, target=target, k=k, observed=observed):
+                x = x.detach().requires_grad_()
+                loss = lml_loss(x, target, k, observed=observed, impl=impl, reduction="none")
+                return loss.detach(), *torch.autograd.grad(loss[loss.isfinite()].sum(), x)
+
+            exact = results(x.double(), "torch", target.double() if target is dense else target)
+            tolerance = max(
+                1e-13, 4 * torch.finfo(torch.float64).eps * x[x.isfinite()].abs().max().clamp(max=1e10).item()
+            )
+            for kernel, torch_, reference in zip(results(x, "native"), results(x, "torch"), exact, strict=True):
+                assert_agrees(kernel, torch_, reference, tolerance)
+
+
+@built
+@pytest.mark.parametrize("n", [7, 100])
+def test_neighbours_leave_a_row_as_it_is(isa, n):
+    """Bit for bit, though rows of a tile share passes."""
+    torch.manual_seed(0)
+    kinds = far_apart(16, n, torch.float32)
+    rows, ordinary = torch.cat(list(kinds.values())), torch.randn(16, n)
+    for k in (0.5, 2, n / 3):
+        together = plain.lml(rows[torch.randperm(len(rows))], k, impl="native").sort(0).values
+        alike = torch.cat([plain.lml(x, k, impl="native") for x in kinds.values()])
+        torch.testing.assert_close(together, alike.sort(0).values, rtol=0, atol=0, equal_nan=True)
+        with_others = plain.lml(torch.cat([ordinary[:8], kinds["half at -inf"][:8]]), k, impl="native")[:8]
+        assert torch.equal(with_others, plain.lml(ordinary, k, impl="native")[:8])
+
+
+@built
+def test_masks_in_a_tile(isa):
+    torch.manual_seed(0)
+    x, mask = torch.randn(40, 30), torch.rand(40, 30) < 0.6
+    mask[3], mask[4], mask[5, 1:] = False, True, False
+    ruled_out = torch.where(mask, x, -INF)
+    for k in (0, 0.5, 2, torch.linspace(0, 6, 40)):
+        for function in (plain.lml, plain.log_lml):
+            found = function(x, k, mask=mask, impl="native")
+            torch.testing.assert_close(found, function(ruled_out, k, impl="native"), rtol=0, atol=0, equal_nan=True)
