@@ -15,7 +15,7 @@ import torch
 from tools import HUNG, assert_as_accurate, long, slow
 
 import lastlayer._native as native
-from lastlayer import lml, lml_at_most, lml_loss
+from lastlayer import lml, lml_at_most, lml_fenchel_young_loss, lml_loss
 
 plain = sys.modules["lastlayer.project.lml"]
 
@@ -687,3 +687,32 @@ def test_masks_in_a_tile(isa):
         for function in (plain.lml, plain.log_lml):
             found = function(x, k, mask=mask, impl="native")
             torch.testing.assert_close(found, function(ruled_out, k, impl="native"), rtol=0, atol=0, equal_nan=True)
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_budgets_of_scores_far_apart(isa, dtype):
+    """`lml_at_most` and the Fenchel-Young loss, which search in the same tiles."""
+    torch.manual_seed(0)
+    target = (torch.rand(20, 50) < 0.1).to(dtype)
+    for x in far_apart(20, 50, dtype).values():
+        for k in (0.5, 2, 3.5, 60.0):
+
+            def at_most(x, impl, k=k):
+                x = x.detach().requires_grad_()
+                y = plain.lml_at_most(x, k, impl=impl)
+                weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+                return y.detach(), *torch.autograd.grad(y, x, weight)
+
+            for kernel, torch_, reference in zip(
+                *(at_most(x, impl) for impl in ("native", "torch")), at_most(x.double(), "torch"), strict=True
+            ):
+                assert_agrees(kernel, torch_, reference, 1e-12)
+        finite = x[x.isfinite().all(-1)].requires_grad_()
+        for labels in target[: len(finite)].split(1) if len(finite) else ():
+            size, rows = labels.sum(), labels.expand_as(finite)
+            (grad,) = torch.autograd.grad(lml_fenchel_young_loss(finite, rows, reduction="sum"), finite)
+            torch_, reference = (
+                plain.lml(scores, size.item(), impl="torch") - rows for scores in (finite, finite.double())
+            )
+            assert_agrees(grad, torch_.detach(), reference.detach(), 1e-12)
