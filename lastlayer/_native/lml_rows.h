@@ -37,6 +37,7 @@ typedef struct {
     struct sums *parts;
     /* The search. nu is kept as a distance `at` from -c, and its bounds with it: far from 0 a sum would lose digits. */
     int state, passes, ranked;
+    int tails; /* far from the solution: the next step takes `full` */
     double k, top, finite, at, lo, hi, low, least, high, step, sum_h; /* low: -inf is a score, least: it is none */
     REAL upper, lower; /* the scores of ranks ceil(k) and floor(k) + 1, once `ranked` */
     struct sums m;
@@ -273,7 +274,10 @@ FN void NAME(start_part)(NAME(row) * row, int64_t first, int64_t last, struct su
 FN void NAME(search_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict e = row->e;
     REAL s = row->s;
-    SUM_PART(NAME(kept)(e + i) * s, SUM_TAILS)
+    if (row->tails)
+        SUM_PART(NAME(kept)(e + i) * s, SUM_TAILS)
+    else
+        SUM_PART(NAME(kept)(e + i) * s, SUM_EXACT)
 }
 
 FN void NAME(write_y_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
@@ -699,7 +703,7 @@ FN void NAME(begin)(NAME(row) * row, double k, struct start *start) {
     struct sums m = {.a = NAN};
     double n = (double)row->n, pivot = 0;
     row->c = row->t = 0;
-    row->top = row->passes = row->ranked = 0;
+    row->top = row->passes = row->ranked = row->tails = 0;
     if (row->n > 0 && NAME(finite)(row->x[0])) {
         row->pivot = row->x[0];
         m = NAME(pass)(row, NAME(moments_part));
@@ -743,6 +747,7 @@ FN void NAME(look)(NAME(row) * row) {
         row->lo += moved, row->hi += moved, row->at = 0;
         row->m = NAME(pass)(row, NAME(start_part));
         if (!NAME(narrow)(row) || row->m.a + row->m.b > row->m.f / 4) return; /* else plain sums will not do */
+        row->tails = 1;
     }
     row->s = (REAL)exp(-row->at);
     row->m = NAME(pass)(row, NAME(search_part));
@@ -753,6 +758,7 @@ FN void NAME(move)(NAME(row) * row) {
     double k = row->k + row->top; /* the passes count the infinite scores in */
     row->state = take_step(&row->m, k, row->at, &row->lo, &row->hi, EPS, slack, SMALLEST_SUM, &row->step);
     if (row->state != HARD) row->at += row->step;
+    row->tails = fabs(row->step) > 0.3;
     int stuck = fabs(row->at) > FAR && (REAL)((double)row->c - row->at) == row->c; /* c is too large to be moved */
     if (row->state == OPEN && (stuck || row->passes == 16)) row->state = HARD;
     if (row->state == HARD && !row->ranked) NAME(rank)(row);

@@ -141,32 +141,32 @@ FN void NAME(tile_near)(const NAME(tile) * tile, const NAME(ends) * ends, double
 }
 
 /* The sums of SUM over all classes, lane by lane, with the vector q at j. */
-#define SUM_TILE(q, SUM)                                                                                     \
-    {                                                                                                        \
-    VEC zero = {0}, one = zero + R(1.0);                                                                     \
-    (void)one;                                                                                               \
-    EACH_LANE tile->a[i] = tile->b[i] = tile->f[i] = tile->square[i] = tile->above[i] = tile->full[i] = 0;   \
-    for (int64_t j = 0; j < tile->n;) {                                                                      \
-        int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;                                             \
-        VEC a = zero, b = zero, f = zero, square = zero, above = zero, full = zero;                          \
-        for (; j < end; j++) {                                                                               \
-            VEC p = q;                                                                                       \
-            SUM(p)                                                                                           \
-        }                                                                                                    \
-        NAME(add_lanes)(tile->a, a);                                                                         \
-        NAME(add_lanes)(tile->b, b);                                                                         \
-        NAME(add_lanes)(tile->f, f);                                                                         \
-        NAME(add_lanes)(tile->square, square);                                                               \
-        NAME(add_lanes)(tile->above, above);                                                                 \
-        NAME(add_lanes)(tile->full, full);                                                                   \
-    }                                                                                                       \
+#define SUM_TILE(q, SUM, TAILS)                                                                          \
+    {                                                                                                    \
+    VEC zero = {0}, one = zero + R(1.0);                                                                 \
+    (void)one;                                                                                           \
+    EACH_LANE tile->a[i] = tile->b[i] = tile->f[i] = tile->square[i] = tile->above[i] = tile->full[i] = 0;\
+    for (int64_t j = 0; j < tile->n;) {                                                                  \
+        int64_t end = j + STEPS < tile->n ? j + STEPS : tile->n;                                         \
+        VEC a = zero, b = zero, f = zero, square = zero, above = zero, full = zero;                      \
+        for (; j < end; j++) {                                                                           \
+            VEC p = q;                                                                                   \
+            SUM(p)                                                                                       \
+        }                                                                                                \
+        NAME(add_lanes)(tile->a, a);                                                                     \
+        NAME(add_lanes)(tile->b, b);                                                                     \
+        NAME(add_lanes)(tile->f, f);                                                                     \
+        NAME(add_lanes)(tile->square, square);                                                           \
+        NAME(add_lanes)(tile->above, above);                                                             \
+        if (TAILS) NAME(add_lanes)(tile->full, full);                                                    \
+    }                                                                                                    \
     }
 
 FN void NAME(tile_start)(NAME(tile) * tile) {
     const VEC *restrict x = tile->x;
     VEC *restrict e = tile->e;
     VEC c = tile->c;
-    SUM_TILE((e[j] = NAME(vector_exp)(c - x[j])), SUM_PLAIN)
+    SUM_TILE((e[j] = NAME(vector_exp)(c - x[j])), SUM_PLAIN, 0)
 }
 
 FN void NAME(tile_search)(NAME(tile) * tile) {
@@ -175,9 +175,9 @@ FN void NAME(tile_search)(NAME(tile) * tile) {
     int tails = 0;
     for (int i = 0; i < LANES; i++) tails |= tile->tails[i];
     if (tails)
-        SUM_TILE(e[j] * s, SUM_TAILS)
+        SUM_TILE(e[j] * s, SUM_TAILS, 1)
     else
-        SUM_TILE(e[j] * s, SUM_EXACT)
+        SUM_TILE(e[j] * s, SUM_EXACT, 0)
 }
 
 /* The same with exponentials taken anew and limited; rows whose center is the old one, and whose scores are in range, have
@@ -309,9 +309,9 @@ FN int NAME(tile_move)(NAME(tile) * tile, int plain, int mass) {
     }
     for (int i = 0; i < LANES; i++) {
         if (tile->state[i] != OPEN) continue;
-        double nu = tile->at[i] - (double)tile->c[i], sum = tile->f[i] + tile->above[i];
         int waits = plain && tile->wide[i]; /* for sums with limits */
-        if (tile->at_most && !waits && unreached(nu, sum, tile->k[i], EPS)) {
+        if (tile->at_most && !waits &&
+            unreached(tile->at[i] - (double)tile->c[i], tile->f[i] + tile->above[i], tile->k[i], EPS)) {
             tile->state[i] = CLOSE; /* here, or above it: not below 0 */
             continue;
         }
