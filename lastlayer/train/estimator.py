@@ -50,8 +50,8 @@ class LabelSetClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] 
 
     Args:
         k: The expected number of labels per row, or ``"auto"``: the mean number of labels (1 for single labels; with
-            incomplete labels the 90th percentile), at least 0.5 and at most half of the labels, or ``"predicted"``: a
-            regression on the features predicts it for each row.
+            incomplete labels the 90th percentile, but at most half of all labels unless the mean is above that), at
+            least 0.5, or ``"predicted"``: a regression on the features predicts it for each row.
         loss: A loss by name: ``"squared_hinge"``, ``"binary"``, ``"lml"``, ``"two_way"``, ``"asymmetric"``, ... By
             default, ``"auto"``, a linear model for label sets takes the best of the first four on held-out rows;
             networks and single labels take ``"lml"``.

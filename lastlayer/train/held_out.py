@@ -14,7 +14,7 @@ from lastlayer.runs.rows import row_mean, row_metrics
 from lastlayer.train.calibrate import PENALTIES, Calibration
 from lastlayer.train.config import Config, ConfigError
 from lastlayer.train.decide import Decision
-from lastlayer.train.resolved import Resolved
+from lastlayer.train.resolved import Resolved, most_labels
 from lastlayer.train.serve import TrainedModel, odds, probabilities
 
 CELLS = 40_000_000  # pairs of row and label that are looked at; of more, some rows are drawn
@@ -134,7 +134,7 @@ def with_share(resolved: Resolved, held: HeldOut | None, config: Config) -> Reso
     weight = np.ones(len(sure)) if held.labels.weights is None else held.labels.weights
     by_pair = (weight / weight.mean())[surest[0]]
     found = max(float(by_pair @ np.asarray(hot[surest]).ravel()), 1.0)
-    k = min(mean * float(by_pair.sum()) / found, 0.5 * n if n > 1 else 0.5)
+    k = min(mean * float(by_pair.sum()) / found, most_labels(mean, n))
     return replace(resolved, k=k, mean_count=k, observed=min(mean / k, 0.99))
 
 

@@ -57,9 +57,10 @@ class Resolved:
         mean = float(np.average(counts, weights=weights)) if len(counts) else 0.0
         incomplete = config.labels == "incomplete"
         guess = _quantile(counts, 0.9, weights) if incomplete and len(counts) else mean
+        guess = min(guess, most_labels(mean, n))
         if incomplete and config.observed != "auto" and float(config.observed):
             guess = mean / float(config.observed)
-        guess = min(max(guess, mean, 0.5), 0.5 * n if n > 1 else 0.5)
+        guess = min(max(guess, mean, 0.5), 0.99 * n if n > 1 else 0.5)
         k = guess if config.k in ("auto", "predicted") else float(config.k)
         if k > n:
             raise ConfigError(f"`k` must be at most the number of labels, {n}, got {config.k}.")
@@ -90,6 +91,11 @@ class Resolved:
         if empty := [name for name, value in values.items() if value is None]:
             raise TypeError(f"`resolved.{empty[0]}` must not be null")
         return cls(**{**values, "at": tuple(values["at"])})
+
+
+def most_labels(mean: float, n: int) -> float:
+    """Return the largest guess of k that labels may lead to: half of `n` labels, unless rows have more on average."""
+    return max(0.5 * n, min(mean, 0.99 * n)) if n > 1 else 0.5
 
 
 def _quantile(values: np.ndarray, share: float, weights: np.ndarray | None) -> float:

@@ -173,6 +173,15 @@ def test_auto_follows_the_labels():
     assert Resolved.of(Config(loss="two_way"), data).probability == "lml"
 
 
+def test_auto_follows_rows_with_most_of_the_labels():
+    data = LabelData.from_lists([["a", "b", "c"], ["a", "b", "c", "d"], ["b", "c", "d"], ["a", "b"]])
+    assert Resolved.of(Config(), data).k == 3.0
+    assert Resolved.of(Config(labels="incomplete"), data).k == 3.0
+    assert Resolved.of(Config(labels="incomplete", observed="0.8"), data).k == 3.75
+    assert Resolved.of(Config(labels="incomplete", observed="0.5"), data).k == 0.99 * 4
+    assert Resolved.of(Config(), LabelData.from_lists([["a", "b"], ["a", "b"]])).k == 0.99 * 2
+
+
 @pytest.mark.parametrize(("labels", "observed"), [("complete", "0.4"), ("incomplete", "0.4"), ("incomplete", "0")])
 def test_a_row_without_a_label_has_no_loss_where_labels_are_incomplete(labels, observed):
     data = LabelData.from_lists([["a", "b"], [], ["c"], []])
