@@ -30,7 +30,7 @@ typedef struct {
     const uint8_t *mask;
     const REAL *label; /* how much of each class is a label, from 0 to 1; -1 where that is unknown */
     REAL *copy, *e, *out;
-    REAL temperature, pivot;
+    REAL temperature, pivot, cut;
     REAL c, s, t, scale, shift, rho, rest, weight; /* rest = 1 - rho */
     int kind, threads;
     int at_most; /* k is the largest sum, and nu no more than 0 */
@@ -132,18 +132,18 @@ FN void NAME(census_part)(NAME(row) * row, int64_t first, int64_t last, struct s
     *sums = (struct sums){.a = sum, .b = square, .f = count, .square = top, .above = nan, .low = low, .high = high};
 }
 
-/* The scores no further than NEAR below the largest, `pivot`: their number, and their moments about it. */
+/* The scores from `cut` to `pivot`: their number, and their moments about the latter. */
 FN void NAME(near_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict x = row->x;
-    REAL pivot = row->pivot;
+    REAL pivot = row->pivot, cut = row->cut;
     double sum = 0, square = 0, count = 0;
     PRAGMA(omp simd reduction(+ : sum, square, count))
     for (int64_t i = first; i < last; i++) {
-        REAL d = x[i] - pivot;
-        double v = d >= -(REAL)NEAR && d <= R(0.0) ? (double)d : 0.0;
-        sum += v;
-        square += v * v;
-        count += d >= -(REAL)NEAR && d <= R(0.0) ? 1.0 : 0.0;
+        int near = x[i] >= cut && x[i] <= pivot;
+        double d = near ? (double)(x[i] - pivot) : 0.0;
+        sum += d;
+        square += d * d;
+        count += near ? 1.0 : 0.0;
     }
     *sums = (struct sums){.a = sum, .b = square, .f = count};
 }
@@ -164,13 +164,13 @@ FN void NAME(count_part)(NAME(row) * row, int64_t first, int64_t last, struct su
     *sums = (struct sums){.f = (double)count};
 }
 
-/* The largest score below `pivot`, and the least of the others. */
+/* The largest score below `cut`, and the least of the others. */
 FN void NAME(next_part)(NAME(row) * row, int64_t first, int64_t last, struct sums *sums) {
     const REAL *restrict x = row->x;
-    REAL pivot = row->pivot, high = -INFINITE, low = INFINITE;
+    REAL cut = row->cut, high = -INFINITE, low = INFINITE;
     PRAGMA(omp simd reduction(max : high) reduction(min : low))
     for (int64_t i = first; i < last; i++) {
-        REAL below = x[i] < pivot ? x[i] : -INFINITE, above = x[i] < pivot ? INFINITE : x[i];
+        REAL below = x[i] < cut ? x[i] : -INFINITE, above = x[i] < cut ? INFINITE : x[i];
         high = below > high ? below : high;
         low = above < low ? above : low;
     }
@@ -671,7 +671,7 @@ FN void NAME(rank)(NAME(row) * row) {
     }
     REAL upper = NAME(of_order)(first), lower = upper;
     if (lower_rank > upper_rank && NAME(at_least)(row, upper) - row->top < lower_rank)
-        lower = (REAL)NAME(pass)(row, NAME(next_part)).high;
+        row->cut = upper, lower = (REAL)NAME(pass)(row, NAME(next_part)).high;
     NAME(begin_between)(row, upper, lower);
 }
 
@@ -679,10 +679,11 @@ FN void NAME(rank)(NAME(row) * row) {
    where k ends in it, as those of all would be; `square` is what the groups above leave of k. Whether there is one. Where
    k ends with a group, the search begins in the gap below it. */
 FN int NAME(begin_near)(NAME(row) * row, struct sums *m) {
-    row->pivot = INFINITE;
+    row->cut = INFINITE;
     double left = row->k, high = NAME(pass)(row, NAME(next_part)).high;
     for (int groups = 0; groups < 4 && left > 0; groups++) {
         row->pivot = (REAL)high;
+        row->cut = row->pivot - (REAL)NEAR;
         struct sums near = NAME(pass)(row, NAME(near_part));
         if (near.f > left) {
             *m = near;
@@ -690,7 +691,6 @@ FN int NAME(begin_near)(NAME(row) * row, struct sums *m) {
             return 1;
         }
         left -= near.f;
-        row->pivot = (REAL)high - (REAL)NEAR;
         near = NAME(pass)(row, NAME(next_part));
         high = near.high;
         if (left == 0) NAME(begin_between)(row, (REAL)near.low, (REAL)high);

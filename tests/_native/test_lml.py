@@ -716,3 +716,19 @@ def test_budgets_of_scores_far_apart(isa, dtype):
                 plain.lml(scores, size.item(), impl="torch") - rows for scores in (finite, finite.double())
             )
             assert_agrees(grad, torch_.detach(), reference.detach(), 1e-12)
+
+
+@built
+def test_scores_at_the_edge_of_a_group():
+    """Groups of scores are told apart where rounding decides: 80 below the largest, and next to that."""
+    torch.manual_seed(0)
+    high = 90 * torch.rand(200)
+    for towards in (-INF, INF):
+        edge = high - 80
+        for _ in range(4):
+            x = torch.stack([high, edge, edge - 500, edge - 501, edge - 700], -1)
+            for k in (1, 2, 3, 1.5):
+                for function in (plain.lml, plain.log_lml, plain.lml_threshold):
+                    kernel, torch_ = (function(x, k, impl=impl) for impl in ("native", "torch"))
+                    assert_agrees(kernel, torch_, function(x.double(), k, impl="torch"))
+            edge = torch.nextafter(edge, torch.tensor(towards))
