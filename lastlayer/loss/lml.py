@@ -353,8 +353,10 @@ def _fenchel_young_at_once(problem: Problem, labels: Labels, count: Tensor) -> T
     k: Tensor = problem.k
     if not compiled(x, k, mask, count, labels.dense, labels.index):
         return None
+    if mask is not None and mask.is_cpu and bool(mask.all()):  # on a GPU it would have to be waited for
+        mask = None
     with torch.no_grad():
-        _, center, delta = apply(problem, "nu")
+        _, center, delta = apply(problem._replace(mask=mask), "nu")
     x = x.to(_check.work_dtype(x))
     numbers = (1.0, 0.0, 0.0, 1.0)
     found = at_once(
