@@ -70,6 +70,13 @@ def mapped(batch_size: int, in_dims: tuple[Any, ...], x: Tensor, *others: Any) -
     return [value.expand(*rows, value.shape[-1]) if isinstance(value, Tensor) else value for value in values]
 
 
+def stacked(in_dims: tuple[Any, ...], tensors: tuple[Tensor, ...], *, own: int = 1) -> list[Tensor]:
+    """Bring the tensors of a batch of calls to one batch shape, in front of the last `own` dimensions of each."""
+    first = [t.unsqueeze(0) if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True)]
+    batch = torch.broadcast_shapes(*(t.shape[:-own] for t in first))
+    return [t.expand(*batch, *t.shape[-own:]) for t in first]
+
+
 def broken_rows(delta: Tensor, grad_out: Tensor | None, grad_delta: Tensor | None, shard: ClassShard | None) -> Tensor:
     """Return which rows have a nan gradient: those without a solution whose upstream gradient is not 0.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lastlayer import _check, _triton
 from lastlayer._module import FunctionModule
-from lastlayer._threshold.autograd import apart, nestable
+from lastlayer._threshold.autograd import apart, nestable, stacked
 from lastlayer._threshold.dispatch import (
     compiled_without_tangents,
     differentiated,
@@ -621,12 +621,7 @@ class _Duals(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        tensors = [
-            value.unsqueeze(0) if where is None else value.movedim(where, 0)
-            for value, where in zip(inputs[:4], in_dims[:4], strict=True)
-        ]
-        batch = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))
-        tensors = [t.expand(*batch, *t.shape[-2:]) for t in tensors]
+        tensors = stacked(in_dims[:4], inputs[:4], own=2)
         return _DualsForwardMode.apply(*tensors, *inputs[4:]), (0, 0, 0)
 
 

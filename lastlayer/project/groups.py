@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lastlayer._threshold.autograd import nestable
+from lastlayer._threshold.autograd import nestable, stacked
 from lastlayer._threshold.dispatch import Impl, compiled_without_tangents, recorded, transformed
 from lastlayer._threshold.operators import WAITS, fake, operator
 from lastlayer._threshold.search import points, scores, solve
@@ -237,12 +237,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        tensors = [
-            value.unsqueeze(0) if where is None else value.movedim(where, 0)
-            for value, where in zip(inputs[:3], in_dims[:3], strict=True)
-        ]
-        batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
-        tensors = [t.expand(*batch, t.shape[-1]) for t in tensors]
+        tensors = stacked(in_dims[:3], inputs[:3])
         return _GroupedForwardMode.apply(*tensors, *inputs[3:]), (0, 0, 0, 0)
 
 

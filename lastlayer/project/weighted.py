@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lastlayer import _check
-from lastlayer._threshold.autograd import apart, nestable
+from lastlayer._threshold.autograd import apart, nestable, stacked
 from lastlayer._threshold.budget import Budget
 from lastlayer._threshold.dispatch import compiled_without_tangents, differentiated, recorded
 from lastlayer._threshold.operators import WAITS, fake, operator
@@ -359,12 +359,7 @@ class _Threshold(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        tensors = [
-            value.unsqueeze(0) if where is None else value.movedim(where, 0)
-            for value, where in zip(inputs[:5], in_dims[:5], strict=True)
-        ]
-        batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
-        tensors = [t.expand(*batch, t.shape[-1]) for t in tensors]
+        tensors = stacked(in_dims[:5], inputs[:5])
         return _ThresholdForwardMode.apply(*tensors, *inputs[5:]), 0
 
 
