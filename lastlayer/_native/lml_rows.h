@@ -1132,10 +1132,11 @@ FN void NAME(loss_backward_row)(const struct call *call, int64_t index, struct s
         mass.sum = NAME(pass)(&row, NAME(weigh_part)).a;
         row.weight = (REAL)(pull / mass.sum);
     }
-    if (hard) mass = NAME(mass)(&row);
     row.scale = (REAL)(grad / (double)row.temperature);
-    if (!hard) NAME(pass)(&row, NAME(loss_spread_part));
-    if (hard) NAME(hard_slopes)(&row, label, mass, pull, grad);
+    if (hard)
+        NAME(hard_slopes)(&row, label, NAME(mass)(&row), pull, grad);
+    else
+        NAME(pass)(&row, NAME(loss_spread_part));
     for (int64_t i = 0; i < call->m && listed && !hard; i++) {
         int64_t j = call->index[index * call->m + i];
         if (j >= 0 && j < row.n) row.out[j] = (REAL)(grad * NAME(loss_slope)(&row, j, 1, mass, pull));
